@@ -1,0 +1,32 @@
+"""`streamrl report DIR`: writes a run's report and shows its main figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="report")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+def command(directory: Path) -> None:
+    """Write DIR/report.html for the run in DIR, finished or not.
+
+    The page holds everything it shows; a run that is still going can be reported again at any time.
+
+    \b
+    Example:
+      streamrl report runs/demo
+    """
+    from streamrl.observe.metrics import FILE_NAME, read_metrics
+    from streamrl.observe.report import write_report
+    from streamrl.observe.summary import headline_figures, summarise
+
+    path = write_report(directory)
+    rows = read_metrics(directory / FILE_NAME)
+    if rows:
+        for what, value in headline_figures(summarise(rows)):
+            click.echo(f"{what:<28}{value}")
+    else:
+        click.echo("No optimizer step has finished yet.")
+    click.echo(f"{'report':<28}{path}")

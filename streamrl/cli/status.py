@@ -1,0 +1,51 @@
+"""`streamrl status DIR`: a run's state, seen from any terminal. It only reads the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+REFRESH_S = 0.5
+"""As often as the controller writes."""
+PIPED_WIDTH = 140
+"""Columns when the output is no terminal, so that no column is cut."""
+
+
+@click.command(name="status")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option(
+    "--watch", is_flag=True, help="Keep showing it until the run ends (Ctrl-C stops watching only)."
+)
+def command(directory: Path, watch: bool) -> None:
+    """Show what the run in DIR is doing: roles, progress of the step, the last steps' metrics.
+
+    \b
+    Examples:
+      streamrl status runs/demo
+      streamrl status runs/demo --watch
+    """
+    import time
+
+    from rich.console import Console
+
+    from streamrl.observe.live import LiveView
+    from streamrl.observe.metrics import FILE_NAME, read_metrics
+    from streamrl.observe.panels import render
+    from streamrl.observe.status import read_status
+
+    status = read_status(directory)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    if not watch:
+        console.print(render(status, read_metrics(directory / FILE_NAME), time.time()))
+        return
+    try:
+        with LiveView(directory, console=console) as view:
+            while (shown := view.refresh()) is None or not shown.final:
+                time.sleep(REFRESH_S)
+    except KeyboardInterrupt:
+        click.echo("Stopped watching; the run goes on.")
+        return
+    view.summary()

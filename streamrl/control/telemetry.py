@@ -1,0 +1,169 @@
+"""What the controller tells the world: status.json twice a second, a metrics row per step, the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from typing import Any
+
+import psutil
+
+from streamrl.control.batch import Batch
+from streamrl.launch.context import RoleContext
+from streamrl.launch.plan import plan_processes
+from streamrl.observe.metrics import MetricsRow, MetricsWriter
+from streamrl.observe.status import write_status
+from streamrl.observe.trace import TraceWriter
+from streamrl.transport.endpoint import Hub
+
+STATUS_EVERY_S = 0.5
+MEMORY_EVERY_S = 5.0
+
+
+class Telemetry:
+    """Writes a run's status, metrics and trace; the controller is their only writer while it lives."""
+
+    def __init__(self, context: RoleContext, hub: Hub) -> None:
+        self.context, self.hub = context, hub
+        self.state = "starting"
+        self.error: str | None = None
+        self.step = 0
+        self.batch: Batch | None = None
+        self.memory_gb: float | None = None
+        """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
+        self.detail = "waiting for processes"
+        self.metrics = MetricsWriter(context.run_dir / "metrics.jsonl")
+        self.trace = TraceWriter(context.run_dir / "trace.json")
+        self._latest: MetricsRow | None = None
+        self._started = time.time()
+        self._step_times: deque[float] = deque(maxlen=5)
+        self._states: dict[str, tuple[str, float]] = {}
+
+    async def keep_writing(self) -> None:
+        """Writes the status until cancelled."""
+        measured = 0.0
+        while True:
+            if time.monotonic() - measured > MEMORY_EVERY_S:
+                measured = time.monotonic()
+                self.memory_gb = await asyncio.to_thread(_family_memory_gb)
+            self.write()
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def write(self) -> None:
+        """Writes the status now."""
+        run = self.context.run
+        left = run.steps - self.step
+        eta = left * sum(self._step_times) / len(self._step_times) if self._step_times else None
+        batch = self.batch
+        write_status(
+            self.context.run_dir,
+            {
+                "run": self.context.run_dir.name,
+                "state": self.state,
+                "step": self.step,
+                "steps": run.steps,
+                "started_at": self._started,
+                "updated_at": time.time(),
+                "eta_s": eta,
+                "schedule": run.schedule.name,
+                "model": run.model.path,
+                "hardware": self.context.cluster.hardware,
+                "roles": self._roles(),
+                "progress": {
+                    "groups_total": len(batch.groups),
+                    "groups_complete": batch.complete,
+                    "samples_total": batch.total_samples,
+                    "samples_finished": batch.finished,
+                    "samples_trained": batch.samples_trained,
+                    "tokens_generated": sum(batch.lengths),
+                    "lengths": batch.lengths,
+                }
+                if batch
+                else {},
+                "latest": self._latest.model_dump() if self._latest else None,
+                "waits": self._waits(),
+                "error": self.error,
+            },
+        )
+
+    def step_done(self, row: MetricsRow, batch: Batch, trainer_spans: list[tuple[str, float, float]]) -> None:
+        """Records a finished step."""
+        self.metrics.append(row)
+        self._latest, self.step = row, row.step
+        if row.step_time_s is not None:
+            self._step_times.append(row.step_time_s)
+        for name, start, end in trainer_spans:
+            self.trace.span("trainer", name, start, end, step=row.step)
+        for group in batch.groups.values():
+            for m in group.members():
+                s = m.sample
+                self.trace.async_span(
+                    s.instance,
+                    f"{group.task} {s.output_length} tokens",
+                    s.t_dispatched,
+                    s.t_finished,
+                    id=s.sample_id,
+                    step=row.step,
+                    tokens=s.output_length,
+                    reward=m.reward,
+                )
+
+    def weights_applied(self, number: int, spans: dict[str, list[float]]) -> None:
+        """Records when each instance loaded a version."""
+        for instance, (start, end) in spans.items():
+            self.trace.span(instance, f"load weights {number}", start, end, version=number)
+
+    def close(self, state: str, error: str | None = None) -> None:
+        """Writes the last status."""
+        self.state, self.error = state, error
+        self.write()
+        self.trace.close()
+        self.metrics.close()
+
+    def _roles(self) -> dict[str, Any]:
+        """Every planned process with what its last heartbeat said."""
+        states: dict[str, dict[str, Any]] = {}
+        for peer in self.hub.peers.values():
+            states[peer.name] = peer.state
+            states |= peer.state.get("instances", {})
+        states["controller"] = {"state": self.state, "detail": self.detail}
+        roles = {}
+        for spec in plan_processes(self.context.cluster, self.context.run, self.context.run_dir):
+            known = states.get("trainer-0" if spec.role == "trainer" else spec.name, {})
+            state = str(known.get("state", "starting"))
+            if self._states.get(spec.name, ("", 0.0))[0] != state:
+                self._states[spec.name] = (state, time.time())
+            numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
+            roles[spec.name] = {
+                "role": spec.role,
+                "state": state,
+                "detail": str(known.get("detail", "")),
+                "since": self._states[spec.name][1],
+            } | numbers
+        return roles
+
+    def _waits(self) -> list[dict[str, Any]]:
+        waits = self.hub.waits.snapshot()
+        for peer in self.hub.peers.values():
+            waits += peer.state.get("waits", [])
+            for instance in peer.state.get("instances", {}).values():
+                waits += instance.get("waits", [])
+        return sorted(waits, key=lambda wait: wait["since"])
+
+
+def _family_memory_gb() -> float | None:
+    """Memory of the launcher and all that it started, GiB; None when the system does not tell."""
+    total = 0
+    try:
+        launcher = psutil.Process(os.getppid())
+        for process in [launcher, *launcher.children(recursive=True)]:
+            try:
+                info = process.memory_full_info()
+                total += getattr(info, "pss", info.uss)
+            except psutil.Error:
+                continue
+    except psutil.Error:
+        return None
+    return total / 2**30

@@ -1,0 +1,207 @@
+"""One vLLM engine: start, generate one completion, replace the weights. All that knows vLLM's API is in here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.launch.models import resolve_model
+from streamrl.rollouts.types import Sample, SampleRequest
+from streamrl.weights.vllm_plugin import BACKEND
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# the operating system places threads: instances, trainer and rewards share the machine
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+CPU_BLOCK_SIZE = 32
+"""KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
+
+
+class Engine:
+    """A running vLLM engine."""
+
+    def __init__(self, pool: GenerationPool, run: RunConfig, cuda: bool, instance: str, site: str) -> None:
+        """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop."""
+        from transformers import AutoTokenizer
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.pool, self.run, self.instance, self.site = pool, run, instance, site
+        self.running = 0
+        self.tokens = 0
+        """Tokens generated since the start, of finished samples."""
+        model = resolve_model(run.model.path)
+        self.backend = weight_backend(run, cuda)
+        hardware: dict[str, Any] = (
+            {"gpu_memory_utilization": pool.gpu_memory_fraction}
+            if cuda
+            else {
+                "enforce_eager": True,
+                "block_size": CPU_BLOCK_SIZE,
+                "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30),
+                # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, run.model.max_context),
+            }
+        )
+        args = AsyncEngineArgs(
+            model=model,
+            dtype=run.model.dtype,
+            max_model_len=run.model.max_context,
+            max_num_seqs=pool.max_batch,
+            tensor_parallel_size=pool.gpus_per_replica,
+            enable_prefix_caching=True,
+            # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=self.backend),
+            generation_config="vllm",
+            seed=run.seed,
+            **hardware,
+        )
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._stop_ids = _end_tokens(model, self._tokenizer)
+
+    async def set_up_weights(self, init_info: dict[str, Any], version: int) -> None:
+        """Initialises vLLM's weight transfer and names the weights that were loaded at start."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._llm.update_weight_version(str(version))
+
+    async def warm_up(self) -> None:
+        """Generates a few tokens at several batch sizes, so that kernels are compiled before the first sample."""
+        vocabulary = min(100, len(self._tokenizer))
+        for batch in {1, min(4, self.pool.max_batch), self.pool.max_batch}:
+            requests = [
+                SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0, 0.0)
+                for i in range(batch)
+            ]
+            await asyncio.gather(*(self._generate(request, max_tokens=3) for request in requests))
+        await self._llm.reset_prefix_cache()
+
+    async def generate(self, request: SampleRequest, route: str) -> Sample:
+        """Draws one completion.
+
+        Raises:
+            RuntimeError: vLLM failed (its own message follows).
+        """
+        t_dispatched, started = time.time(), time.monotonic()
+        self.running += 1
+        try:
+            output = await self._generate(request, self.run.sampling.max_tokens)
+        finally:
+            self.running -= 1
+        completion = output.outputs[0]
+        tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        self.tokens += len(tokens)
+        # vLLM's own times are monotonic seconds of this host
+        first = output.metrics.first_token_ts if output.metrics else 0.0
+        return Sample(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            step=request.step,
+            completion_tokens=tokens,
+            logprobs=np.asarray(
+                [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)],
+                dtype=np.float32,
+            ),
+            token_versions=_token_versions(completion.weight_versions, len(tokens)),
+            finish_reason="length" if completion.finish_reason == "length" else "stop",
+            site=self.site,
+            instance=self.instance,
+            pool=self.pool.name,
+            route=route,
+            t_queued=request.t_queued,
+            t_dispatched=t_dispatched,
+            t_first_token=t_dispatched + max(0.0, first - started) if first else t_dispatched,
+            t_finished=time.time(),
+            text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        )
+
+    async def _generate(self, request: SampleRequest, max_tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self.run.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(max_tokens, self.run.model.max_context - len(request.prompt_tokens)),
+            seed=request.seed,
+            stop=sampling.stop or None,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": request.prompt_tokens.tolist()}
+        last = None
+        async for output in self._llm.generate(prompt, params, request.sample_id):
+            last = output
+        if last is None or not last.finished:
+            raise RuntimeError(f"vLLM ended {request.sample_id} without a result")
+        return last
+
+    async def pause(self, keep_kv: bool) -> None:
+        """Freezes running requests (they keep their tokens) and, unless `keep_kv`, drops their KV cache."""
+        await self._llm.pause_generation(mode="keep", clear_cache=not keep_kv)
+
+    async def start_weight_update(self) -> None:
+        """Begins an update of paused weights."""
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Hands one update to vLLM's weight-transfer engine."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Ends the update; tokens sampled from now on are of `version`."""
+        await self._llm.finish_weight_update(str(version))
+
+    async def resume(self) -> None:
+        """Frozen requests go on."""
+        await self._llm.resume_generation()
+
+    def close(self) -> None:
+        """Ends vLLM's processes."""
+        self._llm.shutdown()
+
+
+def weight_backend(run: RunConfig, cuda: bool) -> str:
+    """vLLM's name of the weight-transfer backend that a run uses."""
+    chosen = run.weights.backend
+    if chosen == "auto":
+        chosen = "nccl" if cuda else "stream"
+    return BACKEND if chosen == "stream" else chosen
+
+
+def _end_tokens(model: str, tokenizer: Any) -> list[int]:
+    """End-of-turn ids of the tokenizer and of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if Path(model).joinpath("generation_config.json").exists():
+        configured = GenerationConfig.from_pretrained(model).eos_token_id
+        ids |= set(configured if isinstance(configured, list) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+def _token_versions(spans: Any, length: int) -> np.ndarray:
+    """vLLM's spans of (version, start, end) as one number per token, shape [length]."""
+    versions = np.zeros(length, dtype=np.int32)
+    for span in spans or []:
+        versions[span.start : span.end] = int(span.version)
+    return versions

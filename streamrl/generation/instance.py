@@ -1,0 +1,123 @@
+"""The vLLM instance process: takes requests from its site's service, sends each finished sample back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from streamrl.generation.engine import Engine
+from streamrl.generation.messages import request_from_wire, sample_to_wire
+from streamrl.launch.context import RoleContext
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.store import store_directory
+from streamrl.weights.vllm_plugin import BACKEND
+
+log = logging.getLogger(__name__)
+
+
+class Instance:
+    """Wires one engine to its service."""
+
+    def __init__(self, context: RoleContext, site: str, pool_name: str) -> None:
+        self.context = context
+        self.site = site
+        self.pool = next(p for p in context.cluster.sites[site].generation if p.name == pool_name)
+        self.waits = WaitRegistry(context.name)
+        self.version = -1
+        self.updating = False
+        self._rate = (time.monotonic(), 0)
+
+    async def run(self) -> None:
+        """Serves until the process is ended.
+
+        Raises:
+            PeerLost: the service fell silent.
+            RuntimeError: vLLM failed.
+        """
+        cuda = self.context.cluster.hardware == "cuda"
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site)
+        try:
+            if self.engine.backend == BACKEND:
+                await self.engine.set_up_weights({"directory": str(store_directory(self.context.run_dir))}, -1)
+            await self.engine.warm_up()
+            await self._serve()
+        finally:
+            self.engine.close()
+
+    async def _serve(self) -> None:
+        meta = {"pool": self.pool.name, "slots": self.pool.max_batch, "world_size": self.pool.gpus_per_replica}
+        limits = self.context.run.deadlines
+        self.link = Link(self.context.name, "instance", self.waits, meta, lost_after_s=limits.heartbeat_s)
+        self.link.state = self._state
+        await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    delivery = await self.link.receive()
+                    tasks.create_task(self._handle(delivery))
+        finally:
+            await self.link.close()
+
+    async def _handle(self, delivery: Delivery) -> None:
+        match delivery.kind:
+            case "generate":
+                request = request_from_wire(delivery.body, delivery.arrays)
+                delivery.ack()
+                sample = await self.engine.generate(request, delivery.body["route"])
+                await self.link.send("sample", *sample_to_wire(sample))
+            case "apply_weights":
+                delivery.ack()
+                await self._apply(int(delivery.body["number"]), str(delivery.body["content_hash"]))
+            case "weight_call":
+                delivery.ack()
+                await self._weight_call(delivery.body)
+            case other:
+                log.warning("instance ignores %r", other)
+                delivery.ack()
+
+    async def _apply(self, number: int, content_hash: str) -> None:
+        """Loads a version from the site's store; generation pauses for exactly this long."""
+        started = time.time()
+        await self._pause()
+        await self.engine.start_weight_update()
+        await self.engine.update_weights({"number": number, "content_hash": content_hash})
+        await self._finish(number)
+        await self.link.send("applied", {"number": number, "started": started, "finished": time.time()})
+
+    async def _weight_call(self, body: dict[str, Any]) -> None:
+        """One step of an update that the trainer drives (NCCL path), answered under its call id."""
+        match body["method"]:
+            case "init_weight_transfer_engine":
+                await self.engine.set_up_weights(body["payload"], self.version)
+            case "start_weight_update":
+                await self._pause()
+                await self.engine.start_weight_update()
+            case "update_weights":
+                await self.engine.update_weights(body["payload"])
+            case "finish_weight_update":
+                await self._finish(int(body["payload"]["version"]))
+            case other:
+                raise ValueError(f"unknown weight call {other!r}")
+        await self.link.send("weight_answer", {"call": body["call"]})
+
+    async def _pause(self) -> None:
+        self.updating = True
+        await self.engine.pause(self.context.run.weights.keep_kv)
+
+    async def _finish(self, number: int) -> None:
+        await self.engine.finish_weight_update(number)
+        await self.engine.resume()
+        self.version, self.updating = number, False
+
+    def _state(self) -> dict[str, Any]:
+        now, tokens = time.monotonic(), self.engine.tokens
+        (then, before), self._rate = self._rate, (now, tokens)
+        return {
+            "state": "updating" if self.updating else "generating" if self.engine.running else "idle",
+            "running": self.engine.running,
+            "tokens_per_s": (tokens - before) / max(now - then, 1e-3),
+            "weight_version": self.version,
+        }

@@ -1,0 +1,177 @@
+"""The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
+
+    controller <- sample -  service  <- sample -  instances
+               - generate ->         - generate ->
+               - weights  ->  relay  - apply_weights ->
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from scheduler.dispatch import LeastLoaded, Request
+from streamrl.errors import RunFailed
+from streamrl.generation.messages import request_from_wire, request_to_wire
+from streamrl.launch.context import RoleContext
+from streamrl.launch.plan import plan_processes
+from streamrl.rollouts.types import SampleRequest
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.weights.relay import WeightRelay
+from streamrl.weights.store import WeightStore, store_directory
+
+log = logging.getLogger(__name__)
+
+
+class GenerationService:
+    """One site's service."""
+
+    def __init__(self, context: RoleContext, site: str) -> None:
+        self.context = context
+        self.site = site
+        self.limits = context.run.deadlines
+        self.waits = WaitRegistry(context.name)
+        self.policy = LeastLoaded(affinity=context.run.batch.samples_per_prompt)
+        self.requests: dict[str, SampleRequest] = {}
+        """Requests without a finished sample, by sample id."""
+        self.hub = Hub(context.name, self.waits, lost_after_s=self.limits.heartbeat_s)
+        self.controller = self._link("service")
+        self.relay = WeightRelay(
+            self._link("relay"), WeightStore(store_directory(context.run_dir)), self.limits.weights_s
+        )
+        self._applied: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
+
+    def _link(self, role: str) -> Link:
+        return Link(self.context.name, role, self.waits, lost_after_s=self.limits.heartbeat_s)
+
+    async def run(self) -> None:
+        """Serves until the process is ended.
+
+        Raises:
+            PeerLost: an instance, the controller or the publisher fell silent.
+        """
+        self.hub.bind(self.context.addresses.services[self.site])
+        expected = {
+            spec.name
+            for spec in plan_processes(self.context.cluster, self.context.run, self.context.run_dir)
+            if spec.role == "instance" and spec.site == self.site
+        }
+        await self.hub.wait_for(expected, self.limits.startup_s)
+        for name in sorted(expected):
+            self.policy.join(name, int(self.hub.peers[name].meta["slots"]))
+        self.controller.state = self._state
+        await self.relay.link.connect(self.context.addresses.publisher, self.limits.startup_s)
+        await self.controller.connect(self.context.addresses.controller, self.limits.startup_s)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._from_instances())
+                await self._from_controller(tasks)
+        finally:
+            await self.controller.close()
+            await self.relay.link.close()
+            await self.hub.close()
+
+    async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            delivery = await self.controller.receive()
+            match delivery.kind:
+                case "generate":
+                    await self._accept(delivery)
+                case "weights":
+                    tasks.create_task(self._update_weights(delivery.body))
+                case "weight_call":
+                    tasks.create_task(self._weight_call(delivery.body))
+                case other:
+                    log.warning("service ignores %r of the controller", other)
+            delivery.ack()
+
+    async def _accept(self, delivery: Delivery) -> None:
+        """A group's prompt and the samples to draw from it."""
+        shared = {key: value for key, value in delivery.body.items() if key != "samples"}
+        for sample_id, seed in delivery.body["samples"]:
+            request = request_from_wire(shared | {"sample_id": sample_id, "seed": seed}, delivery.arrays)
+            self.requests[sample_id] = request
+            self.policy.submit([Request(sample_id, request.group_id)])
+        await self._dispatch()
+
+    async def _dispatch(self) -> None:
+        for decision in self.policy.decide():
+            body, arrays = request_to_wire(self.requests[decision.request_id])
+            await self.hub.send(decision.instance, "generate", body | {"route": decision.route}, arrays)
+
+    async def _from_instances(self) -> None:
+        while True:
+            delivery = await self.hub.receive()
+            match delivery.kind:
+                case "sample":
+                    sample_id = delivery.body["sample_id"]
+                    self.policy.finished(sample_id)
+                    self.requests.pop(sample_id, None)
+                    # the instance forgets the sample only when the controller has committed it
+                    await self.controller.send("sample", delivery.body, delivery.arrays, on_ack=delivery.ack)
+                    await self._dispatch()
+                case "applied":
+                    delivery.ack()
+                    if (future := self._applied.get(delivery.peer)) is not None and not future.done():
+                        future.set_result(delivery.body)
+                case "weight_answer":
+                    delivery.ack()
+                    if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
+                        call.set_result(None)
+                case "bye":
+                    raise RunFailed(f"instance {delivery.peer} left")
+                case other:
+                    log.warning("service ignores %r of %s", other, delivery.peer)
+                    delivery.ack()
+
+    async def _update_weights(self, body: dict[str, Any]) -> None:
+        """Fetches a version once and has every instance of the site load it."""
+        number, content_hash = int(body["number"]), str(body["content_hash"])
+        started = time.time()
+        manifest = await self.relay.fetch(number, content_hash)
+        fetched = time.time()
+        instances = sorted(self.policy.instances)
+        loop = asyncio.get_running_loop()
+        self._applied = {name: loop.create_future() for name in instances}
+        for name in instances:
+            await self.hub.send(name, "apply_weights", {"number": number, "content_hash": content_hash})
+        spans = {}
+        for name in instances:
+            async with self.waits.deadline(f"{name} to apply weight version {number}", self.limits.weights_s):
+                answer = await self._applied[name]
+            spans[name] = [answer["started"], answer["finished"]]
+        self.relay.store.keep_only({number})
+        report = {"number": number, "bytes": manifest.nbytes, "started": started, "fetched": fetched, "applied": spans}
+        await self.controller.send("weights_ready", report)
+
+    async def _weight_call(self, body: dict[str, Any]) -> None:
+        """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
+        loop = asyncio.get_running_loop()
+        instances = sorted(self.policy.instances)
+        call = str(body["call"])
+        rank = int(body["payload"].get("rank_offset", 0))
+        for name in instances:
+            self._calls[call, name] = loop.create_future()
+            payload = dict(body["payload"])
+            if body["method"] == "init_weight_transfer_engine":
+                # NCCL ranks: the trainer is 0, then every instance's workers one after the other
+                payload["rank_offset"] = rank
+                rank += int(self.hub.peers[name].meta["world_size"])
+            await self.hub.send(name, "weight_call", {"call": call, "method": body["method"], "payload": payload})
+        for name in instances:
+            async with self.waits.deadline(f"{name} to answer {body['method']}", self.limits.weights_s):
+                await self._calls.pop((call, name))
+        await self.controller.send("weight_answer", {"call": call})
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "state": "dispatching" if self.requests else "idle",
+            "waiting": self.policy.waiting,
+            "running": len(self.requests) - self.policy.waiting,
+            "instances": {name: peer.state for name, peer in self.hub.peers.items()},
+            "refused": self.hub.malformed + self.hub.unknown,
+        }

@@ -1,0 +1,90 @@
+"""The local backend: every process of a run on this machine, each in a session of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.launch.plan import ProcessSpec
+from streamrl.launch.role import LAST_WORDS, PR_SET_PDEATHSIG
+
+LOG_TAIL_LINES = 12
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: however the launcher ends, its processes are told to stop."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class LocalProcess:
+    """A started process."""
+
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives; negative: ended by that signal."""
+        return self.process.poll()
+
+    def signal(self, number: int) -> None:
+        """Signals the process only (it knows how to end its own children)."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the process and all that it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(timeout=10)
+
+    def last_words(self) -> str:
+        """Why it ended, from its exit code and its log."""
+        code = self.exit_code
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (out of memory, or somebody's kill -9)"
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        said = [line.removeprefix(LAST_WORDS) for line in lines if line.startswith(LAST_WORDS)]
+        if said:
+            return f"{self.spec.name} {how}: {said[0]}"
+        tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+        return f"{self.spec.name} {how}; the end of {self.log}:\n{tail}"
+
+    @property
+    def is_root_cause(self) -> bool:
+        """Whether it did not end because another one did."""
+        words = self.last_words()
+        return not any(hint in words for hint in (" left the run", "has been silent", "left"))
+
+
+def start(spec: ProcessSpec, log_dir: Path, resume: bool) -> LocalProcess:
+    """Starts a process with its output appended to logs/<name>.log."""
+    log = log_dir / f"{spec.name}.log"
+    env = os.environ | spec.env | {"STREAMRL_RESUME": "1" if resume else "0", "STREAMRL_PARENT": str(os.getpid())}
+    with log.open("ab") as output:
+        output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
+        output.flush()
+        process = subprocess.Popen(
+            spec.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return LocalProcess(spec, process, log)

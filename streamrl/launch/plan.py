@@ -1,0 +1,122 @@
+"""Turns a cluster and a run into the list of processes to start: pure, so `--dry-run` shows what launch does."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+
+Role = Literal["controller", "trainer", "service", "instance", "rewards"]
+
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
+cores, because whoever waits takes the core from whoever is waited for."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One operating-system process (for the trainer: torch's elastic launcher, which starts its ranks)."""
+
+    name: str
+    """Unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here'."""
+    role: Role
+    site: str
+    pool: str | None
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    threads: int = 1
+    """CPU threads the process computes with."""
+    gpu: str = "cpu"
+    gpu_ids: tuple[int, ...] = ()
+    """CUDA devices of this machine that the process sees (hardware: cuda)."""
+    price_per_hour: float = 0.0
+    """USD per hour for the whole process."""
+
+
+def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
+    """Processes of a run in the order in which they are started.
+
+    CUDA devices are numbered in order: the trainer's ranks first, then every instance's.
+    """
+    cuda = cluster.hardware == "cuda"
+    specs: list[ProcessSpec] = []
+    next_gpu = 0
+
+    def take_gpus(count: int) -> tuple[int, ...]:
+        nonlocal next_gpu
+        if not cuda:
+            return ()
+        taken = tuple(range(next_gpu, next_gpu + count))
+        next_gpu += count
+        return taken
+
+    def role_command(role: Role, *extra: str) -> list[str]:
+        return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
+
+    home = cluster.trainer_site
+    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller")))
+    trainer = cluster.sites[home].trainer
+    assert trainer is not None
+    specs.append(
+        ProcessSpec(
+            name="trainer",
+            role="trainer",
+            site=home,
+            pool=None,
+            command=[
+                *[sys.executable, "-m", "torch.distributed.run"],
+                *["--nnodes=1", f"--nproc-per-node={trainer.ranks}", "--rdzv-backend=c10d"],
+                *["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "--no-python"],
+                *role_command("trainer"),
+            ],
+            env={"OMP_NUM_THREADS": str(trainer.threads)} | PASSIVE_WAITING | _visible(gpus := take_gpus(trainer.ranks), cuda),
+            threads=trainer.threads,
+            gpu=trainer.gpu,
+            gpu_ids=gpus,
+            price_per_hour=trainer.price_per_hour * trainer.ranks,
+        )
+    )
+    for site_name, site in cluster.sites.items():
+        if site.generation:
+            specs.append(
+                ProcessSpec(f"service-{site_name}", "service", site_name, None, role_command("service", "--site", site_name))
+            )
+        for pool in site.generation:
+            for index in range(pool.replicas):
+                gpus = take_gpus(pool.gpus_per_replica)
+                name = f"{site_name}-{pool.name}-{index}"
+                specs.append(
+                    ProcessSpec(
+                        name=name,
+                        role="instance",
+                        site=site_name,
+                        pool=pool.name,
+                        command=role_command("instance", "--site", site_name, "--pool", pool.name, "--name", name),
+                        env={"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING | _visible(gpus, cuda),
+                        threads=pool.threads,
+                        gpu=pool.gpu,
+                        gpu_ids=gpus,
+                        price_per_hour=pool.price_per_hour,
+                    )
+                )
+        if site.rewards or site_name == home:
+            workers = site.rewards.workers if site.rewards else 1
+            specs.append(
+                ProcessSpec(
+                    f"rewards-{site_name}",
+                    "rewards",
+                    site_name,
+                    None,
+                    role_command("rewards", "--site", site_name),
+                    threads=workers,
+                )
+            )
+    return specs
+
+
+def _visible(gpus: tuple[int, ...], cuda: bool) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if cuda else {}

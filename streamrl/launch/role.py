@@ -1,0 +1,123 @@
+"""Entry point of every process of a run: `python -m streamrl.launch.role ROLE --run-dir DIR ...`.
+
+A role does not know who started it. It logs to stderr (its supervisor keeps that as logs/<name>.log), ends with 0 when
+told to stop, and with 1 after an error, whose text is its last words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import RunFailed, UserError
+
+LAST_WORDS = "LAST WORDS: "
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Linux: this process is told to stop when the one that started it dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == 1 and os.environ.get("STREAMRL_PARENT") not in (None, "1"):
+            sys.exit(1)  # it died before we could ask
+
+
+def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
+    from streamrl.launch.context import RoleContext
+
+    def context(name: str) -> RoleContext:
+        return RoleContext.load(name, args.run_dir, args.resume)
+
+    match args.role:
+        case "controller":
+            from streamrl.control.controller import Controller
+
+            return Controller(context("controller")).run()
+        case "trainer":
+            from streamrl.training.worker import TrainerWorker
+
+            return TrainerWorker(context("trainer")).run()
+        case "service":
+            from streamrl.generation.service import GenerationService
+
+            return GenerationService(context(f"service-{args.site}"), args.site).run()
+        case "instance":
+            from streamrl.generation.instance import Instance
+
+            return Instance(context(args.name), args.site, args.pool).run()
+        case "rewards":
+            from streamrl.tasks.worker import RewardWorker
+
+            return RewardWorker(context(f"rewards-{args.site}"), args.site).run()
+    raise UserError(f"no role {args.role!r}")
+
+
+async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
+    """Runs a role; SIGTERM and SIGINT cancel it, so that it can close what it has open."""
+    task = asyncio.ensure_future(role)
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+
+
+def cause(error: BaseException) -> BaseException:
+    """The first real error inside exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def main() -> int:
+    """Parses the arguments and runs the role; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--site", default="")
+    parser.add_argument("--pool", default="")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
+    args = parser.parse_args()
+    _end_with_parent()
+    logging.basicConfig(
+        level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        asyncio.run(_until_told_to_stop(_role(args)))
+    except BaseException as error:
+        found = cause(error)
+        expected = isinstance(found, RunFailed | UserError)
+        logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
+        text = str(found) if expected else f"{type(found).__name__}: {found}"
+        print(LAST_WORDS + " ".join(text.split()), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # os._exit: libraries' exit handlers and stray threads must not keep a finished role alive
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

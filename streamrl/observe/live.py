@@ -1,0 +1,198 @@
+"""The launcher's view of a run: a live picture on a terminal, plain lines elsewhere. It only reads the run
+folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from streamrl.errors import UserError
+from streamrl.observe import metrics as metrics_file
+from streamrl.observe.metrics import MetricsRow, read_metrics
+from streamrl.observe.panels import render, stale_message, step_line, time_left
+from streamrl.observe.status import RunStatus, read_status
+from streamrl.observe.summary import duration, headline_figures, summarise
+
+PLAIN_WIDTH = 200
+"""Columns assumed when the output is no terminal: a step's line stays one line in a log."""
+BAD_STATES = frozenset({"failed", "dead", "exited"})
+
+
+class MetricsFollower:
+    """Reads a metrics file again only when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._rows: list[MetricsRow] = []
+
+    def rows(self) -> list[MetricsRow]:
+        """All rows as they are now."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return self._rows
+        if (seen := (stat.st_size, stat.st_mtime_ns)) != self._seen:
+            self._seen, self._rows = seen, read_metrics(self._path)
+        return self._rows
+
+
+class PlainLines:
+    """Decides which lines a log gets: role changes while starting, every step once, trouble at once.
+
+    State in, lines out, no clock and no I/O of its own.
+    """
+
+    def __init__(self, known: Sequence[MetricsRow]) -> None:
+        """`known`: rows from before (a resumed run), which are not told again."""
+        self._told = {(row.step, row.time) for row in known}
+        self._roles: dict[str, tuple[str, str]] = {}
+        self._state = ""
+        self._stale_told = 0.0
+
+    def lines(self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float) -> list[str]:
+        """Lines that are new since the last call. `now`: unix seconds."""
+        found: list[str] = []
+        if status is not None:
+            found += self._state_lines(status, now)
+        for index, row in enumerate(rows):
+            if (row.step, row.time) in self._told:
+                continue
+            self._told.add((row.step, row.time))
+            steps = row.step if status is None else max(status.steps, row.step)
+            left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
+            found.append(step_line(row, rows[index - 1] if index else None, steps, left))
+        if status is not None:
+            found += self._stale_lines(status, now)
+        return found
+
+    def _state_lines(self, status: RunStatus, now: float) -> list[str]:
+        found = []
+        starting = status.state == "starting" or self._state in ("", "starting")
+        changed = []
+        for name, role in status.roles.items():
+            if self._roles.get(name) == (role.state, role.detail):
+                continue
+            state_changed = self._roles.get(name, ("", ""))[0] != role.state
+            self._roles[name] = (role.state, role.detail)
+            if starting or (state_changed and role.state in BAD_STATES):
+                changed.append(f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else ""))
+        if changed:
+            found.append(f"[{duration(now - status.started_at)}] " + "  ".join(changed))
+        if status.state != self._state:
+            self._state = status.state
+            found.append(f"[{duration(now - status.started_at)}] {status.run}: {status.state}")
+            if status.error:
+                found.append(f"error: {status.error}")
+        return found
+
+    def _stale_lines(self, status: RunStatus, now: float) -> list[str]:
+        age = status.stale_for(now)
+        if age is None:
+            told, self._stale_told = self._stale_told, 0.0
+            return [f"updates are back after {duration(told)} or more"] if told and not status.final else []
+        if age < 2 * self._stale_told:
+            return []
+        self._stale_told = age
+        return [stale_message(status, now) or ""]
+
+
+class LiveView:
+    """Shows a run while it goes on. Use as a context manager, call `refresh` about twice a second."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        plain: bool | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            run_dir: the run folder; it may not hold a run yet.
+            plain: lines instead of a picture; default: unless on a terminal.
+            console: where to write; default: standard output.
+            clock: unix seconds.
+        """
+        self.run_dir = run_dir
+        self._console = console or Console(highlight=False)
+        self._plain = not self._console.is_terminal if plain is None else plain
+        self._clock = clock
+        self._follower = MetricsFollower(run_dir / metrics_file.FILE_NAME)
+        self._lines = PlainLines(self._follower.rows())
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if not self._plain:
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self.refresh()
+            self._live.stop()
+            self._live = None
+
+    def refresh(self) -> RunStatus | None:
+        """Shows what has changed; returns the state read, None before the controller's first sign of life."""
+        now = self._clock()
+        try:
+            status = read_status(self.run_dir)
+        except UserError:
+            status = None
+        rows = self._follower.rows()
+        if self._live is None:
+            for line in self._lines.lines(status, rows, now):
+                self._say(line)
+        elif status is None:
+            self._live.update(Text(f"{self.run_dir.name}: the controller has not reported yet"), refresh=True)
+        else:
+            self._live.update(render(status, rows, now), refresh=True)
+        return status
+
+    def summary(self) -> None:
+        """Prints the closing summary: what was done, what it measured, and where the results are."""
+        rows = self._follower.rows()
+        try:
+            status = read_status(self.run_dir)
+        except UserError:
+            status = None
+        self._say("")
+        if status is not None:
+            elapsed = duration(status.updated_at - status.started_at)
+            self._say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
+        if not rows:
+            self._say("  no optimizer step has finished")
+        else:
+            for what, value in headline_figures(summarise(rows)):
+                self._say(f"  {what:<28}{value}")
+        for what, path in (
+            ("report", self.run_dir / "report.html"),
+            ("checkpoint", latest_checkpoint(self.run_dir)),
+        ):
+            if path is not None and path.exists():
+                self._say(f"  {what:<28}{path}")
+        if status is not None and status.error:
+            self._say(f"  error: {status.error}")
+
+    def _say(self, line: str) -> None:
+        width = None if self._console.is_terminal else PLAIN_WIDTH
+        self._console.print(Text(line), soft_wrap=True, width=width)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step, or None."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)

@@ -1,0 +1,217 @@
+"""What the live view and `streamrl status` show: a run's state as rich renderables or plain lines. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.observe.metrics import MetricsRow
+from streamrl.observe.status import RunStatus
+from streamrl.observe.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
+
+SHOWN_STEPS = 6
+HISTOGRAM_BINS = 32
+SPARKLINE_STEPS = 60
+WAIT_SHOWN_AFTER_S = 5.0
+"""Shorter waits are the ordinary course of a run."""
+
+_COLOURS = {
+    "ready": "green",
+    "running": "green",
+    "done": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "stopping": "yellow",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "dead": "bold red",
+    "exited": "bold red",
+}
+
+
+def _colour(state: str) -> str:
+    return _COLOURS.get(state, "cyan")
+
+
+def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
+    """Seconds: the controller's estimate, else the remaining steps at the last five's mean time."""
+    if status.eta_s is not None:
+        return status.eta_s
+    pace = mean(row.step_time_s for row in rows[-5:])
+    return None if pace is None else pace * max(0, status.steps - status.step)
+
+
+def stale_message(status: RunStatus, now: float) -> str | None:
+    """What to tell when the controller stopped writing."""
+    age = status.stale_for(now)
+    return None if age is None else f"no update for {duration(age)}: the controller hangs or was killed"
+
+
+def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
+    """Run, model, schedule, state, step, times."""
+    ended = status.updated_at if status.final else now
+    text = Text()
+    text.append(status.run, style="bold")
+    for part in (status.model, status.schedule, status.hardware):
+        if part:
+            text.append(f"  {part}")
+    text.append("\n")
+    text.append(status.state, style=_colour(status.state))
+    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(ended - status.started_at)}")
+    if not status.final:
+        text.append(f"  left {duration(time_left(status, rows))}")
+    if status.error:
+        text.append(f"\n{status.error}", style="bold red")
+    if stale := stale_message(status, now):
+        text.append(f"\n{stale}", style="bold red")
+    return text
+
+
+def step_progress(status: RunStatus) -> Table:
+    """Bars of the samples generated and trained in this step."""
+    progress = status.progress
+    table = Table.grid(padding=(0, 1))
+    for label, done in (("generated", progress.samples_finished), ("trained", progress.samples_trained)):
+        bar = ProgressBar(total=max(1, progress.samples_total), completed=done, width=32)
+        table.add_row(label, bar, f"{done}/{progress.samples_total} samples")
+    tokens = f"{progress.tokens_generated:,} tokens"
+    table.add_row("groups", f"{progress.groups_complete}/{progress.groups_total} complete", tokens)
+    return table
+
+
+def length_histogram(status: RunStatus) -> Text:
+    """Output lengths finished in this step, as one row of blocks with its scale."""
+    lengths = status.progress.lengths
+    counts, width = histogram(lengths, HISTOGRAM_BINS)
+    if not lengths:
+        return Text("lengths    none finished in this step yet", style="dim")
+    # A bin without samples is blank, so that it is not mistaken for a small one.
+    shown = bars([0, *[count or None for count in counts]])[1:]
+    ordered = sorted(lengths)
+    return Text.assemble(
+        "lengths    ",
+        (shown, "cyan"),
+        f"  0..{width * HISTOGRAM_BINS}, p50 {ordered[len(ordered) // 2]}, max {ordered[-1]}",
+    )
+
+
+def _grid_of(columns: Sequence[str], left: int) -> Table:
+    """A borderless table with dim headings; the first `left` columns are text, the others numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    return table
+
+
+def roles_table(status: RunStatus, now: float) -> Table:
+    """One row per process; fits 76 columns when nothing is said about what a role is doing."""
+    columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GB")
+    table = _grid_of(columns, left=2)
+    table.expand = True
+    table.add_column("doing", overflow="ellipsis", no_wrap=True, ratio=1)
+    for name, role in status.roles.items():
+        table.add_row(
+            name,
+            Text(role.state, style=_colour(role.state)),
+            duration(now - role.since),
+            NONE if role.running is None else f"{role.running}+{role.waiting or 0}",
+            NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
+            NONE if role.weight_version is None else str(role.weight_version),
+            fixed(role.memory_gb, 1),
+            escape(role.detail),
+        )
+    return table
+
+
+def steps_table(rows: Sequence[MetricsRow]) -> Table:
+    """The last steps' metrics, newest last; times in seconds; fits 76 columns."""
+    columns = ("step", "reward", "loss", "grad", "len 50/90/max", "time", "gen", "train", "smp/s", "idle g/t")
+    table = _grid_of(columns, left=0)
+    table.padding = (0, 1, 0, 0)
+    for row in rows[-SHOWN_STEPS:]:
+        lengths = (row.output_length_p50, row.output_length_p90, row.output_length_max)
+        table.add_row(
+            str(row.step),
+            fixed(row.reward_mean, 3),
+            number(row.loss),
+            number(row.grad_norm),
+            "/".join(fixed(length, 0) for length in lengths),
+            fixed(row.step_time_s, 1),
+            fixed(row.generate_time_s, 1),
+            fixed(row.train_time_s, 1),
+            fixed(row.samples_per_s, 1),
+            f"{percent(row.bubble_fraction_generation)}/{percent(row.bubble_fraction_training)}",
+        )
+    return table
+
+
+def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
+    """The reward over the last steps, with its range."""
+    rewards = [row.reward_mean for row in rows[-SPARKLINE_STEPS:]]
+    present = [reward for reward in rewards if reward is not None]
+    if not present:
+        return Text("")
+    return Text.assemble(
+        "reward     ",
+        (bars(rewards), "green"),
+        f"  {min(present):.3f} to {max(present):.3f} over {len(rewards)} steps",
+    )
+
+
+def waits_text(status: RunStatus, now: float) -> Text:
+    """Waits that have gone on for long, the oldest first: what a stuck run is stuck on."""
+    long = sorted(
+        (wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since
+    )
+    lines = [
+        f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
+        for wait in long[:3]
+    ]
+    return Text("\n".join(lines), style="yellow")
+
+
+def render(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> RenderableType:
+    """The whole view. `now`: unix seconds."""
+    parts: list[RenderableType] = [header(status, rows, now), ""]
+    if status.state in ("running", "stopping"):
+        parts += [step_progress(status), length_histogram(status), ""]
+    if status.roles:
+        parts += [roles_table(status, now), ""]
+    if rows:
+        parts += [steps_table(rows), reward_sparkline(rows)]
+    if not status.final and (waits := waits_text(status, now)):
+        parts.append(waits)
+    return Panel(Group(*parts), title="streamrl", border_style="dim", expand=True)
+
+
+def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: float | None) -> str:
+    """One optimizer step in one line, for logs."""
+    change = ""
+    if before is not None and row.reward_mean is not None and before.reward_mean is not None:
+        change = f" ({row.reward_mean - before.reward_mean:+.2f})"
+    samples = "" if row.samples_total is None else f"{row.samples_total} samples "
+    parts = [
+        f"step {row.step}/{steps}",
+        f"reward {fixed(row.reward_mean)}{change}",
+        f"len p50 {fixed(row.output_length_p50, 0)} p90 {fixed(row.output_length_p90, 0)} "
+        f"max {fixed(row.output_length_max, 0)}",
+        f"loss {number(row.loss)}",
+        f"grad {number(row.grad_norm)}",
+        f"gap {number(row.logprob_gap_mean, 2)}",
+        f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, "
+        f"train {fixed(row.train_time_s, 1)})",
+        f"{samples}{fixed(row.samples_per_s, 1)}/s",
+    ]
+    if row.groups_no_gradient:
+        parts.append(f"{row.groups_no_gradient} groups without gradient")
+    if row.reward_errors:
+        parts.append(f"{row.reward_errors} reward errors")
+    if left_s is not None and row.step < steps:
+        parts.append(f"left {duration(left_s)}")
+    return "  ".join(parts)

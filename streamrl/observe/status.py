@@ -1,0 +1,141 @@
+"""`status.json`: the run's state right now. The controller replaces it about twice a second; everyone else
+reads it.
+
+Both directions pass through the same models, so that a status that a reader could not show is refused where
+it is written, and a reader never meets half a file (the file is replaced in one piece).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from streamrl.errors import UserError
+from streamrl.observe.metrics import MetricsRow, finite
+
+FILE_NAME = "status.json"
+STALE_AFTER_S = 10.0
+"""The controller writes every half second: twenty missed updates are no hiccup."""
+
+State = Literal["starting", "running", "stopping", "done", "interrupted", "failed"]
+FINAL_STATES: frozenset[str] = frozenset({"done", "interrupted", "failed"})
+
+
+class StatusModel(BaseModel):
+    """Values do not change after reading; keys of a newer version are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class RoleStatus(StatusModel):
+    """One process."""
+
+    role: Literal["controller", "trainer", "service", "instance", "rewards"]
+    state: str
+    detail: str = ""
+    since: float = Field(description="unix seconds at which it got into this state")
+    pid: int | None = None
+    memory_gb: float | None = None
+    running: int | None = Field(None, description="requests being worked on")
+    waiting: int | None = Field(None, description="requests in its queue")
+    tokens_per_s: float | None = None
+    weight_version: int | None = None
+
+
+class Progress(StatusModel):
+    """The step under way."""
+
+    groups_total: int = 0
+    groups_complete: int = 0
+    samples_total: int = 0
+    samples_finished: int = 0
+    samples_trained: int = 0
+    tokens_generated: int = 0
+    lengths: list[int] = Field(
+        default_factory=list, description="output lengths finished in this step, tokens"
+    )
+
+
+class WaitStatus(StatusModel):
+    """One registered wait."""
+
+    owner: str
+    waiting_for: str
+    since: float
+    limit_s: float
+
+
+class RunStatus(StatusModel):
+    """A whole status file; times are unix seconds."""
+
+    run: str
+    state: State
+    step: int = Field(ge=0, description="optimizer steps completed")
+    steps: int = Field(ge=0, description="optimizer steps wanted")
+    started_at: float
+    updated_at: float
+    eta_s: float | None = None
+    schedule: str = ""
+    model: str = ""
+    hardware: str = ""
+    roles: dict[str, RoleStatus] = Field(default_factory=dict)
+    progress: Progress = Field(default_factory=Progress)
+    latest: MetricsRow | None = None
+    waits: list[WaitStatus] = Field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self.state in FINAL_STATES
+
+    def stale_for(self, now: float) -> float | None:
+        """Seconds since the last update when that is too long for a run that has not ended, else None."""
+        age = now - self.updated_at
+        return age if not self.final and age > STALE_AFTER_S else None
+
+
+def write_status(run_dir: Path, status: dict[str, Any]) -> None:
+    """Replaces the status file; NaN and infinities become null.
+
+    Raises:
+        pydantic.ValidationError: a value that does not fit `RunStatus`.
+        OSError: the file cannot be written.
+    """
+    clean = finite(status)
+    RunStatus.model_validate(clean)
+    temporary = run_dir / f".{FILE_NAME}.tmp"
+    temporary.write_text(json.dumps(clean, allow_nan=False))
+    os.replace(temporary, run_dir / FILE_NAME)
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """The run's state as last written.
+
+    Raises:
+        UserError: the folder does not exist, holds no run, or its status file is not one.
+    """
+    path = run_dir / FILE_NAME
+    try:
+        return RunStatus.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError as error:
+        raise UserError(f"{run_dir} is a file; expected a run folder such as runs/NAME") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{path} cannot be read: {where}: {first['msg']}") from error
+    if not run_dir.exists():
+        raise UserError(f"no such run folder: {run_dir}{_known_runs(run_dir.parent)}")
+    raise UserError(f"{run_dir} holds no run (no {FILE_NAME} in it){_known_runs(run_dir)}")
+
+
+def _known_runs(parent: Path) -> str:
+    """'; there are: ...' with the run folders in `parent`, newest first, or nothing."""
+    found = sorted(parent.glob(f"*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return "; there are: " + ", ".join(str(path.parent) for path in found[:5]) if found else ""

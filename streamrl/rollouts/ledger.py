@@ -1,0 +1,144 @@
+"""The ledger: a durable account (SQLite, WAL) of every sample from issue to training.
+
+    issued -> finished -> scored -> trained          (a resumed run deletes what lies after its checkpoint)
+
+A finished sample's tokens are in the ledger from the moment it is acknowledged to its instance until its step's
+Parquet file is written; so whatever dies, an acknowledged sample is on disk.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from streamrl.errors import RunFailed
+from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.transport.wire import Message, decode, encode
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS samples (
+    sample_id TEXT PRIMARY KEY,
+    group_id  TEXT NOT NULL,
+    step      INTEGER NOT NULL,
+    state     TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'scored', 'trained')),
+    reward    REAL,
+    error     TEXT,
+    content   BLOB
+);
+CREATE INDEX IF NOT EXISTS samples_step ON samples (step, state);
+CREATE TABLE IF NOT EXISTS steps (
+    step           INTEGER PRIMARY KEY,
+    weight_version INTEGER NOT NULL,
+    samples        INTEGER NOT NULL,
+    time           REAL NOT NULL
+);
+"""
+
+
+class Ledger:
+    """One run's ledger; used by the controller only. A failed write (full disk) ends the run with its cause."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
+        self._db.executescript(_SCHEMA)
+
+    def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
+        """All statements in one transaction."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for sql, rows in statements:
+                self._db.executemany(sql, rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise RunFailed(f"cannot write the ledger {self.path}: {error}") from error
+
+    def issue(self, step: int, group_id: str, sample_ids: list[str]) -> None:
+        """Samples are about to be generated."""
+        rows = [(sample_id, group_id, step) for sample_id in sample_ids]
+        self._write([("INSERT INTO samples (sample_id, group_id, step, state) VALUES (?, ?, ?, 'issued')", rows)])
+
+    def finish(self, samples: list[tuple[Sample, bytes]]) -> set[str]:
+        """Commits finished samples with their content; returns the ids that were news.
+
+        A sample that was not issued, or is finished already, changes nothing and is not in the answer.
+        """
+        new = set()
+        for sample, _ in samples:
+            state = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample.sample_id,)).fetchone()
+            if state == ("issued",):
+                new.add(sample.sample_id)
+        rows = [(content, sample.sample_id) for sample, content in samples if sample.sample_id in new]
+        if rows:
+            self._write(
+                [("UPDATE samples SET state = 'finished', content = ? WHERE sample_id = ? AND state = 'issued'", rows)]
+            )
+        return new
+
+    def score(self, scored: list[Scored]) -> None:
+        """Commits rewards."""
+        rows = [(item.reward, item.error, item.sample.sample_id) for item in scored]
+        sql = "UPDATE samples SET state = 'scored', reward = ?, error = ? WHERE sample_id = ? AND state = 'finished'"
+        self._write([(sql, rows)])
+
+    def train(self, step: int, weight_version: int, groups: list[Group], time: float) -> None:
+        """Commits that all samples of a step are trained (their Parquet file is written by now).
+
+        Raises:
+            RunFailed: a sample was not scored, or was trained before: the account does not balance.
+        """
+        ids = [member.sample.sample_id for group in groups for member in group.members()]
+        ready = self._db.execute("SELECT COUNT(*) FROM samples WHERE step = ? AND state = 'scored'", (step,)).fetchone()
+        if ready != (len(ids),):
+            raise RunFailed(f"ledger: step {step} trained {len(ids)} samples, {ready[0]} are scored and untrained")
+        self._write(
+            [
+                ("UPDATE samples SET state = 'trained', content = NULL WHERE sample_id = ?", [(i,) for i in ids]),
+                ("INSERT INTO steps VALUES (?, ?, ?, ?)", [(step, weight_version, len(ids), time)]),
+            ]
+        )
+
+    def rewind(self, first_step: int) -> int:
+        """Forgets everything of `first_step` and later (resume); returns how many trained samples that undid."""
+        undone = self._db.execute(
+            "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
+        ).fetchone()
+        self._write(
+            [
+                ("DELETE FROM samples WHERE step >= ?", [(first_step,)]),
+                ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
+            ]
+        )
+        return int(undone[0])
+
+    def counts(self) -> dict[str, int]:
+        """Samples by state."""
+        return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())
+
+    def trained_ids(self) -> list[str]:
+        """Ids of all trained samples, sorted."""
+        return [row[0] for row in self._db.execute("SELECT sample_id FROM samples WHERE state = 'trained' ORDER BY 1")]
+
+    def close(self) -> None:
+        """Checkpoints the WAL and closes."""
+        self._db.close()
+
+
+def pack_content(body: dict[str, Any], arrays: Any) -> bytes:
+    """A sample as bytes, in the wire's own format."""
+    frames = encode(Message("sample", "", 0, body, dict(arrays)))
+    return bytes(msgpack.packb([bytes(frame) for frame in frames]))
+
+
+def unpack_content(content: bytes) -> tuple[dict[str, Any], Any]:
+    """(body, arrays) of `pack_content`."""
+    message = decode(msgpack.unpackb(content))
+    return message.body, message.arrays

@@ -1,0 +1,140 @@
+"""What the trainer is sent: groups with their advantages, cut into micro-batches. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streamrl.rollouts.types import FloatArray, Group, IntArray
+from streamrl.transport.wire import Arrays
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One completion to train on."""
+
+    completion_tokens: IntArray
+    """Shape [C]."""
+    logprobs: FloatArray
+    """Behaviour log-probabilities from the generator, shape [C]."""
+    advantage: float
+
+
+@dataclass(frozen=True)
+class TrainGroup:
+    """One prompt and its completions."""
+
+    group_id: str
+    prompt_tokens: IntArray
+    """Shape [P]."""
+    sequences: list[TrainSequence]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the group takes in a packed row."""
+        return len(self.prompt_tokens) + sum(len(seq.completion_tokens) for seq in self.sequences)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens with a loss."""
+        return sum(len(seq.completion_tokens) for seq in self.sequences)
+
+
+def train_group(group: Group) -> TrainGroup:
+    """A complete group as the trainer sees it; samples in the order of their ids."""
+    return TrainGroup(
+        group.group_id,
+        group.prompt_tokens,
+        [
+            TrainSequence(m.sample.completion_tokens, m.sample.logprobs, group.advantages[m.sample.sample_id])
+            for m in group.members()
+        ],
+    )
+
+
+def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
+    """Cuts a list of groups into runs of at most `max_tokens` packed tokens, keeping their order.
+
+    A group is never split over two micro-batches unless it is larger than `max_tokens` alone; then its
+    sequences are cut into parts that each repeat the prompt. Every sequence appears exactly once.
+    """
+    batches: list[list[TrainGroup]] = []
+    current: list[TrainGroup] = []
+    used = 0
+    for part in (part for group in groups for part in _split_group(group, max_tokens)):
+        if current and used + part.tokens > max_tokens:
+            batches.append(current)
+            current, used = [], 0
+        current.append(part)
+        used += part.tokens
+    if current:
+        batches.append(current)
+    return batches
+
+
+def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
+    if group.tokens <= max_tokens:
+        return [group]
+    parts: list[TrainGroup] = []
+    current: list[TrainSequence] = []
+    used = len(group.prompt_tokens)
+    for seq in group.sequences:
+        length = len(seq.completion_tokens)
+        if current and used + length > max_tokens:
+            parts.append(TrainGroup(group.group_id, group.prompt_tokens, current))
+            current, used = [], len(group.prompt_tokens)
+        current.append(seq)
+        used += length
+    if current:
+        parts.append(TrainGroup(group.group_id, group.prompt_tokens, current))
+    return parts
+
+
+def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
+    """Deals groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank."""
+    shares: list[list[TrainGroup]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for group in sorted(groups, key=lambda g: -g.tokens):
+        rank = loads.index(min(loads))
+        shares[rank].append(group)
+        loads[rank] += group.tokens
+    return shares
+
+
+def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
+    """(body, arrays) of a micro-batch."""
+    sequences = [seq for group in groups for seq in group.sequences]
+    body = {
+        "groups": [
+            [g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups
+        ],
+        "advantages": [seq.advantage for seq in sequences],
+    }
+    arrays = {
+        "prompts": _joined([g.prompt_tokens for g in groups], np.int32),
+        "completions": _joined([s.completion_tokens for s in sequences], np.int32),
+        "logprobs": _joined([s.logprobs for s in sequences], np.float32),
+    }
+    return body, arrays
+
+
+def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
+    """The micro-batch that `to_wire` described."""
+    groups = []
+    advantages = iter(body["advantages"])
+    prompt_at = token_at = 0
+    for group_id, prompt_length, lengths in body["groups"]:
+        sequences = []
+        for length in lengths:
+            rows = slice(token_at, token_at + length)
+            sequences.append(TrainSequence(arrays["completions"][rows], arrays["logprobs"][rows], next(advantages)))
+            token_at += length
+        groups.append(TrainGroup(group_id, arrays["prompts"][prompt_at : prompt_at + prompt_length], sequences))
+        prompt_at += prompt_length
+    return groups
+
+
+def _joined(parts: list[Any], dtype: type) -> Any:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype)

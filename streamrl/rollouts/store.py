@@ -1,0 +1,111 @@
+"""Rollouts on disk: one Parquet file per optimizer step, one row per sample (columns: the contract's)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streamrl.errors import RunFailed
+from streamrl.rollouts.types import Group
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("group_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("task", pa.string()),
+        ("epoch", pa.int32()),
+        ("step", pa.int32()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("completion_tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("output_length", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_error", pa.string()),
+        ("advantage", pa.float64()),
+        ("weight_versions", pa.list_(pa.int32())),
+        ("site", pa.string()),
+        ("instance", pa.string()),
+        ("pool", pa.string()),
+        ("route", pa.string()),
+        ("predicted_rank", pa.float64()),
+        *[(name, pa.float64()) for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished")],
+        *[(name, pa.float64()) for name in ("t_received", "t_trained")],
+    ]
+)
+"""`weight_versions` holds one version per completion token; times are unix seconds."""
+
+
+class RolloutStore:
+    """The `rollouts/` folder of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}.parquet"
+
+    def write(self, step: int, groups: list[Group]) -> Path:
+        """Writes a step's samples; the file appears whole or not at all.
+
+        Raises:
+            RunFailed: the disk refused.
+        """
+        rows = [_row(group, sample_id) for group in groups for sample_id in sorted(group.scored)]
+        target = self._path(step)
+        partial = target.with_suffix(".partial")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
+            os.replace(partial, target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise RunFailed(f"cannot write rollouts to {target}: {error}") from error
+        return target
+
+    def rewind(self, first_step: int) -> None:
+        """Deletes the files of `first_step` and later."""
+        for path in self.directory.glob("step_*.parquet"):
+            if int(path.stem.split("_")[1]) >= first_step:
+                path.unlink()
+
+
+def _row(group: Group, sample_id: str) -> dict[str, object]:
+    scored = group.scored[sample_id]
+    sample = scored.sample
+    return {
+        "sample_id": sample_id,
+        "group_id": group.group_id,
+        "prompt_id": group.prompt_id,
+        "task": group.task,
+        "epoch": group.epoch,
+        "step": group.step,
+        "prompt": group.prompt,
+        "completion": sample.text,
+        "prompt_tokens": group.prompt_tokens,
+        "completion_tokens": sample.completion_tokens,
+        "logprobs": sample.logprobs,
+        "output_length": sample.output_length,
+        "finish_reason": sample.finish_reason,
+        "reward": scored.reward,
+        "reward_error": scored.error,
+        "advantage": group.advantages.get(sample_id),
+        "weight_versions": sample.token_versions,
+        "site": sample.site,
+        "instance": sample.instance,
+        "pool": sample.pool,
+        "route": sample.route,
+        "predicted_rank": None,
+        "t_queued": sample.t_queued,
+        "t_dispatched": sample.t_dispatched,
+        "t_first_token": sample.t_first_token,
+        "t_finished": sample.t_finished,
+        "t_received": scored.t_received,
+        "t_trained": group.t_trained,
+    }

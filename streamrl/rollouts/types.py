@@ -1,0 +1,107 @@
+"""The records that walk from prompt to gradient: request, sample, group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One completion to be generated."""
+
+    sample_id: str
+    group_id: str
+    prompt_tokens: IntArray
+    """Token ids of the templated prompt, shape [P]."""
+    seed: int
+    step: int
+    """Optimizer step (0-based) that the sample is issued for."""
+    t_queued: float
+    """Unix seconds at which the controller issued it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A finished completion as its instance reports it; times are unix seconds."""
+
+    sample_id: str
+    group_id: str
+    step: int
+    completion_tokens: IntArray
+    """Sampled token ids, shape [C], with the end token when the model produced it."""
+    logprobs: FloatArray
+    """Log-probability of each sampled token under the distribution it was drawn from, shape [C]."""
+    token_versions: IntArray
+    """Weight version under which each token was sampled, shape [C]."""
+    finish_reason: str
+    """'stop' (end token or stop string) or 'length' (token limit)."""
+    site: str
+    instance: str
+    pool: str
+    route: str
+    t_queued: float
+    t_dispatched: float
+    t_first_token: float
+    t_finished: float
+    text: str = ""
+    """Decoded completion, without special tokens: what the reward sees."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_tokens), len(self.logprobs), len(self.token_versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"sample {self.sample_id}: tokens, logprobs and versions differ in length: {lengths}")
+
+    @property
+    def output_length(self) -> int:
+        """Tokens generated."""
+        return len(self.completion_tokens)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sample with its reward."""
+
+    sample: Sample
+    reward: float
+    error: str | None
+    t_received: float
+
+
+@dataclass
+class Group:
+    """All samples of one prompt; complete when every one is scored."""
+
+    group_id: str
+    step: int
+    prompt_index: int
+    prompt_id: str
+    task: str
+    epoch: int
+    prompt: str
+    prompt_tokens: IntArray
+    size: int
+    reward_input: dict[str, Any] = field(default_factory=dict)
+    scored: dict[str, Scored] = field(default_factory=dict)
+    advantages: dict[str, float] = field(default_factory=dict)
+    t_trained: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sibling has its reward."""
+        return len(self.scored) == self.size
+
+    def members(self) -> list[Scored]:
+        """Scored samples in the order of their ids (not of arrival), so that training does not depend on it."""
+        return [self.scored[sample_id] for sample_id in sorted(self.scored)]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Completion tokens of all samples: the group's weight in a token-level loss."""
+        return sum(item.sample.output_length for item in self.scored.values())

@@ -1,0 +1,166 @@
+"""A reasoning-gym task as a sequence of items that can be read in any order and in any process.
+
+Items come in chunks of `CHUNK`: chunk c is the data set with seed `base + c * CHUNK` and that many items.
+Nearly all data sets draw item i from `Random(seed + i)`, so this is one unbroken sequence that never repeats; the
+few that prepare every item when they are made (acre, gsm_symbolic) prepare one chunk at a time.
+
+Prompt source and reward workers each build the data set for themselves and exchange item numbers only:
+metadata may hold tuples, sets, fractions or numpy values that no wire format keeps exactly. The question's
+checksum travels along, because some data sets (ransom_note, isomorphic_strings, polynomial_multiplication)
+depend on Python's string hashing: processes that are to see the same items need the same PYTHONHASHSEED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from streamrl.config.run import ReasoningGymTask
+from streamrl.errors import RunFailed, UserError
+from streamrl.tasks.extras import import_extra
+
+CHUNK = 1000
+CACHED_CHUNKS = 4
+CACHED_ENTRIES = 64  # a group's samples are scored one after another: their entry is made once
+
+
+def derive_seed(seed: int, key: str) -> int:
+    """Seed of one task in a run: below 2**31, so that adding any item number stays a valid numpy seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:4], "little") >> 1
+
+
+class ProceduralItems:
+    """Items of one reasoning-gym task. `config.size` makes it finite (then it is repeated in epochs)."""
+
+    def __init__(self, task: ReasoningGymTask, seed: int) -> None:
+        """Checks name and settings, and makes the first item.
+
+        Raises:
+            UserError: no such data set, or it refuses its settings.
+        """
+        self.key = task.key
+        self.base = derive_seed(seed, task.key)
+        self._name = task.name
+        self._config = {name: value for name, value in task.config.items() if name != "size"}
+        self.count: int | None = _checked_size(task)
+        """Different items there are; None: no end."""
+        self._chunk = lru_cache(CACHED_CHUNKS)(self._make_chunk)
+        self.entry = lru_cache(CACHED_ENTRIES)(self._make_entry)
+        _check_names(task)
+        try:
+            self._chunk(0)
+            question = self._draw(0)["question"]
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise UserError(
+                f"task {task.key!r}: reasoning-gym's {task.name} refuses its config: {reason}"
+            ) from error
+        if not isinstance(question, str):
+            raise UserError(f"task {task.key!r}: reasoning-gym's {task.name} does not ask in text")
+
+    def question(self, index: int) -> str:
+        """What item `index` asks."""
+        return str(self.entry(index)["question"])
+
+    def reward_input(self, index: int) -> dict[str, Any]:
+        """What a reward worker needs to find the item again."""
+        return {"index": index, "check": _checksum(self.question(index))}
+
+    def score(self, answer: str | None, reward_input: dict[str, Any]) -> float:
+        """The verifier's reward of an answer, usually in [0, 1]; no answer gets 0.
+
+        Raises:
+            RuntimeError: this process sees another question under that number than the one that asked it.
+        """
+        entry = self.entry(reward_input["index"])
+        if _checksum(entry["question"]) != reward_input["check"]:
+            raise RuntimeError(
+                f"item {reward_input['index']} of {self._name} is another question here than where it was "
+                "asked: start every process with PYTHONHASHSEED=0 and the same version of reasoning-gym"
+            )
+        if answer is None:
+            return 0.0
+        reward: float = self._chunk(reward_input["index"] // CHUNK).score_answer(answer, entry)
+        return reward
+
+    def _make_chunk(self, number: int) -> Any:
+        first = number * CHUNK
+        size = CHUNK if self.count is None else min(CHUNK, self.count - first)
+        gym = import_extra("reasoning_gym", f"task {self.key!r}")
+        return gym.create_dataset(self._name, seed=(self.base + first) % 2**32, size=size, **self._config)
+
+    def _make_entry(self, index: int) -> dict[str, Any]:
+        try:
+            return self._draw(index)
+        except Exception as error:
+            raise RunFailed(
+                f"reasoning-gym's {self._name} failed to make item {index} ({error!r})"
+            ) from error
+
+    def _draw(self, index: int) -> dict[str, Any]:
+        with _seeded_globals(self.base + index), contextlib.redirect_stdout(io.StringIO()):
+            entry: dict[str, Any] = self._chunk(index // CHUNK)[index % CHUNK]
+        return entry
+
+
+@contextlib.contextmanager
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Some items of list_functions and codeio draw from the global generators: seeded here, then put back."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)
+
+
+def _checksum(question: str) -> str:
+    return hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def _checked_size(task: ReasoningGymTask) -> int | None:
+    size = task.config.get("size")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise UserError(f"task {task.key!r}: config.size must be a whole number of at least 1, got {size!r}")
+    return size
+
+
+def _check_names(task: ReasoningGymTask) -> None:
+    factory = import_extra("reasoning_gym.factory", f"task {task.key!r}")
+    if task.name == "composite":
+        raise UserError(
+            f"task {task.key!r}: list the parts of a composite as tasks of their own, with weights"
+        )
+    if task.name not in factory.DATASETS:
+        raise UserError(
+            f"task {task.key!r}: reasoning-gym has no data set {task.name!r}"
+            + nearest(task.name, list(factory.DATASETS))
+        )
+    if "seed" in task.config:
+        raise UserError(f"task {task.key!r}: config.seed is not allowed; the run's seed chooses the items")
+    allowed = [
+        field.name for field in dataclasses.fields(factory.DATASETS[task.name][1]) if field.name != "seed"
+    ]
+    for name in task.config:
+        if name not in allowed:
+            raise UserError(
+                f"task {task.key!r}: {task.name} has no setting config.{name}{nearest(name, allowed)} "
+                f"(it has {', '.join(allowed)})"
+            )
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """' (did you mean ...?)', or nothing when no name is close."""
+    close = difflib.get_close_matches(name, known, n=3)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

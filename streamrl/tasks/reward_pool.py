@@ -1,0 +1,300 @@
+"""Scores completions in worker processes, so that a reward that hangs or crashes costs one recorded error.
+
+Each worker builds the `Scorer` once, then takes one completion at a time. What ends a scoring:
+
+    it returns               -> its reward
+    it raises                -> 0.0 and the exception as the error
+    it exceeds the limit     -> the worker is killed and replaced; 0.0 and 'timed out after 20 s'
+    its worker dies          -> the worker is replaced; 0.0 and how it died ('SIGSEGV', 'exit code 3')
+    the pool itself breaks   -> a new pool, and the same completion again, at most `ATTEMPTS` times (pebble
+                                gives up when a worker dies that had nothing to do, as at its start)
+
+The limit counts scoring alone: a worker takes a completion only after it has started, and a completion waits
+here, not in the pool, until a worker is free. Workers are spawned, not forked: the parent has threads and
+sockets. They die with the parent, however it dies, and write to a log file, never to the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from streamrl.config.run import Task
+from streamrl.errors import RunFailed, UserError
+
+ATTEMPTS = 3
+RESTART_S = 60.0
+"""Longest that a replaced worker may take to start, in seconds (importing a verifier takes 1-5)."""
+LONGEST_ERROR = 300
+"""Characters of an error that are kept in the rollout row; the traceback is in the log."""
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Outcome of scoring one completion."""
+
+    reward: float
+    """Finite; 0.0 when there is an error."""
+    error: str | None
+    """Why there is no reward, in one line; None: there is one."""
+    seconds: float
+    """Time in the verifier; if its worker died, the time until that was noticed."""
+
+
+class RewardPool:
+    """Reward workers of a site. Used from one event loop; `start` first, `close` last."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        workers: int,
+        timeout_s: float = 20.0,
+        log_file: Path | None = None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            tasks: the run's tasks.
+            seed: the run's seed.
+            workers: processes.
+            timeout_s: limit for one reward in seconds.
+            log_file: where the workers' output is appended (None: discarded).
+        """
+        self._log_file = str(log_file.absolute()) if log_file is not None else os.devnull
+        self._initargs = (list(tasks), seed, self._log_file, os.getpid())
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(workers)
+        self._pool: ProcessPool | None = None
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def start(self, timeout_s: float = 120.0) -> None:
+        """Starts the workers and waits until one is ready to score (the others follow on their own).
+
+        Raises:
+            UserError: a reward function or a task is wrong.
+            RunFailed: no worker came up within `timeout_s` seconds, or they die at their start.
+        """
+        try:
+            problem = await self._run(_startup_problem, limit_s=timeout_s, restart_s=0.0)
+        except (TimeoutError, ProcessExpired, BrokenProcessPool) as error:
+            self.close()
+            raise RunFailed(
+                f"the reward workers did not start: {error} (their log: {self._log_file})"
+            ) from error
+        if problem is not None:
+            self.close()
+            raise UserError(problem)
+
+    async def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> RewardResult:
+        """Scores a completion; never raises for what the verifier does.
+
+        Waits for a free worker, then at most the time limit (and a worker's restart).
+
+        Raises:
+            RuntimeError: the pool is or gets closed.
+        """
+        async with self._slots:
+            began = time.monotonic()
+            cause = ""
+            for _ in range(ATTEMPTS):
+                try:
+                    reward, error, seconds = await self._run(
+                        _score, task, completion, reward_input, limit_s=self._timeout_s, restart_s=RESTART_S
+                    )
+                    return RewardResult(reward, error, seconds)
+                except TimeoutError:
+                    return RewardResult(0.0, f"timed out after {self._timeout_s:g} s", self._timeout_s)
+                except ProcessExpired as death:
+                    error = f"the reward's process died: {_how_it_died(death.exitcode)}"
+                    return RewardResult(0.0, error, time.monotonic() - began)
+                except BrokenProcessPool as broken:
+                    cause = str(broken) or "a worker died"
+                    log.warning("reward workers are restarted: %s", cause)
+            error = f"no reward after {ATTEMPTS} restarts of the workers: {cause}"
+            return RewardResult(0.0, error, time.monotonic() - began)
+
+    def close(self) -> None:
+        """Ends all workers at once, also those that hang; every `score` that waits raises RuntimeError."""
+        self._closed = True
+        for future in list(self._waiting):
+            future.cancel()
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    async def _run(self, function: Callable[..., Any], *args: Any, limit_s: float, restart_s: float) -> Any:
+        """Runs a function in a worker.
+
+        Raises:
+            TimeoutError: it ran for more than `limit_s`.
+            ProcessExpired: its worker died.
+            BrokenProcessPool: the pool gave up, or no answer within both times; the next call makes another.
+        """
+        pool = self._live_pool()
+        try:
+            future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit_s))
+        except RuntimeError as error:  # it broke since we looked
+            raise BrokenProcessPool(str(error)) from error
+        self._waiting.add(future)
+        try:
+            # pebble keeps the limit; this deadline is for a worker that never gets ready
+            done, _ = await asyncio.wait({future}, timeout=limit_s + restart_s)
+        finally:
+            self._waiting.discard(future)
+            if not future.done():
+                future.cancel()  # kills the worker if it has begun
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        if not done:
+            self._discard(pool)
+            raise BrokenProcessPool(f"no worker was ready within {limit_s + restart_s:g} s")
+        if future.cancelled():  # a sibling discarded the pool
+            raise BrokenProcessPool("the workers were restarted")
+        return future.result()
+
+    def _live_pool(self) -> ProcessPool:
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        if self._pool is not None and not self._pool.active:
+            self._discard(self._pool)
+        if self._pool is None:
+            # workers make the same items as a prompt source that runs with the same value (see `procedural`)
+            os.environ.setdefault("PYTHONHASHSEED", "0")
+            self._pool = ProcessPool(
+                max_workers=self._workers,
+                initializer=_start_worker,
+                initargs=self._initargs,
+                context=multiprocessing.get_context("spawn"),
+            )
+        return self._pool
+
+    def _discard(self, pool: ProcessPool) -> None:
+        """Gives a broken pool up without waiting for its end."""
+        if pool is not self._pool:
+            return
+        self._pool = None
+        for future in list(self._waiting):
+            future.cancel()
+        pool.stop()
+        threading.Thread(target=pool.join, name="end-reward-workers", daemon=True).start()
+
+
+def _how_it_died(exit_code: int) -> str:
+    if exit_code < 0:
+        try:
+            return signal.Signals(-exit_code).name
+        except ValueError:
+            return f"signal {-exit_code}"
+    return f"exit code {exit_code}"
+
+
+# --- inside a worker ---
+
+
+@dataclass
+class _Worker:
+    """What a worker process keeps between completions: pebble hands a task nothing but its arguments."""
+
+    scorer: Any = None
+    problem: str | None = "the worker was not started"
+
+
+_worker = _Worker()
+
+
+def _start_worker(tasks: list[Task], seed: int, log_file: str, parent: int) -> None:
+    """First thing in every worker. Keeps a failure for `_startup_problem`; raised, nobody would see it."""
+    _die_with(parent)
+    _write_to(log_file)
+    # pebble's own handler runs Python code, which a verifier that hangs in C would never reach
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _make_every_exit_visible()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"  # before numpy is imported: a worker is one core
+    try:
+        from streamrl.tasks.rewards import Scorer
+
+        _worker.scorer, _worker.problem = Scorer(tasks, seed), None
+    except UserError as error:
+        _worker.problem = str(error)
+    except BaseException as error:
+        traceback.print_exc()
+        _worker.problem = f"a reward worker failed to start: {type(error).__name__}: {error}"
+
+
+def _startup_problem() -> str | None:
+    return _worker.problem
+
+
+def _score(task: str, completion: str, reward_input: dict[str, Any]) -> tuple[float, str | None, float]:
+    """Reward, error, seconds. Exceptions become text here, for some cannot be sent to another process."""
+    began = time.perf_counter()
+    try:
+        if _worker.problem is not None:
+            raise UserError(_worker.problem)
+        reward, error = _worker.scorer.score(task, completion, reward_input), None
+    except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like another
+        seconds = time.perf_counter() - began
+        traceback.print_exc()
+        return 0.0, _one_line(raised), seconds
+    return reward, error, time.perf_counter() - began
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a user's exception whose __str__ fails
+        text = ""
+    return f"{type(error).__name__}: {text}".removesuffix(": ")[:LONGEST_ERROR]
+
+
+def _die_with(parent: int) -> None:
+    """Linux: this process is killed when the parent's thread that started it ends, however it ends.
+
+    Elsewhere an idle worker still ends, when it finds its pipe closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _write_to(log_file: str) -> None:
+    """Points standard output and error at the log, also for C code and for processes that a reward starts."""
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _make_every_exit_visible() -> None:
+    """pebble takes exit code 0 for a worker that was done, and waits out the limit for what it scored."""
+    worker, leave = os.getpid(), os._exit
+
+    def visible_exit(status: int) -> None:
+        leave(status or 70 if os.getpid() == worker else status)
+
+    os._exit = visible_exit  # type: ignore[assignment]

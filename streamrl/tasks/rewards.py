@@ -1,0 +1,154 @@
+"""Scores one completion: reasoning-gym's verifier, math-verify, exact match, or a user's function.
+
+This runs inside a reward worker (see `reward_pool`): it may hang or crash, and holds no defence against that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.errors import UserError
+from streamrl.tasks.answers import EXTRACTORS, full, tagged
+from streamrl.tasks.extras import import_extra
+from streamrl.tasks.procedural import ProceduralItems
+
+Score = Callable[[str, dict[str, Any]], Any]
+
+
+class RewardFunction(Protocol):
+    """Signature of a user's reward, `reward: my_module:my_function` in the run file."""
+
+    def __call__(self, completion: str, *, prompt: str, answer: Any) -> float:
+        """The completion's reward: any finite number.
+
+        Args:
+            completion: text of the completion, without special tokens.
+            prompt: the user's message, with the task's suffix.
+            answer: the answer column's value; None if `answer_column` is null.
+        """
+        ...
+
+
+class Scorer:
+    """Verifiers of all tasks of a run, ready to use: slow imports and building are done once, here."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        """Imports and builds every verifier.
+
+        Raises:
+            UserError: a reward function cannot be imported or called, or a task's settings are wrong.
+        """
+        self._scores: dict[str, Score] = {
+            task.key: _gym_score(task, seed) if isinstance(task, ReasoningGymTask) else _file_score(task)
+            for task in tasks
+        }
+
+    def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> float:
+        """The reward of a completion of `task`; `reward_input` is the prompt's.
+
+        Raises:
+            KeyError: no such task.
+            TypeError, ValueError: the reward is not a finite number.
+            Exception: whatever the verifier raises.
+        """
+        reward = self._scores[task](completion, reward_input)
+        if not isinstance(reward, numbers.Real):
+            raise TypeError(f"the reward must be a number, got {type(reward).__name__}")
+        value = float(reward)
+        if not math.isfinite(value):
+            raise ValueError(f"the reward must be finite, got {value}")
+        return value
+
+
+def _gym_score(task: ReasoningGymTask, seed: int) -> Score:
+    items = ProceduralItems(task, seed)
+    extract = EXTRACTORS[task.answer]
+    return lambda completion, reward_input: items.score(extract(completion), reward_input)
+
+
+def _file_score(task: FileTask) -> Score:
+    if task.reward in ("math_verify", "exact_match") and task.answer_column is None:
+        raise UserError(
+            f"task {task.key!r}: reward {task.reward} compares with an answer, but answer_column is null"
+        )
+    if task.reward == "math_verify":
+        import_extra("math_verify", f"task {task.key!r}")
+        return lambda completion, given: math_verify_score(completion, given["answer"])
+    if task.reward == "exact_match":
+        return lambda completion, given: exact_match_score(completion, given["answer"])
+    function = load_function(task.reward, f"task {task.key!r}")
+    return lambda completion, given: function(completion, prompt=given["prompt"], answer=given["answer"])
+
+
+def math_verify_score(completion: str, answer: Any) -> float:
+    r"""1.0 if the completion's final expression equals the reference, else 0.0.
+
+    The reference is a number, LaTeX with or without dollars ('\frac{1}{2}', '$x^2$'), or a solution that
+    ends with '#### 72' as in GSM8K.
+
+    Raises:
+        ValueError: the reference cannot be read as mathematics.
+    """
+    math_verify = import_extra("math_verify", "reward math_verify")
+    reference = _as_text(answer).rpartition("####")[2].strip()
+    delimited = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
+    gold = math_verify.parse(reference if delimited else f"${reference}$") or math_verify.parse(reference)
+    if not gold:
+        raise ValueError(f"math-verify cannot read the reference answer {reference[:100]!r}")
+    return float(math_verify.verify(gold, math_verify.parse(completion)))
+
+
+def exact_match_score(completion: str, answer: Any) -> float:
+    """1.0 if the text in the last <answer> tag (or else the whole completion) is the reference, else 0.0.
+
+    Surrounding white space does not count.
+    """
+    found = tagged(completion) if "<answer>" in completion else full(completion)
+    return float(found is not None and found == _as_text(answer).strip())
+
+
+def _as_text(answer: Any) -> str:
+    """A number as one would write it: Parquet's 72.0 is '72'."""
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return str(answer)
+
+
+def load_function(spec: str, whose: str) -> RewardFunction:
+    """Imports `module:function`, from the current folder too.
+
+    Raises:
+        UserError: it cannot be imported, or cannot be called as a `RewardFunction`.
+    """
+    expected = "expected 'math_verify', 'exact_match' or 'module:function'"
+    module_name, colon, name = spec.partition(":")
+    if not (colon and module_name and name):
+        raise UserError(f"{whose}: reward {spec!r}: {expected}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        raise UserError(
+            f"{whose}: reward {spec!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise UserError(f"{whose}: reward {spec!r} must be an ordinary function")
+    try:
+        inspect.signature(function).bind("", prompt="", answer=None)
+    except TypeError as error:
+        raise UserError(
+            f"{whose}: reward {spec!r} must be callable as f(completion, *, prompt, answer): {error}"
+        ) from error
+    found: RewardFunction = function
+    return found

@@ -1,0 +1,139 @@
+"""Which prompt is number i of a run: a function of the tasks, the seed and i, so a resumed run asks the same.
+
+    index i --mix--> (task, its k-th prompt) --order--> (epoch, item)
+
+`mix` interleaves the tasks by weight. A task without an end (reasoning-gym) takes item k; a finite one
+(a file, or reasoning-gym with `config.size`) takes its items in a new permutation each epoch, without
+replacement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.tasks.files import load_rows
+from streamrl.tasks.procedural import ProceduralItems, derive_seed
+
+HALF = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and what is needed to score its completions."""
+
+    prompt_id: str
+    """'task/item'. A file's item is its row (from 0); reasoning-gym's is the number that its random generator
+    starts from, so that an id means one question also in runs with other seeds (while the task's settings
+    are the same)."""
+    task: str
+    """Key of the task."""
+    text: str
+    """The user's message: the question and, on a line of its own, the task's suffix."""
+    epoch: int
+    """How often this prompt has been used before (0: first time)."""
+    reward_input: dict[str, Any]
+    """What the verifier needs besides the completion; str, int, float, bool, None, list and dict only."""
+
+
+def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
+    """Which task prompt `index` belongs to, and how many prompts that task had before: (task, k).
+
+    Task t's k-th prompt is due at time (k + 1/2) / weight[t]; prompts come in the order of these times (ties:
+    first task first). So every stretch of the run holds each task in its share, to within about one prompt:
+    weights 2, 1 give A B A A B A ... Arithmetic is exact, and the cost does not grow with the index.
+    """
+    shares = [Fraction(weight) for weight in weights]
+    # everything due before this time is at most `index` prompts (each count is at most time * share + 1/2)
+    time = max(Fraction(0), Fraction(index - len(shares)) / sum(shares))
+    used = [max(0, math.ceil(time * share - HALF)) for share in shares]
+    task = 0
+    for _ in range(index - sum(used) + 1):
+        task = min(range(len(shares)), key=lambda t: (used[t] + HALF) / shares[t])
+        used[task] += 1
+    return task, used[task] - 1
+
+
+class FileItems:
+    """Items of a file task, held in memory."""
+
+    def __init__(self, task: FileTask) -> None:
+        """Reads the file.
+
+        Raises:
+            UserError: see `load_rows`.
+        """
+        self._rows = load_rows(task)
+        self._suffix = task.suffix
+        self.base = 0
+        self.count: int | None = len(self._rows)
+
+    def question(self, index: int) -> str:
+        """Prompt of row `index`."""
+        return self._rows[index].prompt
+
+    def reward_input(self, index: int) -> dict[str, Any]:
+        """The user's message and the reference answer, as a reward function receives them."""
+        row = self._rows[index]
+        return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
+
+
+class PromptSource:
+    """Prompts of a run by number. Reads every file when made; nothing is kept between calls but caches."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        """Opens every task.
+
+        Raises:
+            UserError: a task's file or settings are wrong; the message names file and line or row.
+        """
+        if not tasks:
+            raise ValueError("a prompt source needs at least one task")
+        self._tasks = list(tasks)
+        self._seed = seed
+        self._items: list[ProceduralItems | FileItems] = [
+            ProceduralItems(task, seed) if isinstance(task, ReasoningGymTask) else FileItems(task)
+            for task in tasks
+        ]
+        self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number `index` (from 0) of the run; any order, any number of times.
+
+        Raises:
+            RunFailed: reasoning-gym could not make the item.
+        """
+        if index < 0:
+            raise ValueError(f"prompts count from 0, got {index}")
+        number, k = mix([task.weight for task in self._tasks], index)
+        task, items = self._tasks[number], self._items[number]
+        epoch, item = 0, k
+        if items.count is not None:
+            epoch, position = divmod(k, items.count)
+            item = int(self._permutation(number, epoch)[position])
+        return Prompt(
+            prompt_id=f"{task.key}/{items.base + item}",
+            task=task.key,
+            text=with_suffix(items.question(item), task.suffix),
+            epoch=epoch,
+            reward_input=items.reward_input(item),
+        )
+
+    def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
+        count = self._items[number].count
+        assert count is not None
+        order = np.random.default_rng([derive_seed(self._seed, self._tasks[number].key), epoch])
+        return order.permutation(count)
+
+
+def with_suffix(question: str, suffix: str) -> str:
+    """The user's message: the suffix goes on a line of its own."""
+    return f"{question}\n{suffix}" if suffix else question

@@ -1,0 +1,68 @@
+"""The rewards process of a site: scores completions in worker processes with a time limit each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from streamrl.launch.context import RoleContext
+from streamrl.tasks.reward_pool import RewardPool
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+
+log = logging.getLogger(__name__)
+
+
+class RewardWorker:
+    """Wires a `RewardPool` to the controller."""
+
+    def __init__(self, context: RoleContext, site: str) -> None:
+        self.context = context
+        rewards = context.cluster.sites[site].rewards
+        self.pool = RewardPool(
+            context.run.tasks,
+            context.run.seed,
+            workers=rewards.workers if rewards else 1,
+            timeout_s=context.run.deadlines.reward_s,
+        )
+        self.scoring = 0
+        self.scored = 0
+
+    async def run(self) -> None:
+        """Serves until the process is ended."""
+        limits = self.context.run.deadlines
+        waits = WaitRegistry(self.context.name)
+        try:
+            async with waits.deadline("reward workers to start", limits.startup_s):
+                await self.pool.start()
+            link = Link(self.context.name, "rewards", waits, lost_after_s=limits.heartbeat_s)
+            link.state = lambda: {
+                "state": "scoring" if self.scoring else "idle",
+                "running": self.scoring,
+                "detail": f"{self.scored} scored",
+            }
+            await link.connect(self.context.addresses.controller, limits.startup_s)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while True:
+                        tasks.create_task(self._score(link, await link.receive()))
+            finally:
+                await link.close()
+        finally:
+            self.pool.close()
+
+    async def _score(self, link: Link, delivery: Delivery) -> None:
+        if delivery.kind != "score":
+            log.warning("rewards ignores %r", delivery.kind)
+            delivery.ack()
+            return
+        body = delivery.body
+        delivery.ack()  # at once: a reward may take long, and requests under way must not use up the credits
+        self.scoring += 1
+        try:
+            result = await self.pool.score(body["task"], body["completion"], body["reward_input"])
+        finally:
+            self.scoring -= 1
+        self.scored += 1
+        answer = {"sample_id": body["sample_id"], "reward": result.reward, "error": result.error}
+        await link.send("scored", answer | {"seconds": result.seconds})

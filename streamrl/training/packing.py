@@ -1,0 +1,123 @@
+"""Packs whole groups into one token row in which siblings share their prompt.
+
+A group of one prompt (P tokens) and G completions (C_1 .. C_G tokens) becomes P + sum(C_i) tokens instead of
+the G * P + sum(C_i) of separate sequences: the prompt is computed once. There is no padding. Attention (see
+`attention.py`) lets each completion see the prompt and itself only, so the result equals separate sequences.
+
+    tokens     [prompt | completion 1 | completion 2 | ... ] [next group ...]
+    positions   0..P-1   P..P+C_1-1     P..P+C_2-1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.rollouts.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Where one group lies in the row."""
+
+    start: int
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One forward/backward's worth of tokens; T tokens in the row, N of them with a loss."""
+
+    input_ids: torch.Tensor
+    """[1, T] int64."""
+    position_ids: torch.Tensor
+    """[1, T] int64, each completion continues its prompt's positions."""
+    layout: tuple[GroupLayout, ...]
+    source_index: torch.Tensor
+    """[N] int64: position in the row whose hidden state predicts the n-th completion token."""
+    targets: torch.Tensor
+    """[N] int64: the completion tokens."""
+    behaviour_logprobs: torch.Tensor
+    """[N] float32."""
+    advantages: torch.Tensor
+    """[N] float32: each sequence's advantage, repeated for its tokens."""
+    sequence_ids: torch.Tensor
+    """[N] int64: which sequence of the batch a token belongs to."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Completion tokens in the batch (N)."""
+        return int(self.targets.numel())
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on another device."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in self.__dict__.items()
+        }
+        return PackedBatch(**moved)
+
+
+def pack(groups: list[TrainGroup]) -> PackedBatch:
+    """Packs groups one after the other.
+
+    A completion's first token is predicted from the prompt's last position, token t from its token t - 1.
+    Empty completions take no room.
+
+    Raises:
+        ValueError: a group without a prompt token (nothing could predict its first token).
+    """
+    ids: list[IntArray] = []
+    positions: list[np.ndarray] = []
+    layout: list[GroupLayout] = []
+    source: list[np.ndarray] = []
+    targets: list[IntArray] = []
+    behaviour: list[FloatArray] = []
+    advantages: list[np.ndarray] = []
+    sequence_ids: list[np.ndarray] = []
+    cursor = 0
+    sequence = 0
+    for group in groups:
+        prompt_length = len(group.prompt_tokens)
+        if prompt_length == 0:
+            raise ValueError(f"group {group.group_id} has an empty prompt")
+        start = cursor
+        ids.append(group.prompt_tokens)
+        positions.append(np.arange(prompt_length))
+        cursor += prompt_length
+        lengths = []
+        for seq in group.sequences:
+            length = len(seq.completion_tokens)
+            if length == 0:
+                continue
+            ids.append(seq.completion_tokens)
+            positions.append(np.arange(prompt_length, prompt_length + length))
+            source.append(np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + length - 1)]))
+            targets.append(seq.completion_tokens)
+            behaviour.append(seq.logprobs)
+            advantages.append(np.full(length, seq.advantage, dtype=np.float32))
+            sequence_ids.append(np.full(length, sequence))
+            lengths.append(length)
+            cursor += length
+            sequence += 1
+        layout.append(GroupLayout(start, prompt_length, tuple(lengths)))
+
+    def joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype))
+
+    return PackedBatch(
+        input_ids=joined(ids, np.int64)[None],
+        position_ids=joined(positions, np.int64)[None],
+        layout=tuple(layout),
+        source_index=joined(source, np.int64),
+        targets=joined(targets, np.int64),
+        behaviour_logprobs=joined(behaviour, np.float32),
+        advantages=joined(advantages, np.float32),
+        sequence_ids=joined(sequence_ids, np.int64),
+    )

@@ -1,0 +1,108 @@
+"""The policy: a Hugging Face causal LM that returns log-probabilities of completion tokens only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.packing import PackedBatch
+
+LOGITS_CHUNK_TOKENS = 512
+"""Completion tokens whose fp32 logits exist at once: 512 x 49,152 x 4 B = 100 MB."""
+
+ENTROPY_STRIDE = 8
+"""Entropy is a diagnostic and costs as much as the log-softmax: it is measured on every 8th completion token."""
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probability of target tokens, and entropy of a part of them, from hidden states.
+
+    For hidden states h [N, d], head weight W [V, d] and temperature T: z = h W^T / T,
+    logp_n = z[n, target_n] - logsumexp(z_n), entropy_n = -sum_v p_nv log p_nv.
+    fp32 logits are made in chunks; what is kept for the backward pass is softmax(z) in the compute type
+    ([N, V], 2 bytes per entry in bf16). No gradient flows through the entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, d], weight [V, d], targets [N] -> (logprobs [N] fp32, entropy [ceil(N / 8)] fp32)."""
+        count = len(targets)
+        hidden = hidden.to(weight.dtype)
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        entropies: list[torch.Tensor] = []
+        probabilities = torch.empty(
+            (count, weight.shape[0]) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else (0, 0),
+            dtype=weight.dtype,
+            device=hidden.device,
+        )
+        for start in range(0, count, LOGITS_CHUNK_TOKENS):
+            rows = slice(start, start + LOGITS_CHUNK_TOKENS)
+            logits = (hidden[rows] @ weight.t()).float()
+            if temperature != 1.0:
+                logits.div_(temperature)
+            log_p = torch.log_softmax(logits, dim=-1)
+            logprobs[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
+            some = log_p[::ENTROPY_STRIDE]
+            entropies.append(-(some.exp() * some).sum(-1))
+            if probabilities.numel():
+                probabilities[rows] = log_p.exp_()
+        ctx.save_for_backward(hidden, weight, targets, probabilities)
+        ctx.temperature = temperature
+        entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        """d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
+        hidden, weight, targets, probabilities = ctx.saved_tensors
+        grad_logprobs = (grads[0] / ctx.temperature).to(weight.dtype)[:, None]
+        grad_logits = probabilities.mul_(-grad_logprobs)  # in place: the largest tensor of the step
+        grad_logits.scatter_add_(-1, targets[:, None], grad_logprobs)
+        return grad_logits @ weight, grad_logits.t() @ hidden, None, None
+
+
+class Policy(nn.Module):
+    """A causal LM behind one forward: packed batch in, log-probabilities of its completion tokens out."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs [N], entropy of every 8th token), both fp32, at the sampling temperature."""
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            layout=batch.layout,
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        out: tuple[torch.Tensor, torch.Tensor] = TokenLogprobs.apply(
+            hidden[batch.source_index], head.weight, batch.targets, temperature
+        )
+        return out
+
+
+def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
+    """Loads an HF model in fp32 (the master weights), with packed attention.
+
+    Args:
+        path: folder or hub id.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=SHARED_PREFIX)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # train() only for checkpointing's sake: dropout is refused, the policy must be the one that generated
+    for name, value in model.config.to_dict().items():
+        if name.endswith("dropout") and isinstance(value, float) and value > 0:
+            setattr(model.config, name, 0.0)
+    model.train()
+    return Policy(model)

@@ -1,0 +1,151 @@
+"""The trainer process (one per rank): takes micro-batches from the controller, publishes weights.
+
+Commands of the controller, each answered when done: train, step, checkpoint. Every rank gets the same commands in the
+same order, so collectives always meet. Computing runs in a thread; the event loop stays free for heartbeats and
+for sending weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamrl.errors import RunFailed
+from streamrl.generation.engine import weight_backend
+from streamrl.launch.context import RoleContext
+from streamrl.launch.models import resolve_model
+from streamrl.rollouts.micro_batch import from_wire
+from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.training.trainer import Trainer
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.version import lay_out
+
+log = logging.getLogger(__name__)
+
+
+class TrainerWorker:
+    """Wires one rank to the controller."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.run_config = context.run
+        self.cuda = context.cluster.hardware == "cuda"
+        self.rank = int(os.environ["RANK"])
+        self.name = f"trainer-{self.rank}"
+        self.limits = context.run.deadlines
+        self.waits = WaitRegistry(self.name)
+        self.state = "loading"
+        self.version = 0
+        self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
+        self.hub = Hub("publisher", self.waits, lost_after_s=self.limits.heartbeat_s, credits=16)
+        self.publisher = WeightPublisher(self.hub, int(context.run.weights.chunk_mb * 2**20))
+
+    async def run(self) -> None:
+        """Serves until the process is ended."""
+        async with asyncio.TaskGroup() as tasks:
+            if self.rank == 0:
+                self.hub.bind(self.context.addresses.publisher)
+                if weight_backend(self.run_config, self.cuda) != "nccl":
+                    tasks.create_task(self.publisher.serve())
+            await asyncio.to_thread(self._load)
+            link = Link(self.name, "trainer", self.waits, lost_after_s=self.limits.heartbeat_s)
+            link.state = lambda: {"state": self.state, "weight_version": self.version}
+            await link.connect(self.context.addresses.controller, self.limits.startup_s)
+            try:
+                while True:
+                    await self._handle(link, await link.receive())
+            finally:
+                await link.close()
+                await self.hub.close()
+
+    def _load(self) -> None:
+        """Joins the process group, loads model and, on resume, the checkpoint."""
+        if self.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        else:
+            trainer = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
+            assert trainer is not None
+            torch.set_num_threads(trainer.threads)
+            device = torch.device("cpu")
+        dist.init_process_group("nccl" if self.cuda else "gloo")
+        torch.manual_seed(self.run_config.seed)
+        self.trainer = Trainer(self.run_config, resolve_model(self.run_config.model.path), device)
+        if self.context.resume and (step := self.checkpoints.latest()) is not None:
+            self.trainer.load(self.checkpoints.path(step))
+            self.version = step
+        self.state = "idle"
+
+    async def _handle(self, link: Link, delivery: Delivery) -> None:
+        body = delivery.body
+        started = time.time()
+        match delivery.kind:
+            case "train":
+                self.state = "training"
+                groups = from_wire(body, delivery.arrays)
+                stats = await asyncio.to_thread(self.trainer.accumulate, groups, bool(body["is_last"]))
+                answer = {"round": body["round"], "stats": asdict(stats)}
+            case "step":
+                self.state = "optimizer step"
+                result = await asyncio.to_thread(self.trainer.step, int(body["step"]), int(body["loss_tokens"]))
+                self.version = int(body["step"]) + 1
+                answer = asdict(result)
+            case "publish":
+                self.state = "publishing weights"
+                answer = await self._publish(link)
+            case "checkpoint":
+                self.state = "saving"
+                await asyncio.to_thread(self._checkpoint, int(body["step"]), body["state"])
+                answer = {"step": body["step"]}
+            case other:
+                log.warning("trainer ignores %r", other)
+                delivery.ack()
+                return
+        self.state = "idle"
+        delivery.ack()
+        await link.send(
+            f"{delivery.kind}_done", answer | {"rank": self.rank, "started": started, "finished": time.time()}
+        )
+
+    async def _publish(self, link: Link) -> dict[str, Any]:
+        """Makes the current weights version available to the relays, or pushes it by NCCL."""
+        if weight_backend(self.run_config, self.cuda) == "nccl":
+            from streamrl.weights.nccl import NcclSender
+
+            if not hasattr(self, "nccl"):
+                self.nccl = NcclSender(self.trainer, self.context, link)
+            await self.nccl.send(self.version)
+            return {"number": self.version, "content_hash": "", "bytes": self.nccl.nbytes}
+        manifest, buffer = await asyncio.to_thread(lambda: lay_out(self.version, self.trainer.weights()))
+        if self.rank == 0:
+            self.publisher.publish(manifest, buffer)
+        return {"number": self.version, "content_hash": manifest.version.content_hash, "bytes": manifest.nbytes}
+
+    def _checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it."""
+        if self.rank == 0:
+            self.checkpoints.begin(step)
+        dist.barrier()
+        partial = self.checkpoints.directory / f".partial_step_{step}"
+        try:
+            self.trainer.save(partial)
+            if self.rank == 0:
+                from transformers import AutoTokenizer
+
+                AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path)).save_pretrained(partial)
+                (partial / "state.json").write_text(json.dumps(state | {"step": step}))
+        except OSError as error:
+            raise RunFailed(f"cannot write checkpoint {partial}: {error}") from error
+        dist.barrier()
+        if self.rank == 0:
+            self.checkpoints.commit(step, self.run_config.checkpoint.keep)

@@ -1,0 +1,116 @@
+"""The wire format: one msgpack envelope frame, then one raw frame per array. No pickle, ever.
+
+    frame 0   msgpack map {v: protocol version, k: kind, s: sender's session, n: sequence number, b: body,
+                           a: [[name, dtype, shape], ...]}
+    frame i   bytes of the i-th array, C order, little endian
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+PROTOCOL_VERSION = 1
+MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
+MAX_ARRAYS = 4096
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32", "float64", "uint8", "bool")}
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class MalformedMessage(Exception):
+    """Frames that are not a message of this protocol; to be counted and dropped, never to end a process."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One decoded message."""
+
+    kind: str
+    session: str
+    """Random id of the sender's process life: sequence numbers start anew with it."""
+    number: int
+    """Sequence number of a message that must be acknowledged; 0 for one that need not."""
+    body: dict[str, Any]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """Frames of a message; arrays are sent as views of their memory.
+
+    Raises:
+        ValueError: an array type that the protocol does not carry.
+    """
+    described = []
+    frames: list[bytes | memoryview] = []
+    for name, array in message.arrays.items():
+        if array.dtype.name not in DTYPES:
+            raise ValueError(f"array {name!r} has type {array.dtype}, the wire carries {sorted(DTYPES)}")
+        described.append([name, array.dtype.name, list(array.shape)])
+        frames.append(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+    envelope = {
+        "v": PROTOCOL_VERSION,
+        "k": message.kind,
+        "s": message.session,
+        "n": message.number,
+        "b": message.body,
+        "a": described,
+    }
+    return [msgpack.packb(envelope, use_bin_type=True), *frames]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """Checks and decodes frames; arrays are read-only views of their frames.
+
+    Raises:
+        MalformedMessage: for anything that `encode` would not have made.
+    """
+    if not frames:
+        raise MalformedMessage("no frames")
+    if len(frames[0]) > MAX_ENVELOPE_BYTES:
+        raise MalformedMessage(f"envelope of {len(frames[0])} bytes, at most {MAX_ENVELOPE_BYTES}")
+    try:
+        envelope = msgpack.unpackb(frames[0], raw=False, strict_map_key=True, timestamp=0)
+    except Exception as error:  # msgpack raises many types on bad input
+        raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
+    if not isinstance(envelope, dict) or set(envelope) != {"v", "k", "s", "n", "b", "a"}:
+        raise MalformedMessage("envelope is not a map of v, k, s, n, b, a")
+    version, kind, session, number, body, described = (envelope[key] for key in "vksnba")
+    if version != PROTOCOL_VERSION:
+        raise MalformedMessage(f"protocol version {version!r}, this is {PROTOCOL_VERSION}")
+    if not isinstance(kind, str) or not isinstance(session, str) or not isinstance(body, dict):
+        raise MalformedMessage("kind, session or body of a wrong type")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise MalformedMessage("sequence number is not a natural number")
+    if not isinstance(described, list) or len(described) > MAX_ARRAYS or len(described) != len(frames) - 1:
+        raise MalformedMessage("number of array frames differs from the envelope's")
+    arrays: dict[str, np.ndarray] = {}
+    for entry, frame in zip(described, frames[1:], strict=True):
+        name, array = _decode_array(entry, frame)
+        if name in arrays:
+            raise MalformedMessage(f"array {name!r} comes twice")
+        arrays[name] = array
+    return Message(kind, session, number, body, arrays)
+
+
+def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.ndarray]:
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise MalformedMessage("array description is not [name, dtype, shape]")
+    name, dtype_name, shape = entry
+    if not isinstance(name, str) or not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise MalformedMessage("array of an unknown name or type")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > 8
+        or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape)
+    ):
+        raise MalformedMessage(f"array {name!r}: shape is not a short list of natural numbers")
+    dtype = DTYPES[dtype_name]
+    if math.prod(shape) * dtype.itemsize != len(frame):
+        raise MalformedMessage(f"array {name!r}: {len(frame)} bytes do not fill {dtype_name}{shape}")
+    return name, np.frombuffer(frame, dtype=dtype).reshape(shape)

@@ -1,0 +1,68 @@
+"""The vLLM weight-transfer engine of this project (runs inside vLLM's worker processes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from streamrl.weights.store import WeightStore
+from streamrl.weights.version import CorruptWeights
+
+
+@dataclass
+class StoreInitInfo(WeightTransferInitInfo):
+    """Where the versions are."""
+
+    directory: str
+
+
+@dataclass
+class StoreUpdateInfo(WeightTransferUpdateInfo):
+    """Which version to load."""
+
+    number: int
+    content_hash: str
+
+
+class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
+    """Loads verified versions from a `WeightStore` on this host, in checkpoint (HF) format."""
+
+    init_info_cls = StoreInitInfo
+    update_info_cls = StoreUpdateInfo
+
+    _store: WeightStore | None = None
+
+    def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
+        """Remembers the store."""
+        self._store = WeightStore(Path(init_info.directory))
+
+    def start_weight_update(self) -> None:
+        """Prepares every layer for checkpoint-format weights (they may be packed for the kernels)."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StoreUpdateInfo) -> None:
+        """Loads one version.
+
+        Raises:
+            CorruptWeights: the store holds something else under that number.
+        """
+        if self._store is None:
+            raise RuntimeError("init_transfer_engine was not called")
+        manifest, buffer = self._store.open(update_info.number)
+        if manifest.version.content_hash != update_info.content_hash:
+            raise CorruptWeights(f"version {update_info.number} in the store is not the one announced")
+        self.model.load_weights(manifest.tensors_of(buffer))
+
+    def finish_weight_update(self) -> None:
+        """Packs the loaded layers for the kernels again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""

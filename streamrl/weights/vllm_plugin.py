@@ -1,0 +1,17 @@
+"""vLLM's weight-transfer extension point: an engine that loads versions from the site's store.
+
+Registered under the entry-point group `vllm.general_plugins`, so that every vLLM process (the engine core is one of
+its own) knows it. vLLM calls init, start, update, finish; what is done in between is vLLM's own layer-wise reload.
+"""
+
+from __future__ import annotations
+
+BACKEND = "streamrl"
+
+
+def register() -> None:
+    """Entry point: makes `WeightTransferConfig(backend="streamrl")` known. Called once or more per process."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine")

@@ -1,0 +1,62 @@
+"""A tiny model, a one-rank process group and random groups."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamrl.config.run import RunConfig
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from tests.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def random_groups(count: int, seed: int = 0, samples: int = 4) -> list[TrainGroup]:
+    rng = np.random.default_rng(seed)
+
+    def sequence() -> TrainSequence:
+        length = int(rng.integers(1, 12))
+        tokens = rng.integers(0, 256, length).astype(np.int32)
+        return TrainSequence(tokens, rng.normal(-5.5, 0.2, length).astype(np.float32), float(rng.normal()))
+
+    return [
+        TrainGroup(
+            f"g{i}",
+            rng.integers(0, 256, int(rng.integers(3, 9))).astype(np.int32),
+            [sequence() for _ in range(samples)],
+        )
+        for i in range(count)
+    ]
+
+
+def run_config(path: Path, **changes: object) -> RunConfig:
+    values = {
+        "model": {"path": str(path), "max_context": 256, "dtype": "float32"},
+        "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9},
+        "sampling": {"max_tokens": 16},
+    }
+    return RunConfig.model_validate(values | changes)

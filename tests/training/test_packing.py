@@ -1,0 +1,89 @@
+"""Packed groups compute what separate sequences would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
+from streamrl.training.packing import pack
+from streamrl.training.policy import load_policy
+from tests.training.conftest import random_groups
+
+
+def separate_logprobs(model: torch.nn.Module, groups: list[TrainGroup], temperature: float) -> torch.Tensor:
+    """Log-probabilities of every completion token, each sequence run alone through the plain HF model."""
+    rows = []
+    for group in groups:
+        for seq in group.sequences:
+            ids = torch.tensor(np.concatenate([group.prompt_tokens, seq.completion_tokens]))[None].long()
+            logits = model(input_ids=ids).logits[0].float() / temperature
+            logp = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+            rows.append(logp[len(group.prompt_tokens) - 1 :])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_shared_prefix_packing_equals_separate_sequences(tiny_model: Path, temperature: float) -> None:
+    groups = random_groups(3)
+    policy = load_policy(str(tiny_model))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    packed, _ = policy(pack(groups), temperature)
+    expected = separate_logprobs(plain, groups, temperature)
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn(len(expected))
+    (packed * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, ours), (_, theirs) in zip(policy.model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:
+    groups = random_groups(2)
+    batch = pack(groups)
+    _, entropy = load_policy(str(tiny_model))(batch, 1.0)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    first = groups[0]
+    ids = torch.tensor(np.concatenate([first.prompt_tokens, first.sequences[0].completion_tokens]))[None].long()
+    logits = plain(input_ids=ids).logits[0, len(first.prompt_tokens) - 1]
+    p = torch.softmax(logits.detach().float(), -1)
+    assert float(entropy[0]) == pytest.approx(float(-(p * p.log()).sum()), rel=1e-4)
+    assert len(entropy) == -(-batch.loss_tokens // 8)
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
+    batch = pack(random_groups(2))
+    grads = []
+    for checkpointing in (False, True):
+        policy = load_policy(str(tiny_model), gradient_checkpointing=checkpointing)
+        policy(batch, 1.0)[0].sum().backward()
+        grads.append([p.grad.clone() for p in policy.parameters()])
+    for plain, checkpointed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+def test_every_sequence_is_in_exactly_one_micro_batch() -> None:
+    groups = random_groups(9, samples=5)
+    batches = split_into_micro_batches(groups, max_tokens=40)
+    seen = [id(seq) for batch in batches for group in batch for seq in group.sequences]
+    assert sorted(seen) == sorted(id(seq) for group in groups for seq in group.sequences)
+    for batch in batches:
+        assert sum(g.tokens for g in batch) <= 40 or (len(batch) == 1 and len(batch[0].sequences) == 1)
+
+
+def test_empty_completion_takes_no_room_and_an_empty_prompt_is_refused() -> None:
+    none, some = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
+    empty = TrainSequence(none, none.astype(np.float32), 1.0)
+    full = TrainSequence(some, some.astype(np.float32), -1.0)
+    batch = pack([TrainGroup("g", some, [empty, full, empty])])
+    assert batch.loss_tokens == 3
+    assert batch.layout[0].completion_lengths == (3,)
+    assert batch.source_index.tolist() == [2, 3, 4]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack([TrainGroup("g", none, [full])])
