@@ -32,7 +32,6 @@ RESEND_S = 20.0
 """Unacknowledged for this long: sent again. Above any commit's time; a reconnect resends at once."""
 DEFAULT_CREDITS = 256
 LINGER_MS = 500
-MAX_NAME = 128
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,12 @@ class _Endpoint:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
             self._inbox.put_nowait(error)
+
+    def _refuse(self, error: MalformedMessage) -> None:
+        """Counts a malformed message; logs the 1st, 10th, 100th ..., so that a flood of them is no flood of lines."""
+        self.malformed += 1
+        if str(self.malformed).strip("0") == "1":
+            log.warning("refused %d malformed messages so far; this one: %s", self.malformed, error)
 
     async def receive(self) -> Delivery:
         """The next message for the owner. Idle waiting is watched by heartbeats: it ends with PeerLost.
@@ -139,6 +144,15 @@ class Delivery:
     arrays: Arrays
     ack: Callable[[], None]
     """To be called once, after the commit."""
+
+
+def _name(identity: bytes) -> str:
+    """A peer's name; ZeroMQ's own random identities need not be UTF-8, and must map back."""
+    return identity.decode("utf-8", "surrogateescape")
+
+
+def _identity(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
 
 
 def _acknowledged(outbox: Outbox[Outgoing], ack: Message) -> Outgoing | None:
@@ -210,19 +224,16 @@ class Hub(_Endpoint):
         frames = message.frames(self.session, number)
         # an unreachable peer is not an error here: the message stays in the outbox, heartbeats judge the peer
         with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send_multipart([peer.name.encode(), *frames], copy=len(frames) == 1)
+            await self._socket.send_multipart([_identity(peer.name), *frames], copy=len(frames) == 1)
 
     async def _read(self) -> None:
         while True:
             identity, *frames = await self._socket.recv_multipart()
+            name = _name(identity)
             try:
                 message = decode(frames)
-                if len(identity) > MAX_NAME:
-                    raise MalformedMessage("name too long")
-                name = identity.decode("utf-8")
-            except (MalformedMessage, UnicodeDecodeError) as error:
-                self.malformed += 1
-                log.warning("refused a malformed message: %s", error)
+            except MalformedMessage as error:
+                self._refuse(error)
                 continue
             if message.kind == "hello":
                 await self._hello(name, message)
@@ -282,7 +293,7 @@ class Hub(_Endpoint):
     async def _transmit_control(self, name: str, kind: str, body: dict[str, Any] | None = None) -> None:
         with contextlib.suppress(zmq.ZMQError):
             await self._socket.send_multipart(
-                [name.encode(), *encode(Message(kind, self.session, 0, body or {}))]
+                [_identity(name), *encode(Message(kind, self.session, 0, body or {}))]
             )
 
     async def _beat(self) -> None:
@@ -395,8 +406,7 @@ class Link(_Endpoint):
             try:
                 message = decode(frames)
             except MalformedMessage as error:
-                self.malformed += 1
-                log.warning("refused a malformed message: %s", error)
+                self._refuse(error)
                 continue
             self._last_seen = time.monotonic()
             await self._handle(message)

@@ -1,0 +1,154 @@
+"""No sample is lost or trained twice; files appear whole; advantages are the formula's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.errors import RunFailed
+from streamrl.generation.messages import sample_from_wire, sample_to_wire
+from streamrl.rollouts.advantage import group_advantages
+from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
+from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_group
+from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.types import Group, Sample, Scored
+from tests.training.conftest import random_groups
+
+CONTRACT_COLUMNS = (
+    "sample_id, group_id, prompt_id, task, epoch, step, prompt, prompt_tokens, completion_tokens, output_length, "
+    "finish_reason, reward, advantage, weight_versions, site, instance, pool, route, predicted_rank, t_queued, "
+    "t_dispatched, t_first_token, t_finished, t_received, t_trained"
+).split(", ")
+
+
+def make_sample(sample_id: str, step: int = 1, length: int = 3) -> Sample:
+    return Sample(
+        sample_id=sample_id,
+        group_id=sample_id.split(".")[0],
+        step=step,
+        completion_tokens=np.arange(length, dtype=np.int32),
+        logprobs=np.linspace(-2, -0.1, length).astype(np.float32),
+        token_versions=np.full(length, step - 1, dtype=np.int32),
+        finish_reason="stop",
+        site="here",
+        instance="here-regular-0",
+        pool="regular",
+        route="regular",
+        t_queued=1.0,
+        t_dispatched=2.0,
+        t_first_token=3.0,
+        t_finished=4.0,
+        text="abc",
+    )
+
+
+def make_group(group_id: str = "g", rewards: tuple[float, ...] = (0.0, 1.0), step: int = 1) -> Group:
+    group = Group(group_id, step, 0, "task/0", "task", 0, "a prompt", np.arange(4, dtype=np.int32), len(rewards))
+    for number, reward in enumerate(rewards):
+        sample = make_sample(f"{group_id}.{number}", step, length=2 + number)
+        group.scored[sample.sample_id] = Scored(sample, reward, None, 5.0)
+    values = group_advantages(list(rewards), True)
+    group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), values, strict=True)}
+    return group
+
+
+def finish_and_score(ledger: Ledger, group: Group) -> None:
+    ledger.issue(group.step, group.group_id, sorted(group.scored))
+    ledger.finish([(m.sample, b"x") for m in group.members()])
+    ledger.score(group.members())
+
+
+def test_a_sample_walks_from_issue_to_training_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    group = make_group()
+    ids = sorted(group.scored)
+    ledger.issue(1, "g", ids)
+    first = group.members()[0].sample
+    assert ledger.finish([(first, b"x")]) == {ids[0]}
+    assert ledger.finish([(first, b"x")]) == set()  # delivered twice
+    assert ledger.finish([(make_sample("never.0"), b"x")]) == set()  # never issued
+    with pytest.raises(RunFailed, match="trained 2 samples, 0 are scored"):
+        ledger.train(1, 1, [group], 9.0)
+    ledger.finish([(group.members()[1].sample, b"x")])
+    ledger.score(group.members())
+    ledger.train(1, 1, [group], 9.0)
+    assert ledger.counts() == {"trained": 2}
+    assert ledger.trained_ids() == ids
+    with pytest.raises(RunFailed, match="does not balance|are scored and untrained"):
+        ledger.train(1, 1, [group], 9.0)
+
+
+def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step in (1, 2, 3):
+        group = make_group(f"g{step}", step=step)
+        finish_and_score(ledger, group)
+        if step < 3:
+            ledger.train(step, step, [group], 0.0)
+    assert ledger.rewind(2) == 2  # trained samples of step 2
+    assert ledger.trained_ids() == ["g1.0", "g1.1"]
+    assert ledger.counts() == {"trained": 2}
+    ledger.close()
+    assert Ledger(tmp_path / "ledger.sqlite").counts() == {"trained": 2}  # durable
+
+
+def test_committed_content_can_be_read_back() -> None:
+    sample = make_sample("g.0")
+    back = sample_from_wire(*unpack_content(pack_content(*sample_to_wire(sample))))
+    assert back.sample_id == "g.0"
+    np.testing.assert_array_equal(back.logprobs, sample.logprobs)
+
+
+def test_rollout_rows_are_the_contracts(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    groups = [make_group("g0"), make_group("g1", (1.0, 1.0, 0.0))]
+    for group in groups:
+        group.t_trained = 10.0
+    path = store.write(1, groups)
+    table = pq.read_table(path)
+    assert set(CONTRACT_COLUMNS) <= set(table.column_names)
+    assert table.num_rows == 5
+    rows = {row["sample_id"]: row for row in table.to_pylist()}
+    row = rows["g1.2"]
+    assert row["output_length"] == len(row["completion_tokens"]) == len(row["weight_versions"]) == 4
+    assert row["advantage"] == pytest.approx(groups[1].advantages["g1.2"])
+    assert row["t_trained"] == 10.0
+    assert row["prompt_tokens"] == [0, 1, 2, 3]
+    store.write(2, groups)
+    store.rewind(2)
+    assert [p.name for p in store.directory.iterdir()] == ["step_000001.parquet"]
+
+
+def test_group_advantages() -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 1.0], True) == pytest.approx([1.0, -1.0, -1.0, 1.0], rel=1e-5)
+    assert group_advantages([3.0, 0.0], False) == [1.5, -1.5]
+    assert group_advantages([0.1] * 8, True) == [0.0] * 8  # exactly: no gradient, not a rounding of one
+    assert group_advantages([], True) == []
+
+
+def test_micro_batches_survive_the_wire_and_ranks_get_equal_shares() -> None:
+    groups = random_groups(7)
+    back = from_wire(*to_wire(groups))
+    for ours, theirs in zip(groups, back, strict=True):
+        np.testing.assert_array_equal(ours.prompt_tokens, theirs.prompt_tokens)
+        for a, b in zip(ours.sequences, theirs.sequences, strict=True):
+            np.testing.assert_array_equal(a.completion_tokens, b.completion_tokens)
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+            assert a.advantage == b.advantage
+    shares = balance(groups, 3)
+    assert sorted(g.group_id for share in shares for g in share) == sorted(g.group_id for g in groups)
+    loads = [sum(g.tokens for g in share) for share in shares]
+    assert max(loads) - min(loads) <= max(g.tokens for g in groups)
+    assert from_wire(*to_wire([])) == []
+
+
+def test_a_group_is_trained_in_the_order_of_its_ids_not_of_arrival() -> None:
+    group = make_group(rewards=(0.0, 1.0, 0.5))
+    shuffled = make_group(rewards=(0.0, 1.0, 0.5))
+    shuffled.scored = dict(reversed(list(shuffled.scored.items())))
+    for a, b in zip(train_group(group).sequences, train_group(shuffled).sequences, strict=True):
+        np.testing.assert_array_equal(a.completion_tokens, b.completion_tokens)
+        assert a.advantage == b.advantage

@@ -1,0 +1,165 @@
+"""Hub and links over real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from streamrl.transport import endpoint
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
+from streamrl.transport.endpoint import Hub, Link, PeerLost
+from tests.training.conftest import free_port
+
+
+def run(body: Callable[[str], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(30):
+            return await body(f"tcp://127.0.0.1:{free_port()}")
+
+    return asyncio.run(limited())
+
+
+def hub_at(address: str, **options: Any) -> Hub:
+    return Hub("hub", WaitRegistry("hub"), **options).bind(address)
+
+
+async def link_to(address: str, name: str = "peer", **options: Any) -> Link:
+    return await Link(name, "test", WaitRegistry(name), **options).connect(address, 10)
+
+
+def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit() -> None:
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address)
+        acknowledged: list[int] = []
+        for i in range(20):
+            await link.send("item", {"i": i}, {"x": np.full(3, i, np.int32)}, on_ack=lambda i=i: acknowledged.append(i))
+        deliveries = [await hub.receive() for _ in range(20)]
+        assert [d.body["i"] for d in deliveries] == list(range(20))
+        assert deliveries[7].arrays["x"].tolist() == [7, 7, 7]
+        await asyncio.sleep(0.2)
+        assert acknowledged == []  # received is not committed
+        for delivery in deliveries:
+            delivery.ack()
+        await link.flush(5)
+        assert sorted(acknowledged) == list(range(20))
+        await link.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_sender_without_credit_waits_and_says_for_whom() -> None:
+    async def body(address: str) -> None:
+        hub, link = hub_at(address, credits=2), await link_to(address)
+        await hub.send("peer", "item", {"i": 0})
+        await hub.send("peer", "item", {"i": 1})
+        with pytest.raises(DeadlineExpired, match="hub waited 0 s for peer to acknowledge"):
+            await hub.send("peer", "item", {"i": 2}, limit_s=0.3)
+        waiting = asyncio.create_task(hub.send("peer", "item", {"i": 3}))
+        await asyncio.sleep(0.1)
+        assert [w["waiting_for"] for w in hub.waits.snapshot()] == ["peer to acknowledge messages"]
+        (await link.receive()).ack()
+        await waiting
+        assert hub.waits.snapshot() == []
+        await link.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address)
+        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        stranger.connect(address)
+        for _ in range(50):
+            await stranger.send_multipart([b"\x00junk", b"more"])
+        well_formed = endpoint.encode(endpoint.Message("sample", "nobody", 1, {}))
+        await stranger.send_multipart(well_formed)
+        while hub.malformed < 50 or hub.unknown < 1:
+            await asyncio.sleep(0.02)
+        await link.send("item", {"i": 1})
+        assert (await hub.receive()).body == {"i": 1}
+        stranger.close(0)
+        await link.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+
+    async def body(address: str) -> None:
+        hub, link = hub_at(address, lost_after_s=0.8), await link_to(address)
+        await asyncio.sleep(1.2)  # beating: not lost
+        assert hub.receive_now() is None
+        for task in link._tasks:
+            task.cancel()
+        with pytest.raises(PeerLost, match="peer has been silent"):
+            await hub.receive()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address, lost_after_s=0.8)
+        await hub.close()
+        with pytest.raises(PeerLost, match="has been silent"):
+            await link.receive()
+
+    run(body)
+
+
+def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address)
+        await link.send("item", {"i": 1})
+        (await hub.receive()).ack()
+        await link.flush(5)
+        await link.send("item", {"i": 2})
+        await hub.receive()  # read, not committed
+        await hub.close()
+        again = hub_at(address)
+        delivery = await again.receive()
+        assert delivery.body == {"i": 2}
+        delivery.ack()
+        await link.flush(5)
+        assert again.receive_now() is None
+        await link.close()
+        await again.close()
+
+    run(body)
+
+
+def test_an_address_in_use_is_said() -> None:
+    async def body(address: str) -> None:
+        hub = hub_at(address)
+        with pytest.raises(endpoint.RunFailed, match="cannot listen on"):
+            hub_at(address)
+        await hub.close()
+
+    run(body)
+
+
+def test_missing_peers_are_named_at_the_deadline() -> None:
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address)
+        with pytest.raises(DeadlineExpired, match=r"for other, third to start"):
+            await hub.wait_for({"peer", "other", "third"}, 0.3)
+        await link.close()
+        await hub.close()
+
+    run(body)

@@ -1,0 +1,82 @@
+"""Messages survive the wire bit for bit; anything else is refused."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.transport.wire import MalformedMessage, Message, decode, encode
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    body=st.dictionaries(st.text(max_size=6), plain, max_size=5),
+    number=st.integers(0, 2**40),
+    lengths=st.lists(st.integers(0, 9), max_size=3),
+)
+def test_round_trip(body: dict[str, object], number: int, lengths: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"a{i}": rng.normal(size=(n, 2)).astype(np.float32) for i, n in enumerate(lengths)}
+    back = decode([bytes(frame) for frame in encode(Message("sample", "s", number, body, arrays))])
+    assert (back.kind, back.session, back.number, back.body) == ("sample", "s", number, body)
+    assert back.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back.arrays[name], array)
+
+
+def test_arrays_are_sent_in_c_order_and_other_types_are_refused() -> None:
+    transposed = np.arange(6, dtype=np.int32).reshape(2, 3).T
+    back = decode([bytes(f) for f in encode(Message("k", "s", 0, {}, {"x": transposed}))])
+    np.testing.assert_array_equal(back.arrays["x"], transposed)
+    with pytest.raises(ValueError, match="complex128"):
+        encode(Message("k", "s", 0, {}, {"x": np.zeros(2, dtype=complex)}))
+
+
+@settings(max_examples=500)
+@given(frames=st.lists(st.binary(max_size=60), max_size=4))
+def test_random_frames_are_refused_and_nothing_else_happens(frames: list[bytes]) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(frames)
+
+
+@settings(max_examples=500)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_a_flipped_byte_is_refused_or_gives_a_message(position: int, value: int) -> None:
+    frames = [bytes(f) for f in encode(Message("k", "s", 7, {"x": [1, 2]}, {"t": np.arange(5, dtype=np.int32)}))]
+    damaged = bytearray(frames[0])
+    damaged[position % len(damaged)] = value
+    try:
+        message = decode([bytes(damaged), *frames[1:]])
+    except MalformedMessage:
+        return
+    assert isinstance(message.kind, str)
+    assert message.number >= 0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"v": 99}, "protocol version"),
+        ({"n": -1}, "natural number"),
+        ({"n": True}, "natural number"),
+        ({"k": 3}, "wrong type"),
+        ({"b": []}, "wrong type"),
+        ({"a": [["x", "int32", [3]]]}, "do not fill"),
+        ({"a": [["x", "object", [2]]]}, "unknown name or type"),
+        ({"a": [["x", "int32", [-1]]]}, "natural numbers"),
+        ({"a": []}, "number of array frames"),
+        ({"z": 1}, "not a map"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, object], why: str) -> None:
+    envelope = {"v": 1, "k": "k", "s": "s", "n": 0, "b": {}, "a": [["x", "int32", [2]]]} | change
+    with pytest.raises(MalformedMessage, match=why):
+        decode([msgpack.packb(envelope), b"\0" * 8])
