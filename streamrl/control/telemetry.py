@@ -101,7 +101,7 @@ class Telemetry:
                 s = m.sample
                 self.trace.async_span(
                     s.instance,
-                    f"{group.task} {s.output_length} tokens",
+                    group.task,
                     s.t_dispatched,
                     s.t_finished,
                     id=s.sample_id,
@@ -113,7 +113,7 @@ class Telemetry:
     def weights_applied(self, number: int, spans: dict[str, list[float]]) -> None:
         """Records when each instance loaded a version."""
         for instance, (start, end) in spans.items():
-            self.trace.span(instance, f"load weights {number}", start, end, version=number)
+            self.trace.span(instance, "load weights", start, end, version=number)
 
     def close(self, state: str, error: str | None = None) -> None:
         """Writes the last status."""

@@ -75,7 +75,7 @@ class MetricsRow(BaseModel):
     groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
     samples_total: int | None = None
     reward_errors: int | None = None
-    prompts_too_long: int | None = None
+    prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
     learning_rate: float | None = None
     clip_fraction: float | None = Field(None, description="share of tokens whose ratio was clipped")
@@ -83,9 +83,7 @@ class MetricsRow(BaseModel):
     tokens_trained: int | None = None
     reward_by_task: dict[str, float | None] = Field(default_factory=dict)
     output_length_by_task: dict[str, float | None] = Field(default_factory=dict)
-    process_memory_gb: float | None = Field(
-        None, description="resident memory summed over the run's processes"
-    )
+    process_memory_gb: float | None = Field(None, description="GiB over all of the run's processes")
 
     @model_validator(mode="before")
     @classmethod

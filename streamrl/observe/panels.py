@@ -111,7 +111,7 @@ def _grid_of(columns: Sequence[str], left: int) -> Table:
 
 def roles_table(status: RunStatus, now: float) -> Table:
     """One row per process; fits 76 columns when nothing is said about what a role is doing."""
-    columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GB")
+    columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB")
     table = _grid_of(columns, left=2)
     table.expand = True
     table.add_column("doing", overflow="ellipsis", no_wrap=True, ratio=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -39,6 +40,7 @@ FILE_NAME = "report.html"
 TEXT_LIMIT = 4000
 """Characters shown of one prompt or completion."""
 TIMELINE_KINDS = len(plots.COLOURS)
+OTHER = "other"
 
 
 def write_report(run_dir: Path) -> Path:
@@ -171,9 +173,13 @@ def _timeline(data: RunData) -> str:
     for track in found:
         for bar in track.bars:
             spent[bar.name] = spent.get(bar.name, 0.0) + bar.end - bar.start
-    # The kinds of work with most time get colours of their own; the rest share one.
+    # The kinds of work with most time get colours of their own; the rest share one and are called 'other'.
     ordered = sorted(spent, key=lambda name: -spent[name])
-    colours = {name: plots.COLOURS[min(i, TIMELINE_KINDS - 1)] for i, name in enumerate(ordered)}
+    if len(ordered) > TIMELINE_KINDS:
+        ordered = [*ordered[: TIMELINE_KINDS - 1], OTHER]
+        for track in found:
+            track.bars = [b if b.name in ordered else replace(b, name=OTHER) for b in track.bars]
+    colours = dict(zip(ordered, plots.COLOURS, strict=False))
     parts = []
     for index, window in enumerate(windows):
         shown = [
@@ -252,7 +258,11 @@ def _trouble(data: RunData) -> str:
             share_of(summary.groups_no_gradient, summary.groups_total),
             "all samples of the prompt had the same reward, so they teach nothing",
         ),
-        ("prompts too long", str(summary.prompts_too_long or 0), "left out: no room for a completion"),
+        (
+            "prompts too long",
+            NONE if summary.prompts_too_long is None else str(summary.prompts_too_long),
+            "left out: no room for a completion",
+        ),
         ("weights sent", byte_size(summary.weight_bytes_sent), "to all sites, over the run"),
     ]
     parts = [_table(("what", "how many", "meaning"), rows)]

@@ -6,6 +6,7 @@ Every part may be missing; what could not be read is collected in `RunData.notes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from streamrl.observe.status import RunStatus, read_status
 from streamrl.observe.trace import Event, read_trace, trace_origin
 
 SAMPLES_OF_EACH_KIND = 3
+Decode = Callable[[list[int]], str]
 
 _COLUMNS = [
     "sample_id",
@@ -208,7 +210,13 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, SampleText]:
     rollouts = data.rollouts
     if rollouts is None or not indices:
         return {}
-    decode = _decoder(data)
+    decoder: list[Decode | None] = []  # made when the first text has to be decoded
+
+    def decode(tokens: list[int]) -> str | None:
+        if not decoder:
+            decoder.append(_decoder(data))
+        return None if decoder[0] is None else decoder[0](tokens)
+
     by_file: dict[Path, list[int]] = {}
     for index in indices:
         by_file.setdefault(rollouts.place[index][0], []).append(index)
@@ -232,14 +240,14 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, SampleText]:
     return texts
 
 
-def _text(record: dict[str, Any], name: str, decode: Any) -> str | None:
+def _text(record: dict[str, Any], name: str, decode: Callable[[list[int]], str | None]) -> str | None:
     if record.get(name) is not None:
         return str(record[name])
     tokens = record.get(f"{name}_tokens")
-    return None if tokens is None or decode is None else str(decode(list(tokens)))
+    return None if tokens is None else decode(list(tokens))
 
 
-def _decoder(data: RunData) -> Any:
+def _decoder(data: RunData) -> Decode | None:
     """Function from token ids to text with the run's tokenizer, or None when there is none on this machine.
 
     The `tokenizers` package is enough for it (part of every transformers installation, loads in no time).
@@ -257,7 +265,7 @@ def _decoder(data: RunData) -> Any:
         if path is None or not path.is_file():
             continue
         tokenizer = Tokenizer.from_file(str(path))
-        return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
     data.notes.append(
         "Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder."
     )

@@ -132,6 +132,7 @@ class RunSummary:
     groups_no_gradient: int | None
     reward_errors: int | None
     prompts_too_long: int | None
+    """The rows count since the run was started, so this is the highest of them."""
     truncated_fraction: float | None
     """Over all samples."""
     logprob_gap: float | None
@@ -164,7 +165,7 @@ def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
         groups_total=total(row.groups_total for row in rows),
         groups_no_gradient=total(row.groups_no_gradient for row in rows),
         reward_errors=total(row.reward_errors for row in rows),
-        prompts_too_long=total(row.prompts_too_long for row in rows),
+        prompts_too_long=max((n for row in rows if (n := row.prompts_too_long) is not None), default=None),
         truncated_fraction=truncated / sum(row.samples_total or 0 for row in finished) if finished else None,
         logprob_gap=mean(row.logprob_gap_mean for row in rows),
         tokens_trained=total(row.tokens_trained for row in rows),
@@ -208,7 +209,7 @@ def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
             "idle",
             f"instances {percent(summary.bubble_generation)}, trainer {percent(summary.bubble_training)}",
         ),
-        ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GB"),
+        ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
         ("groups without gradient", share_of(summary.groups_no_gradient, summary.groups_total)),
         ("log-probability gap", number(summary.logprob_gap)),
     ]

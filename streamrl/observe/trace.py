@@ -5,9 +5,9 @@ still opens: the format makes the closing bracket optional, and the comma is wri
 after the last one. Opening an existing file for a resumed run cuts a half-written event and the bracket and
 goes on with the same origin.
 
-Times go in as unix seconds and are stored as microseconds since the first event's start, or since `origin`
-when given (Perfetto drops events at negative times, so an event that starts before the origin is clipped to
-it).
+Times go in as unix seconds and are stored as microseconds since `origin`: by default the moment in which the
+file was made, or the first event's start if that is earlier. Perfetto drops events at negative times, so an
+event that starts before the origin is clipped to it.
 
 Events on one track must not overlap, or must nest; for those that do overlap (samples of an instance)
 `async_span` writes begin/end pairs. Perfetto groups such pairs by *name*, so the track is put in front of the
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -77,13 +78,13 @@ class TraceWriter:
 
         Args:
             path: the trace file; what it holds is kept.
-            origin: unix seconds of a new file's time zero (the run's start); default: the first event's.
+            origin: unix seconds of a new file's time zero (the run's start); default: now.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._tracks: dict[str, int] = {}
         self._origin: float | None = None
         self._empty = True
-        self._wanted_origin = origin
+        self._wanted_origin, self._made = origin, time.time()
         self._open_existing(path)
         self._file = path.open("ab", buffering=0)
         if self._file.tell() == 0:
@@ -143,12 +144,13 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _microseconds(self, time: float) -> int:
+    def _microseconds(self, moment: float) -> int:
         if self._origin is None:
-            self._origin = time if self._wanted_origin is None else self._wanted_origin
+            # Spans are written when they have ended, so the first one written need not be the first in time.
+            self._origin = min(moment, self._made) if self._wanted_origin is None else self._wanted_origin
             args = {"name": "streamrl", _ORIGIN_KEY: self._origin}
             self._write({"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": args})
-        return max(0, round((time - self._origin) * 1e6))
+        return max(0, round((moment - self._origin) * 1e6))
 
     def _tid(self, track: str) -> int:
         tid = self._tracks.get(track)

@@ -1,8 +1,8 @@
 """A reasoning-gym task as a sequence of items that can be read in any order and in any process.
 
 Items come in chunks of `CHUNK`: chunk c is the data set with seed `base + c * CHUNK` and that many items.
-Nearly all data sets draw item i from `Random(seed + i)`, so this is one unbroken sequence that never repeats; the
-few that prepare every item when they are made (acre, gsm_symbolic) prepare one chunk at a time.
+Nearly all data sets draw item i from `Random(seed + i)`, so this is one unbroken sequence without repeats;
+the few that prepare every item when they are made (acre, gsm_symbolic) prepare one chunk at a time.
 
 Prompt source and reward workers each build the data set for themselves and exchange item numbers only:
 metadata may hold tuples, sets, fractions or numpy values that no wire format keeps exactly. The question's

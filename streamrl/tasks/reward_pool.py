@@ -40,6 +40,8 @@ from streamrl.errors import RunFailed, UserError
 ATTEMPTS = 3
 RESTART_S = 60.0
 """Longest that a replaced worker may take to start, in seconds (importing a verifier takes 1-5)."""
+LONGEST_END_S = 10.0
+"""`close` waits that long, in seconds: pebble gives a worker that ignores SIGTERM 3 s each before SIGKILL."""
 LONGEST_ERROR = 300
 """Characters of an error that are kept in the rollout row; the traceback is in the log."""
 PR_SET_PDEATHSIG = 1
@@ -86,6 +88,7 @@ class RewardPool:
         self._slots = asyncio.Semaphore(workers)
         self._pool: ProcessPool | None = None
         self._waiting: set[asyncio.Future[Any]] = set()
+        self._ending: list[threading.Thread] = []
         self._closed = False
 
     async def start(self, timeout_s: float = 120.0) -> None:
@@ -140,9 +143,10 @@ class RewardPool:
         for future in list(self._waiting):
             future.cancel()
         if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+            self._discard(self._pool)
+        for thread in self._ending:
+            thread.join(LONGEST_END_S)
+        self._ending.clear()
 
     async def _run(self, function: Callable[..., Any], *args: Any, limit_s: float, restart_s: float) -> Any:
         """Runs a function in a worker.
@@ -191,14 +195,16 @@ class RewardPool:
         return self._pool
 
     def _discard(self, pool: ProcessPool) -> None:
-        """Gives a broken pool up without waiting for its end."""
+        """Ends a pool's workers, without waiting for that."""
         if pool is not self._pool:
             return
         self._pool = None
         for future in list(self._waiting):
             future.cancel()
         pool.stop()
-        threading.Thread(target=pool.join, name="end-reward-workers", daemon=True).start()
+        thread = threading.Thread(target=pool.join, name="end-reward-workers", daemon=True)
+        thread.start()
+        self._ending.append(thread)
 
 
 def _how_it_died(exit_code: int) -> str:

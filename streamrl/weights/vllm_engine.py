@@ -10,6 +10,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl.weights.store import WeightStore
@@ -63,6 +64,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def finish_weight_update(self) -> None:
         """Packs the loaded layers for the kernels again."""
         finalize_layerwise_reload(self.model, self.model_config)
+        # A tied output head receives no weights of its own, so the reload leaves it as it was; its CPU kernel holds a
+        # packed copy of the old embedding, which has to be packed anew.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing is held open."""

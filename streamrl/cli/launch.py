@@ -1,0 +1,107 @@
+"""`streamrl launch`: the main command."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from streamrl.errors import UserError
+
+if TYPE_CHECKING:
+    from streamrl.config.cluster import ClusterConfig
+    from streamrl.config.run import RunConfig
+
+
+@click.command()
+@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="cluster file (YAML)")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="run file (YAML; default: all defaults)")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="change a key of the run file")
+@click.option("--steps", type=click.IntRange(1), help="optimizer steps in total (same as --set steps=N)")
+@click.option("--dry-run", is_flag=True, help="print what would run where, start nothing")
+@click.option("--resume", "resume_dir", type=click.Path(path_type=Path), help="continue the run in this folder")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--plain", is_flag=True, help="plain lines instead of the live view")
+def command(
+    cluster_file: Path | None,
+    run_file: Path | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    dry_run: bool,
+    resume_dir: Path | None,
+    runs_dir: Path,
+    plain: bool,
+) -> None:
+    """Run a cluster: start, supervise and watch all processes of a run.
+
+    \b
+    Examples:
+      streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
+      streamrl launch --cluster cluster_configs/local.yaml --set optimizer.lr=1e-5 --dry-run
+      streamrl launch --resume runs/demo --steps 40
+    """
+    from streamrl.config.load import load_cluster, load_resolved, load_run
+    from streamrl.launch.preflight import check
+
+    if steps is not None:
+        overrides = (*overrides, f"steps={steps}")
+    if resume_dir is not None:
+        cluster, run = load_resolved(resume_dir)
+        if run_file is not None or any(not o.startswith("steps=") for o in overrides):
+            raise UserError("--resume continues a run as it was; only --cluster and --steps may be given with it")
+        if steps is not None:
+            run = run.model_copy(update={"steps": steps})
+        run_dir = resume_dir
+    else:
+        if cluster_file is None:
+            raise UserError("--cluster FILE is needed (or --resume DIR)")
+        run = load_run(run_file, overrides)
+        run_dir = _new_folder(runs_dir, run.name)
+    if cluster_file is not None:
+        cluster = load_cluster(cluster_file)
+    check(cluster, run, run_dir.parent)
+    if dry_run:
+        _print_plan(cluster, run, run_dir)
+        return
+    from streamrl.launch import supervisor
+
+    supervisor.run(cluster, run, run_dir, resume=resume_dir is not None, plain=plain)
+
+
+def _new_folder(runs_dir: Path, name: str) -> Path:
+    """`<runs>/<name>`, or `<name>-2`, `-3` ... if that was used before: no run is overwritten."""
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
+
+
+def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from streamrl.launch.models import resolve_model
+    from streamrl.launch.plan import plan_processes
+
+    console = Console()
+    table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
+    specs = plan_processes(cluster, run, run_dir)
+    for spec in specs:
+        on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})" if spec.gpu_ids else f"{spec.threads} CPU thread(s)"
+        table.add_row(spec.name, spec.role, spec.site, spec.pool or "", on, f"{spec.price_per_hour:.2f}")
+    console.print(table)
+    batch, sampling = run.batch, run.sampling
+    tasks = ", ".join(f"{task.key} ({task.kind}, weight {task.weight:g})" for task in run.tasks)
+    lines = {
+        "model": f"{run.model.path} -> {resolve_model(run.model.path)} ({run.model.dtype})",
+        "tasks": tasks,
+        "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "
+        f"at most {sampling.max_tokens} tokens each, temperature {sampling.temperature:g}",
+        "algorithm": f"{run.algorithm.name}, lr {run.optimizer.lr:g}",
+        "schedule": run.schedule.name,
+        "weights": run.weights.backend,
+        "checkpoints": f"every {run.checkpoint.every} steps, {run.checkpoint.keep} kept",
+        "price": f"{sum(spec.price_per_hour for spec in specs):.2f} USD/h",
+    }
+    for key, value in lines.items():
+        console.print(f"{key:12} {value}", soft_wrap=True, highlight=False)

@@ -1,0 +1,68 @@
+"""The `streamrl` command: one module per command, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from streamrl.errors import RunFailed, UserError
+
+COMMANDS = {
+    "launch": "Run a cluster: start, supervise and watch all processes of a run.",
+    "schema": "Print the JSON Schema of the cluster file or the run file.",
+    "fetch-model": "Make a known model available offline.",
+    "report": "Write the report of a run.",
+    "status": "Show where a run stands.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands' names and help without importing them, so that --help is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order of the list."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Imports one command."""
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"streamrl.cli.{name.replace('-', '_')}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in --help."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup)
+@click.version_option(package_name="streamrl")
+def cli() -> None:
+    """RL post-training of language models, with generation and training on separate resources.
+
+    \b
+    Example:
+      streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
+    """
+
+
+def main() -> None:
+    """Runs the command line; exit codes: 0 done, 1 a run that failed, 2 bad input, 130 stopped by the user."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (UserError, RunFailed) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Prompt files: every format gives the same rows, and a wrong file is named with its line or row."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import msgpack
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.config.run import FileTask
+from streamrl.errors import UserError
+from streamrl.tasks.files import Row, load_rows
+
+ROWS = [Row("one?", "1"), Row("two?\nreally?", "2"), Row("dreißig?", "30")]
+COLUMNS = {"prompt": [row.prompt for row in ROWS], "answer": [row.answer for row in ROWS], "other": [1, 2, 3]}
+
+
+def file_task(path: Path, **settings: Any) -> FileTask:
+    return FileTask(**({"kind": "file", "name": "mine", "path": str(path)} | settings))
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"prompt": "one?", "answer": "1"}', "", '{"answer": "2", "prompt": "two?\\nreally?"}']
+    path.write_bytes(
+        "\ufeff".encode() + "\r\n".join([*lines, '{"prompt": "dreißig?", "answer": "30"}']).encode()
+    )
+    assert load_rows(file_task(path)) == ROWS
+
+
+def test_parquet_with_other_column_names_and_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table(
+        {"question": pa.array(COLUMNS["prompt"]).dictionary_encode(), "solution": COLUMNS["answer"]}
+    )
+    pq.write_table(table, path, row_group_size=2)
+    assert load_rows(file_task(path, prompt_column="question", answer_column="solution")) == ROWS
+
+
+def test_saved_hf_dataset_keeps_its_own_order(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({name: values[::-1] for name, values in COLUMNS.items()})
+    data.select([2, 1, 0]).save_to_disk(tmp_path / "saved")
+    assert load_rows(file_task(tmp_path / "saved", kind="hf_dataset")) == ROWS
+
+
+def test_hf_folder_of_files_with_a_split(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    pq.write_table(pa.table(COLUMNS), folder / "train.parquet")
+    pq.write_table(pa.table(COLUMNS).slice(0, 1), folder / "test.parquet")
+    assert load_rows(file_task(folder, kind="hf_dataset", split="test")) == ROWS[:1]
+    with pytest.raises(UserError, match="no split 'dev', but train, test"):
+        load_rows(file_task(folder, kind="hf_dataset", split="dev"))
+
+
+def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    answers = [{"n": decimal.Decimal("1.50"), "d": datetime.date(2024, 1, 2), "l": [1.5, None], "big": True}]
+    pq.write_table(pa.table({"prompt": ["p"], "answer": answers}), path)
+    (row,) = load_rows(file_task(path))
+    assert row.answer == {"n": "1.50", "d": "2024-01-02", "l": [1.5, None], "big": True}
+    (tmp_path / "big.jsonl").write_text('{"prompt": "p", "answer": 100000000000000000000000}\n')
+    (big,) = load_rows(file_task(tmp_path / "big.jsonl"))
+    assert msgpack.unpackb(msgpack.packb(big.answer)) == "100000000000000000000000"
+
+
+def test_no_answer_column(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n')
+    assert load_rows(file_task(tmp_path / "a.jsonl", answer_column=None)) == [Row("p", None)]
+
+
+GOOD = '{"prompt": "p", "answer": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "holds no prompts"),
+        ("\n\n", "holds no prompts"),
+        (GOOD + "\n{oops}\n", r"a\.jsonl:3: expected one JSON object per line"),
+        (GOOD + "[1]\n", r"a\.jsonl:2: expected a JSON object, got list"),
+        (GOOD + '{"promt": "p", "answer": 1}\n', r"a\.jsonl:2: no column 'prompt' .*did you mean promt"),
+        (GOOD + '{"prompt": "p"}\n', r"a\.jsonl:2: no column 'answer' .*answer_column: null"),
+        (GOOD + '{"prompt": null, "answer": 1}\n', r"a\.jsonl:2: column 'prompt' must be text, got null"),
+        (GOOD + '{"prompt": [{"role": "user"}], "answer": 1}\n', r"a\.jsonl:2: .*must be text, got list"),
+        (GOOD + '{"prompt": " ", "answer": 1}\n', r"a\.jsonl:2: column 'prompt' is empty"),
+        (GOOD + '{"prompt": "p", "answer": null}\n', r"a\.jsonl:2: column 'answer' is null"),
+        (GOOD + '{"prompt": "p", "answer": NaN}\n', r"a\.jsonl:2: .*NaN is not JSON"),
+        (GOOD + '{"prompt": "p", "answer": 1e999}\n', r"a\.jsonl:2: .*finite"),
+        (GOOD.encode() + b'{"prompt": "\xff", "answer": 1}\n', r"a\.jsonl:2: .*utf-8"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, content: str | bytes, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=says):
+        load_rows(file_task(path))
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"prompts": ["p"], "answer": ["1"]}, r"a\.parquet: no column 'prompt' .*did you mean prompts"),
+        (
+            {"prompt": ["p", None], "answer": ["1", "2"]},
+            r"a\.parquet, row 2: column 'prompt' must be text, got null",
+        ),
+        ({"prompt": ["p", "q"], "answer": ["1", None]}, r"a\.parquet, row 2: column 'answer' is null"),
+        ({"prompt": [1], "answer": ["1"]}, r"a\.parquet, row 1: column 'prompt' must be text, got int"),
+        ({"prompt": ["p"], "answer": [b"1"]}, r"a\.parquet, row 1: column 'answer': .*got bytes"),
+        ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "holds no prompts"),
+    ],
+)
+def test_a_wrong_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], says: str) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=says):
+        load_rows(file_task(tmp_path / "a.parquet"))
+
+
+def test_unreadable_places_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no Parquet file")
+    (tmp_path / "a.csv").write_text("prompt,answer\np,1\n")
+    for name, kind, says in [
+        ("missing.jsonl", "file", "no file"),
+        ("broken.parquet", "file", "not a readable Parquet file"),
+        ("a.csv", "file", "must end in .jsonl or .parquet"),
+        ("", "file", "kind: hf_dataset reads folders"),
+        ("nowhere", "hf_dataset", "cannot load the data set"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            load_rows(file_task(tmp_path / name, kind=kind))

@@ -1,0 +1,273 @@
+"""Reward workers: whatever one reward does costs one recorded error, and no worker outlives the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.errors import RunFailed, UserError
+from streamrl.tasks.procedural import ProceduralItems
+from streamrl.tasks.reward_pool import RewardPool, RewardResult
+
+TIMEOUT_S = 1.5
+MISCHIEF = """
+import ctypes, itertools, os, signal, sys, time
+
+class Unprintable(Exception):
+    def __reduce__(self): raise TypeError("cannot be sent")
+    def __str__(self): raise ValueError("no text")
+
+def reward(completion, *, prompt, answer):
+    match completion:
+        case "hang": time.sleep(1000)
+        case "hang deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True: pass
+        case "hang in C": sum(itertools.repeat(0))  # no Python code runs in this process any more
+        case "exit 3": os._exit(3)
+        case "exit 0": os._exit(0)
+        case "sys.exit": sys.exit(4)
+        case "segfault": ctypes.string_at(0)
+        case "raise": raise RuntimeError("first line\\nsecond")
+        case "unprintable": raise Unprintable()
+        case "deep": return reward_deep()
+        case "nan": return float("nan")
+        case "text": return "1"
+        case "noise":
+            print("noise in Python", flush=True)
+            os.system("echo noise from a child; echo to its stderr >&2")
+        case "pid": return os.getpid()
+        case "nap":
+            time.sleep(0.2)
+            return os.getpid()
+    return 1.0
+
+def reward_deep(): return reward_deep()
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    (tmp_path / "mischief.py").write_text(MISCHIEF)
+    monkeypatch.chdir(tmp_path)
+    return [FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")]
+
+
+@contextlib.asynccontextmanager
+async def started(pool: RewardPool) -> AsyncIterator[RewardPool]:
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+def ask(pool: RewardPool, completion: str) -> asyncio.Task[RewardResult]:
+    return asyncio.ensure_future(pool.score("mine", completion, {"prompt": "p", "answer": None}))
+
+
+def workers() -> list[psutil.Process]:
+    """Worker processes of pools in this process (not multiprocessing's resource tracker, which stays)."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if alive(child) and "spawn_main" in " ".join(child.cmdline())]
+
+
+def alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_each_kind_of_failure_costs_one_error_and_the_others_get_their_reward(
+    tasks: list[Task], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "hang": "timed out after 1.5 s",
+        "hang in C": "timed out after 1.5 s",
+        "exit 3": "the reward's process died: exit code 3",
+        "exit 0": "the reward's process died: exit code 70",
+        "segfault": "the reward's process died: SIGSEGV",
+        "sys.exit": "SystemExit: 4",
+        "raise": "RuntimeError: first line second",
+        "unprintable": "Unprintable",
+        "deep": "RecursionError: maximum recursion depth exceeded",
+        "nan": "ValueError: the reward must be finite, got nan",
+        "text": "TypeError: the reward must be a number, got str",
+        "noise": None,
+    }
+
+    async def run() -> list[RewardResult]:
+        pool = RewardPool(tasks, 0, workers=2, timeout_s=TIMEOUT_S, log_file=tmp_path / "workers.log")
+        async with started(pool):
+            bad = {name: ask(pool, name) for name in expected}
+            good = [ask(pool, "fine") for _ in range(30)]
+            for name, error in expected.items():
+                result = await bad[name]
+                assert result.error == error, name
+                assert result.reward == (1.0 if error is None else 0.0)
+                assert 0 <= result.seconds < 10
+            return await asyncio.gather(*good)
+
+    assert [(result.reward, result.error) for result in asyncio.run(run())] == [(1.0, None)] * 30
+    logged = (tmp_path / "workers.log").read_text()
+    for text in ("noise in Python", "noise from a child", "to its stderr", "RuntimeError: first line"):
+        assert text in logged
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
+    async def run() -> None:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=TIMEOUT_S)) as pool:
+            for _ in range(2):
+                pid = int((await ask(pool, "pid")).reward)
+                os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
+                await asyncio.sleep(0.5)
+            result = await ask(pool, "fine")
+            assert (result.reward, result.error) == (1.0, None)
+
+    asyncio.run(run())
+
+
+def test_real_verifiers_score_in_workers(tmp_path: Path) -> None:
+    tasks: list[Task] = [
+        ReasoningGymTask(name="chain_sum", answer="last_number"),
+        FileTask(kind="file", name="math", path="unused.jsonl"),
+    ]
+    items = ProceduralItems(tasks[0], 5)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        async with started(RewardPool(tasks, 5, workers=1)) as pool:
+            for index in (0, 1, 2000):
+                right, given = items.entry(index)["answer"], items.reward_input(index)
+                assert (await pool.score("chain_sum", f"It is {right}.", given)).reward == 1.0
+            verified = await pool.score("math", "$\\frac{2}{4}$", {"prompt": "", "answer": "0.5"})
+            assert (verified.reward, verified.error) == (1.0, None)
+            unknown = await pool.score("typo", "1", {})
+            assert (unknown.reward, unknown.error) == (0.0, "KeyError: 'typo'")
+
+    asyncio.run(run())
+
+
+def test_time_waiting_for_a_worker_does_not_count(tasks: list[Task]) -> None:
+    async def run() -> None:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=TIMEOUT_S)) as pool:
+            hanging = [ask(pool, "hang"), ask(pool, "hang")]
+            last = await ask(pool, "fine")  # waits out both, and the restarts of the worker
+            assert (last.reward, last.error) == (1.0, None)
+            assert last.seconds < TIMEOUT_S
+            assert [(await task).error for task in hanging] == ["timed out after 1.5 s"] * 2
+
+    asyncio.run(run())
+
+
+def test_a_backlog_is_no_sign_of_a_broken_pool(tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.tasks.reward_pool.RESTART_S", 1.0)
+
+    async def run() -> list[RewardResult]:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=1.0)) as pool:
+            return await asyncio.gather(*[ask(pool, "nap") for _ in range(15)])  # longer than both limits
+
+    results = asyncio.run(run())
+    assert len({(result.reward, result.error) for result in results}) == 1  # one worker, never restarted
+
+
+def test_close_ends_hanging_workers_at_once_and_those_who_wait_are_told(tasks: list[Task]) -> None:
+    async def run() -> None:
+        pool = RewardPool(tasks, 0, workers=2, timeout_s=60)
+        await pool.start()
+        waiting = [ask(pool, "hang in C") for _ in range(3)]
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 2
+        assert not workers()
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, RuntimeError) and "closed" in str(result)
+        with pytest.raises(RuntimeError, match="closed"):
+            await ask(pool, "fine")
+        pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_caller_frees_its_worker(tasks: list[Task]) -> None:
+    async def run() -> None:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=60)) as pool:
+            hanging = ask(pool, "hang")
+            await asyncio.sleep(0.3)
+            hanging.cancel()
+            result = await asyncio.wait_for(ask(pool, "fine"), 30)
+            assert (result.reward, result.error) == (1.0, None)
+
+    asyncio.run(run())
+
+
+def test_a_wrong_reward_function_is_the_users_error_at_the_start(tasks: list[Task]) -> None:
+    wrong: list[Task] = [FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:rewrad")]
+    with pytest.raises(UserError, match="has no attribute 'rewrad'"):
+        asyncio.run(RewardPool(wrong, 0, workers=1).start())
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [("import os; os._exit(9)", "did not start"), ("import time; time.sleep(99)", "within 3 s")],
+)
+def test_a_module_that_dies_or_hangs_on_import_fails_the_start(
+    tasks: list[Task], tmp_path: Path, code: str, says: str
+) -> None:
+    (tmp_path / "bad_import.py").write_text(code)
+    wrong: list[Task] = [FileTask(kind="file", name="mine", path="unused.jsonl", reward="bad_import:f")]
+    with pytest.raises(RunFailed, match=says):
+        asyncio.run(RewardPool(wrong, 0, workers=1).start(timeout_s=3))
+    assert not workers()
+
+
+PARENT = """
+import asyncio, sys
+from streamrl.config.run import FileTask
+from streamrl.tasks.reward_pool import RewardPool
+
+async def main():
+    task = FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")
+    pool = RewardPool([task], 0, workers=2, timeout_s=60)
+    await pool.start()
+    given = {"prompt": "", "answer": None}
+    await pool.score("mine", "exit 3", given)  # one worker is a replacement, started from another thread
+    print("ready", flush=True)
+    await asyncio.gather(*[pool.score("mine", "hang deaf", given) for _ in range(2)])
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_sigkill_of_the_parent_leaves_no_worker(tasks: list[Task], tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    parent = subprocess.Popen([sys.executable, "parent.py"], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 10
+        busy: list[psutil.Process] = []
+        while len(busy) < 2 and time.monotonic() < deadline:  # both are in the endless loop, deaf to SIGTERM
+            time.sleep(0.2)
+            children = psutil.Process(parent.pid).children(recursive=True)
+            busy = [child for child in children if child.cpu_percent(0.2) > 10]
+        assert len(busy) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+    _, left = psutil.wait_procs(children, timeout=5)
+    assert not [child for child in left if alive(child)]

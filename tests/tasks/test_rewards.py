@@ -1,0 +1,199 @@
+"""Scoring one completion: right answers get 1, wrong ones less; a wrong reward function is refused early."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.errors import UserError
+from streamrl.tasks.procedural import ProceduralItems
+from streamrl.tasks.rewards import Scorer, exact_match_score, math_verify_score
+from streamrl.tasks.source import PromptSource
+
+SEED = 9
+GYM = """
+    aiw base_conversion basic_arithmetic bitwise_arithmetic caesar_cipher calendar_arithmetic
+    chain_sum coin_flip complex_arithmetic count_bits countdown decimal_chain_sum dice
+    fraction_simplification gcd gsm_symbolic lcm leg_counting letter_counting maze mini_sudoku
+    n_queens needle_haystack number_sorting polynomial_equations products ransom_note shortest_path
+    simple_equations spell_backward syllogism time_intervals word_sorting
+""".split()  # noqa: SIM905 (a list of 33 lines says no more)
+
+
+def gym(name: str, **settings: Any) -> ReasoningGymTask:
+    return ReasoningGymTask(name=name, **settings)
+
+
+@pytest.fixture(scope="module")
+def gym_scorer() -> tuple[PromptSource, Scorer]:
+    tasks: list[Task] = [gym(name) for name in GYM]
+    return PromptSource(tasks, SEED), Scorer(tasks, SEED)
+
+
+@pytest.mark.parametrize("name", GYM)
+def test_a_right_answer_in_the_tag_gets_one_and_none_gets_zero(
+    name: str, gym_scorer: tuple[PromptSource, Scorer]
+) -> None:
+    source, scorer = gym_scorer
+    items = ProceduralItems(gym(name), SEED)
+    first = GYM.index(name)  # equal weights: task t has the indices t, t + n, ...
+    for index in (first, first + len(GYM)):
+        prompt = source.prompt(index)
+        assert prompt.task == name
+        right = items.entry(prompt.reward_input["index"])["answer"]
+        assert scorer.score(name, f"I think <answer>{right}</answer>", prompt.reward_input) == 1.0
+        assert scorer.score(name, f"I think {right}", prompt.reward_input) == 0.0
+        assert scorer.score(name, "<answer>no idea</answer>", prompt.reward_input) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("last_number", "2 + 2 is {}.", "{} then 77777"),
+        ("last_line", "Let me see\n{}\n", "{}\nor so"),
+        ("full", " {} ", "It could be {} or another number"),
+    ],
+)
+def test_each_answer_rule_reaches_the_verifier(answer: Any, right: str, wrong: str) -> None:
+    task = gym("chain_sum", answer=answer)
+    items = ProceduralItems(task, SEED)
+    scorer = Scorer([task], SEED)
+    for index in range(5):
+        oracle, given = items.entry(index)["answer"], items.reward_input(index)
+        assert scorer.score("chain_sum", right.format(oracle), given) == 1.0
+        assert scorer.score("chain_sum", wrong.format(oracle), given) < 0.5
+
+
+def test_a_label_gives_the_same_data_set_twice_with_different_items() -> None:
+    tasks: list[Task] = [
+        gym("gcd", label="easy"),
+        gym("gcd", label="hard", config={"min_numbers": 3, "max_numbers": 3}),
+    ]
+    source, scorer = PromptSource(tasks, SEED), Scorer(tasks, SEED)
+    easy, hard = source.prompt(0), source.prompt(1)
+    assert (easy.task, hard.task) == ("easy", "hard")
+    right = ProceduralItems(tasks[1], SEED).entry(0)["answer"]  # type: ignore[arg-type]
+    assert scorer.score("hard", f"<answer>{right}</answer>", hard.reward_input) == 1.0
+
+
+def test_a_worker_that_sees_another_question_says_so_instead_of_scoring() -> None:
+    prompt = PromptSource([gym("chain_sum")], seed=1).prompt(0)
+    with pytest.raises(RuntimeError, match="PYTHONHASHSEED=0"):
+        Scorer([gym("chain_sum")], seed=2).score("chain_sum", "<answer>1</answer>", prompt.reward_input)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("So the total is 72.", "72", 1.0),
+        ("So the total is $\\boxed{72}$", 72, 1.0),
+        ("So the total is 72.", 72.0, 1.0),
+        ("So the total is 73.", "72", 0.0),
+        ("72 is wrong, it is 27", "72", 0.0),
+        ("$\\frac{2}{4}$", "\\frac{1}{2}", 1.0),
+        ("0.5", "1/2", 1.0),
+        ("$x^2 + 2x + 1$", "$(x+1)^2$", 1.0),
+        ("The answer is 1,080", "1080", 1.0),
+        ("it is 72", "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72", 1.0),
+        ("it is 24", "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72", 0.0),
+        ("", "72", 0.0),
+    ],
+)
+def test_math_verify_compares_values(completion: str, answer: Any, reward: float) -> None:
+    assert math_verify_score(completion, answer) == reward
+
+
+def test_a_reference_that_is_no_mathematics_is_an_error_not_a_zero() -> None:
+    with pytest.raises(ValueError, match="cannot read the reference"):
+        math_verify_score("72", "")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (" Paris\n", "Paris", 1.0),
+        ("Paris, I think", "Paris", 0.0),
+        ("I think <answer> Paris </answer>.", "Paris", 1.0),
+        ("<answer>London</answer> Paris", "Paris", 0.0),
+        ("72", 72.0, 1.0),
+        ("", "Paris", 0.0),
+    ],
+)
+def test_exact_match(completion: str, answer: Any, reward: float) -> None:
+    assert exact_match_score(completion, answer) == reward
+
+
+def file_task(reward: str, **settings: Any) -> FileTask:
+    return FileTask(kind="file", name="mine", path="unused.jsonl", reward=reward, **settings)
+
+
+@pytest.fixture
+def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "import numpy as np\n"
+        "def length(completion, *, prompt, answer): return len(completion) + len(prompt) + answer\n"
+        "def half(completion, prompt, answer, scale=0.5): return np.float32(scale)\n"
+        "def yes(completion, **_): return True\n"
+        "def text(completion, **_): return '1.0'\n"
+        "def none(completion, **_): pass\n"
+        "def nan(completion, **_): return float('nan')\n"
+        "def infinite(completion, **_): return float('inf')\n"
+        "def no_prompt(completion, answer): return 0.0\n"
+        "async def later(completion, **_): return 0.0\n"
+        "number = 3\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "leaving_rewards.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+
+
+@pytest.mark.usefixtures("my_rewards")
+@pytest.mark.parametrize(("function", "reward"), [("length", 8.0), ("half", 0.5), ("yes", 1.0)])
+def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answer(
+    function: str, reward: float
+) -> None:
+    scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
+    score = scorer.score("mine", "abc", {"prompt": "de", "answer": 3})
+    assert score == reward and type(score) is float
+
+
+@pytest.mark.usefixtures("my_rewards")
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("text", "got str"), ("none", "got NoneType"), ("nan", "finite"), ("infinite", "finite")],
+)
+def test_only_finite_numbers_are_rewards(function: str, says: str) -> None:
+    scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
+    with pytest.raises((TypeError, ValueError), match=says):
+        scorer.score("mine", "abc", {"prompt": "de", "answer": 3})
+
+
+@pytest.mark.usefixtures("my_rewards")
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("math_verfy", "expected 'math_verify', 'exact_match' or 'module:function'"),
+        ("my_rewards:", "expected 'math_verify'"),
+        ("my_rewards:lenght", "has no attribute 'lenght'"),
+        ("no_such_rewards:f", "No module named 'no_such_rewards'"),
+        ("broken_rewards:f", "No module named 'a_package_that_is_not_there'"),
+        ("leaving_rewards:f", "SystemExit: 3"),
+        ("my_rewards:number", "must be an ordinary function"),
+        ("my_rewards:later", "must be an ordinary function"),
+        ("my_rewards:no_prompt", "unexpected keyword argument 'prompt'"),
+    ],
+)
+def test_a_wrong_reward_is_refused_before_the_run(reward: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Scorer([file_task(reward)], SEED)
+
+
+def test_comparing_rewards_need_an_answer_column() -> None:
+    with pytest.raises(UserError, match="answer_column is null"):
+        Scorer([file_task("math_verify", answer_column=None)], SEED)
