@@ -30,7 +30,7 @@ class ReasoningGymTask(StrictModel):
     name: str = Field(description="reasoning-gym data set name, e.g. chain_sum")
     label: str = Field("", description="name shown in rollouts and reports (default: the data set's name)")
     weight: float = Field(1.0, gt=0, description="share of the mix, relative to the other tasks")
-    config: dict[str, Any] = Field(default_factory=dict, description="arguments of the data set")
+    config: dict[str, Any] = Field(default_factory=dict, description="settings of the data set; `size` makes it finite")
     answer: Literal["tag", "last_number", "last_line", "full"] = Field(
         "tag", description="where the answer is: <answer>...</answer>, the last number, the last line, all of it"
     )
@@ -47,7 +47,7 @@ class FileTask(StrictModel):
 
     kind: Literal["file", "hf_dataset"]
     name: str = Field(description="name shown in rollouts and reports")
-    path: str = Field(description="file (.jsonl, .parquet) or HF data set id / folder")
+    path: str = Field(description="file (.jsonl, .parquet), or HF data set: folder, id, or id:subset")
     split: str = Field("train", description="split (hf_dataset only)")
     weight: float = Field(1.0, gt=0)
     prompt_column: str = "prompt"

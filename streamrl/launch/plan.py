@@ -16,6 +16,10 @@ PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
 cores, because whoever waits takes the core from whoever is waited for."""
 
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+"""Some of reasoning-gym's questions depend on the order of sets of strings: the process that asks and the one that
+verifies must agree, and a resumed run must ask the same."""
+
 
 @dataclass(frozen=True)
 class ProcessSpec:
@@ -58,7 +62,7 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
         return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
 
     home = cluster.trainer_site
-    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller")))
+    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller"), SAME_HASHES))
     trainer = cluster.sites[home].trainer
     assert trainer is not None
     specs.append(
@@ -112,6 +116,7 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                     site_name,
                     None,
                     role_command("rewards", "--site", site_name),
+                    SAME_HASHES,
                     threads=workers,
                 )
             )

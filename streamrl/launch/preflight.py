@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import FileTask, ReasoningGymTask, RunConfig
+from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch.models import resolve_model
 
@@ -54,49 +51,16 @@ def check_model(run: RunConfig) -> Iterable[str]:
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
-    """Task names, their arguments, files and reward functions."""
+    """Task names, their settings, files and reward functions: made as the run will make them."""
+    from streamrl.tasks.rewards import Scorer
+    from streamrl.tasks.source import PromptSource
+
     for index, task in enumerate(run.tasks):
-        where = f"tasks.{index}"
-        if isinstance(task, ReasoningGymTask):
-            yield from _check_reasoning_gym(task, where)
-        else:
-            yield from _check_file_task(task, where)
-
-
-def _check_reasoning_gym(task: ReasoningGymTask, where: str) -> Iterable[str]:
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError:
-        yield f"{where}: reasoning-gym is not installed; run: pip install 'streamrl[tasks]'"
-        return
-    if task.name not in DATASETS:
-        near = difflib.get_close_matches(task.name, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)}, see its documentation"
-        yield f"{where}.name: reasoning-gym has no data set {task.name!r}; {hint}"
-        return
-    try:
-        create_dataset(task.name, seed=0, size=1, **task.config)[0]
-    except Exception as error:
-        yield f"{where}.config: reasoning-gym's {task.name} refuses it: {error}"
-
-
-def _check_file_task(task: FileTask, where: str) -> Iterable[str]:
-    if task.kind == "file" and not Path(task.path).is_file():
-        folder = Path(task.path).parent
-        near = difflib.get_close_matches(task.path, [str(p) for p in folder.glob("*")] if folder.is_dir() else [], n=1)
-        yield f"{where}.path: there is no file {task.path}{f'; did you mean {near[0]}?' if near else ''}"
-    if ":" in task.reward:
-        module, _, function = task.reward.partition(":")
-        sys.path.insert(0, os.getcwd())
         try:
-            if not callable(getattr(importlib.import_module(module), function, None)):
-                yield f"{where}.reward: module {module} has no function {function}"
-        except Exception as error:
-            yield f"{where}.reward: cannot import {module}: {type(error).__name__}: {error}"
-        finally:
-            sys.path.pop(0)
-    elif task.reward not in ("math_verify", "exact_match"):
-        yield f"{where}.reward: expected math_verify, exact_match or module:function, found {task.reward!r}"
+            PromptSource([task], run.seed).prompt(0)
+            Scorer([task], run.seed)
+        except UserError as error:
+            yield f"tasks.{index}: {error}"
 
 
 def check_gpus(cluster: ClusterConfig, present: int) -> Iterable[str]:

@@ -90,7 +90,7 @@ def _watch(processes: list[LocalProcess], view: LiveView, stop: list[int]) -> No
     controller = processes[0]
     while True:
         if stop:
-            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}")
+            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}; {_how_to_resume(view.run_dir)}")
         if controller.exit_code == 0:
             view.refresh()
             return
@@ -101,9 +101,13 @@ def _watch(processes: list[LocalProcess], view: LiveView, stop: list[int]) -> No
             if controller.exit_code == 0:
                 return
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
-            raise RunFailed(culprit.last_words())
+            raise RunFailed(f"{culprit.last_words()}\n{_how_to_resume(view.run_dir)}")
         view.refresh()
         time.sleep(POLL_S)
+
+
+def _how_to_resume(run_dir: Path) -> str:
+    return f"continue with: streamrl launch --resume {run_dir}"
 
 
 def _stop(processes: list[LocalProcess]) -> None:

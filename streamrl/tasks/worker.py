@@ -24,6 +24,7 @@ class RewardWorker:
             context.run.seed,
             workers=rewards.workers if rewards else 1,
             timeout_s=context.run.deadlines.reward_s,
+            log_file=context.run_dir / "logs" / f"{context.name}-workers.log",
         )
         self.scoring = 0
         self.scored = 0

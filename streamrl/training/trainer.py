@@ -10,6 +10,7 @@ does not depend on how the batch was cut, on the order in which groups arrived, 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -222,6 +223,10 @@ class Trainer:
         full = dict(self.weights())
         if self.rank == 0:
             self.policy.model.save_pretrained(directory, state_dict=full)
+            # transformers writes the type of the live (master) weights; whoever loads this wants that of the files
+            config = directory / "config.json"
+            values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
+            config.write_text(json.dumps(values, indent=2) + "\n")
         model_state, optimizer_state = get_state_dict(self.policy, self.optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory / "trainer_state")
 

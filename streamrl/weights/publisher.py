@@ -1,4 +1,4 @@
-"""The trainer's side: keeps the newest versions in memory and sends them to the relay of each site.
+"""The trainer's side: keeps the newest version in memory and sends them to the relay of each site.
 
     relay -> fetch {number, request}    publisher -> manifest {request, manifest}, chunk {request, offset} + bytes ...
 
@@ -17,7 +17,8 @@ from streamrl.weights.version import Manifest
 
 log = logging.getLogger(__name__)
 
-KEPT_VERSIONS = 2
+KEPT_VERSIONS = 1
+"""A version that is being sent stays in memory until it is sent, also when a newer one replaces it here."""
 
 
 class WeightPublisher:
@@ -32,7 +33,7 @@ class WeightPublisher:
         self._transfers: set[asyncio.Task[None]] = set()
 
     def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Makes a version available; older ones than the last two are dropped."""
+        """Makes a version available; older ones are dropped."""
         self._versions[manifest.version.number] = (manifest, buffer)
         for number in sorted(self._versions)[:-KEPT_VERSIONS]:
             del self._versions[number]
