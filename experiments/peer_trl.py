@@ -3,9 +3,9 @@
     .venv/bin/pip install --no-deps trl==1.16.0     # in locks/cpu.txt already
     .venv/bin/python experiments/peer_trl.py --steps 3
 
-Both make optimizer steps of 8 prompts x 8 completions of at most 96 tokens with SmolLM2-135M-Instruct in bf16 on all cores,
-with the same AdamW learning rate, no KL term, and the same reward. The first step of each is left out (kernels are
-compiled in it). Prints both medians and the ratio, and writes experiments/results/peer_trl.json.
+Both make optimizer steps of 8 prompts x 8 completions of at most 96 tokens with SmolLM2-135M-Instruct in bf16 on all
+cores, with the same AdamW learning rate, no KL term, and the same reward. The first step of each is left out (kernels
+are compiled in it). Prints both medians and the ratio, and writes experiments/results/peer_trl.json.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def trl(config: RunConfig) -> dict[str, Any]:
     def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         return [
-            scorer.score(prompts[n].task, text, prompts[n].reward_input)
-            for n, text in zip(number, texts, strict=True)
+            scorer.score(prompts[n].task, text, prompts[n].reward_input) for n, text in zip(number, texts, strict=True)
         ]
 
     class Clock(TrainerCallback):

@@ -3,7 +3,8 @@
 Standard library only, since nothing is installed yet. The locked packages are installed as they are listed
 (`--no-deps`): that keeps out what the lock leaves out on purpose. torch's CPU build is not on PyPI, so torch has a
 pip of its own, which asks the configured indexes first and PyTorch's index second; it runs while the other
-packages are installed. Byte-compilation is left to the first import: most modules are never imported.
+packages are fetched. Byte-compilation is done at the end on all cores, less what is not imported here: pip does
+it on one core and for everything, and leaving it to the first import fails where PYTHONDONTWRITEBYTECODE is set.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import venv
 from pathlib import Path
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+NOT_COMPILED = r"/(tests?|testing|pip|anthropic)/|/openai/types/|/(transformers|vllm|vllm/model_executor)/models/"
 NOISE = ("WARNING: Location", "[notice]", "DEPRECATION")
 
 
@@ -37,8 +39,9 @@ def main() -> int:
         check_machine()
         python = make_venv(options.venv)
         install_locked(python, read_lock(options.lock))
-        say("the project itself")
+        say("the project itself, and byte-compilation")
         finish(Pip(python, ["--no-build-isolation", "-e", "."]))
+        byte_compile(python)
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -86,8 +89,8 @@ def install_locked(python: Path, requirements: list[str]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
         listed.write("\n".join(others) + "\n")
         listed.flush()
-        torch_pip = Pip(python, torch)
-        others_pip = Pip(python, ["-r", listed.name])
+        torch_pip = Pip(python, torch)  # it ends first, so it has the time to compile by itself
+        others_pip = Pip(python, ["--no-compile", "-r", listed.name])
         try:
             watch(others_pip, len(others))
             finish(others_pip)
@@ -100,13 +103,29 @@ def install_locked(python: Path, requirements: list[str]) -> None:
             others_pip.stop()
 
 
+def byte_compile(python: Path) -> None:
+    """Compiles what is imported here; files that do not compile are templates or for other Pythons."""
+    purelib = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    subprocess.run(
+        [str(python.absolute()), "-m", "compileall", "-qq", "-j", "0", "-x", NOT_COMPILED, "."],
+        cwd=purelib,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+
+
 class Pip:
     """A running `pip install --no-deps`, with its output in a file."""
 
     def __init__(self, python: Path, arguments: list[str]) -> None:
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [str(python), "-m", "pip", "install", "--no-deps", "--no-compile", "--progress-bar=off", *arguments],
+            [str(python), "-m", "pip", "install", "--no-deps", "--progress-bar=off", *arguments],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
@@ -134,9 +153,9 @@ def watch(pip: Pip, total: int) -> None:
     shown = ""
     while pip.process.poll() is None:
         lines = pip.lines()
-        count = sum(line.startswith(("Collecting ", "Requirement already satisfied: ")) for line in lines)
+        count = sum(line.startswith(("Collecting ", "Processing ", "Requirement already satisfied: ")) for line in lines)
         if any(line.startswith("Installing collected packages") for line in lines):
-            now = f"unpacking {count} packages"
+            now = f"unpacking {total} packages"
         else:
             step = 1 if terminal else 50
             now = f"fetched {count // step * step} of {total}"

@@ -87,14 +87,13 @@ def render(report: dict[str, Any]) -> str:
     environment = report["environment"]
     lines = [
         "# Written by `make lock` from pyproject.toml; installed by `make install` with --no-deps.",
-        f"# Resolved for extras {', '.join(EXTRAS)} on {environment['platform_system']} {environment['platform_machine']},"
+        f"# Resolved for extras {', '.join(EXTRAS)} on {environment['platform_system']} "
+        f"{environment['platform_machine']},"
         f" Python {', '.join(PYTHONS)}.",
         "# Left out on purpose:",
         *(f"#   {name}: {reason}" for name, reason in LEFT_OUT.items()),
     ]
-    pins = {
-        canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]
-    }
+    pins = {canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]}
     # on Linux the CPU build of torch has its own version; without the suffix PyPI's CUDA build would match
     pins["torch"] = pins["torch"].split("+")[0] + "+cpu"
     lines += [f"{name}=={pins[name]}" for name in sorted(pins) if name not in LEFT_OUT]

@@ -24,8 +24,6 @@ def command(name: str, out: Path | None) -> None:
     console = Console()
     with console.status(f"{name}: ...") as status:
         folder = fetch(name, lambda doing: status.update(f"{name}: {doing}"), out)
-    weights = next(
-        line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors")
-    )
+    weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
     console.print(f"{name} is in {folder}", soft_wrap=True)
     console.print(f"checked: sha256 {weights}", soft_wrap=True, highlight=False)

@@ -14,9 +14,7 @@ PIPED_WIDTH = 140
 
 @click.command(name="status")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option(
-    "--watch", is_flag=True, help="Keep showing it until the run ends (Ctrl-C stops watching only)."
-)
+@click.option("--watch", is_flag=True, help="Keep showing it until the run ends (Ctrl-C stops watching only).")
 def command(directory: Path, watch: bool) -> None:
     """Show what the run in DIR is doing: roles, progress of the step, the last steps' metrics.
 

@@ -84,9 +84,7 @@ class ClusterConfig(StrictModel):
         if not any(site.generation for site in self.sites.values()):
             raise ValueError("no site has a 'generation' pool: nothing would generate")
         if len(self.sites) > 1:
-            raise ValueError(
-                f"this version runs one site, the file has {len(self.sites)}: {sorted(self.sites)}"
-            )
+            raise ValueError(f"this version runs one site, the file has {len(self.sites)}: {sorted(self.sites)}")
         return self
 
     @property

@@ -1,242 +1,270 @@
-"""Reads cluster and run files. A mistake gives one message with file, line, key and what was expected."""
+"""Reads the cluster file and the run file; a mistake is told with file, line, key, what is there and what should be.
+
+All mistakes of a file come in one `ConfigError`. Line numbers are of the YAML node that pydantic complains about,
+or of the mapping in which a key is missing.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from streamrl.config.cluster import ClusterConfig
+from streamrl.config.explain import Problem, explain
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 
-Model = TypeVar("Model", bound=BaseModel)
-Location = tuple[int | str, ...]
+RESOLVED_NAME = "config.yaml"
+"""The resolved configuration in a run's folder."""
 
-RESOLVED = "config.yaml"
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class ConfigError(UserError):
-    """A cluster or run file, or an override, that cannot be used."""
+    """A file or an override is wrong; the message lists every mistake found."""
 
 
-def load_cluster(path: Path) -> ClusterConfig:
+@dataclass(frozen=True)
+class Document:
+    """A parsed YAML file: plain values, and the nodes they came from (for line numbers)."""
+
+    name: str
+    data: Any
+    node: yaml.Node | None
+    overrides: tuple[tuple[tuple[str | int, ...], str], ...] = ()
+    """Paths that were set on the command line, with their text."""
+
+
+def load_cluster(path: Path | str) -> ClusterConfig:
     """Reads a cluster file.
 
     Raises:
-        ConfigError: it cannot be read, or holds a mistake; all mistakes are listed.
+        ConfigError: it cannot be read, is empty, or holds mistakes.
     """
-    values, lines = _read(path)
-    if not values:
-        raise ConfigError(f"{path}: is empty; a cluster file needs at least 'hardware' and 'sites'")
-    return _validate(ClusterConfig, values, str(path), lines)
+    document = _read(Path(path))
+    if document.data is None:
+        raise ConfigError(f"{document.name}: the file is empty; a cluster file needs 'hardware' and 'sites'")
+    return _validate(ClusterConfig, document)
 
 
-def load_run(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run file (None or an empty one: all defaults) and applies overrides `a.b=c`.
+def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and puts `key=value` overrides on top.
 
-    An override's value is YAML; list entries are numbers: `tasks.0.weight=2`.
+    Args:
+        path: run file; None: all defaults. An empty file is all defaults, too.
+        overrides: e.g. 'batch.prompts_per_step=4' or 'tasks.0.weight=2'; values are YAML.
 
     Raises:
-        ConfigError: as for `load_cluster`; an override's mistake names the override.
+        ConfigError: the file cannot be read, or file or overrides hold mistakes.
     """
-    values, lines = _read(path) if path is not None else ({}, {})
-    for override in overrides:
-        location = _apply(values, override)
-        lines = {key: line for key, line in lines.items() if key[: len(location)] != location}
-        lines[location] = f"--set {override}"
-    return _validate(RunConfig, values, str(path) if path is not None else "run (defaults)", lines)
+    document = _read(Path(path)) if path is not None else Document("(no run file)", None, None)
+    if document.data is None:
+        document = Document(document.name, {}, document.node)
+    return _validate(RunConfig, _override(document, overrides))
+
+
+def override_run(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A resolved run with `key=value` overrides on top (on resuming).
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    return _validate(RunConfig, _override(Document("(resumed run)", _plain(run), None), overrides))
 
 
 def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None:
-    """Writes `config.yaml`: everything a run was started with, defaults included."""
-    content = {"cluster": cluster.model_dump(mode="json"), "run": run.model_dump(mode="json")}
-    (run_dir / RESOLVED).write_text(yaml.safe_dump(content, sort_keys=False))
+    """Writes `<run_dir>/config.yaml` with every key of both files; replaces the file in one step.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    text = yaml.safe_dump({"cluster": _plain(cluster), "run": _plain(run)}, sort_keys=False, allow_unicode=True)
+    target = run_dir / RESOLVED_NAME
+    partial = target.with_name(f".{RESOLVED_NAME}.{os.getpid()}")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
-    """Reads `config.yaml` of a run.
+    """Reads what `save_resolved` wrote.
 
     Raises:
-        ConfigError: the folder is no run, or its file was changed badly.
+        ConfigError: no such file, or someone edited it into a mistake.
     """
-    path = run_dir / RESOLVED
-    if not path.exists():
-        raise ConfigError(f"{run_dir} is not a run folder: it has no {RESOLVED}")
-    values, lines = _read(path)
-    parts = []
-    for key, model in (("cluster", ClusterConfig), ("run", RunConfig)):
-        inner = {location[1:]: line for location, line in lines.items() if location[:1] == (key,)}
-        parts.append(_validate(model, values.get(key) or {}, str(path), inner))
-    return parts[0], parts[1]  # type: ignore[return-value]
+    path = Path(run_dir) / RESOLVED_NAME
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}")
+    document = _read(path)
+    data = document.data
+    if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
+        raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
+
+    def part(key: str) -> Document:
+        return Document(document.name, data[key], _child(document.node, key))
+
+    return _validate(ClusterConfig, part("cluster")), _validate(RunConfig, part("run"))
 
 
-# -- YAML with line numbers
+def _plain(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[Location, str]]:
-    """(values, where each key stands) of a YAML file."""
+def _read(path: Path) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = f"; {path.parent} has {', '.join(near)}" if near else ""
-        raise ConfigError(f"{path}: there is no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file{_near_files(path)}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: this is a folder, expected a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{path}: {where}not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    if values is None:
-        return {}, {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values (key: value), found a {type(values).__name__}")
-    lines: dict[Location, str] = {}
-    for location, key_node in _keys(root, ()):
-        line = f"line {key_node.start_mark.line + 1}"
-        if location in lines:
-            name = ".".join(map(str, location))
-            raise ConfigError(f"{path}: {line}: {name}: the key is there twice (first at {lines[location]})")
-        lines[location] = line
-    return values, lines
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_duplicates(str(path), node)
+        data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{path}{line}: not valid YAML: {reason}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not valid YAML: {reason}") from error
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys with values ('key: value'), found {_kind(data)}")
+    return Document(str(path), data, node)
 
 
-def _keys(node: yaml.Node, location: Location) -> Iterator[tuple[Location, yaml.Node]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield (*location, key.value), key
-            yield from _keys(value, (*location, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield (*location, index), value
-            yield from _keys(value, (*location, index))
+def _near_files(path: Path) -> str:
+    """Files of the same folder with a similar name, as the end of a message."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (and no folder {folder})"
+    names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
+    close = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {', '.join(str(folder / name) for name in close)}?" if close else ""
 
 
-def _apply(values: dict[str, Any], override: str) -> Location:
-    """Puts one override into the values; returns where."""
-    key, separator, text = override.partition("=")
-    parts: Location = tuple(int(part) if part.isdigit() else part for part in key.strip().split("."))
-    if not separator or not all(part != "" for part in parts):
-        raise ConfigError(f"--set {override}: expected key=value, e.g. --set optimizer.lr=1e-5")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: {text!r} is not valid YAML") from error
-    if isinstance(value, str):
+def _refuse_duplicates(name: str, root: yaml.Node | None) -> None:
+    """YAML's parsers keep the last of two equal keys without a word."""
+    problems = []
+    pending, seen = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in seen:  # an alias can lead back to its own anchor
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            pending += node.value
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, line) != line:
+                    problems.append((line, f"{name}:{line}: key '{key.value}' again, first on line {first[key.value]}"))
+                pending.append(value)
+    if problems:
+        raise ConfigError("\n".join(text for _, text in sorted(problems)))
+
+
+def _override(document: Document, overrides: Sequence[str]) -> Document:
+    """The document with overrides put in; raises a ConfigError that lists all that cannot be."""
+    data: Any = document.data
+    done: list[tuple[tuple[str | int, ...], str]] = []
+    problems: list[str] = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
         try:
-            value = float(value)  # YAML 1.1 takes 1e-5 for text
-        except ValueError:
-            pass
-    inner: Any = values
-    default: Any = RunConfig().model_dump(mode="json")
-    for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        default = default.get(part) if isinstance(default, dict) else None
-        if isinstance(inner, list):
-            if not isinstance(part, int) or part >= len(inner):
-                raise ConfigError(f"--set {override}: {part!r} is not an entry of a list of {len(inner)}")
-            if last:
-                inner[part] = value
-            else:
-                inner = inner[part]
-        elif isinstance(inner, dict):
-            if last:
-                inner[part] = value
-            else:
-                # an entry of a list that is not in the file is one of the default list
-                inner = inner.setdefault(part, default if isinstance(default, list) else {})
-        else:
-            raise ConfigError(f"--set {override}: {'.'.join(map(str, parts[:depth]))} is a value, it has no keys")
-    return parts
+            if not (equals and key and all(part for part in key.split("."))):
+                raise ValueError("expected key=value, e.g. batch.prompts_per_step=4")
+            try:
+                value = yaml.safe_load(raw)
+            except yaml.YAMLError as error:
+                raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
+            path: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
+            data = _put(data, path, value)
+            done.append((tuple(path), text))
+        except ValueError as error:
+            problems.append(f"--set {text}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Document(document.name, data, document.node, tuple(done))
 
 
-# -- pydantic's errors in words
+def _put(data: Any, path: Sequence[str | int], value: Any, above: str = "") -> Any:
+    """A copy of `data` with `value` at `path`; missing mappings are made, lists are not extended."""
+    if not path:
+        return value
+    part, where = path[0], f"'{above}'" if above else "the run file"
+    deeper = f"{above}.{part}" if above else str(part)
+    if above == "tasks" and data is None:
+        raise ValueError("the run file has no list 'tasks' to change; set the whole of 'tasks', or write it there")
+    if isinstance(data, list):
+        if not isinstance(part, int):
+            raise ValueError(f"{where} is a list, expected a number from 0 to {len(data) - 1} after it, got '{part}'")
+        if part >= len(data):
+            raise ValueError(f"{where} has {len(data)} entries, counted from 0: there is no {part}")
+        return [_put(item, path[1:], value, deeper) if i == part else item for i, item in enumerate(data)]
+    if data is not None and not isinstance(data, dict):
+        raise ValueError(f"{where} is {_kind(data)}, it has no key '{part}'")
+    copy = dict(data or {})
+    copy[str(part)] = _put(copy.get(str(part)), path[1:], value, deeper)
+    return copy
 
 
-def _validate(model: type[Model], values: Mapping[str, Any], source: str, lines: dict[Location, str]) -> Model:
+def _validate(model: type[Model], document: Document) -> Model:
     try:
-        return model.model_validate(values)
+        return model.model_validate(document.data)
     except ValidationError as error:
-        said: dict[str, None] = {}
-        for detail in error.errors():
-            said[_explain(model, values, source, lines, detail)] = None
-        raise ConfigError("\n".join(said)) from None
+        problems = [_told(document, problem) for problem in explain(model, error, document.data)]
+        raise ConfigError("\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))) from error
 
 
-def _explain(
-    model: type[BaseModel], values: Mapping[str, Any], source: str, lines: dict[Location, str], detail: ErrorDetails
-) -> str:
-    location = _in_file(values, detail["loc"])
-    known = next((lines[location[:n]] for n in range(len(location), 0, -1) if location[:n] in lines), "")
-    where = ": ".join(part for part in (source, known, ".".join(map(str, location))) if part)
-    found = detail.get("input")
-    context = detail.get("ctx", {})
-    match detail["type"]:
-        case "extra_forbidden":
-            allowed = _fields_at(model, detail["loc"][:-1])
-            near = difflib.get_close_matches(str(location[-1]), allowed, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(allowed)}"
-            return f"{where}: unknown key; {hint}"
-        case "missing":
-            return f"{where}: this key is missing"
-        case "union_tag_invalid":
-            tag = context["discriminator"].strip("'")
-            return f"{where}: '{tag}' must be one of {context['expected_tags']}, found {context['tag']!r}"
-        case "union_tag_not_found":
-            return f"{where}: the key {context['discriminator']} is missing; it says which kind this is"
-        case "literal_error":
-            return f"{where}: expected {context['expected']}, found {found!r}"
-        case "value_error":
-            return f"{where}: {context['error']}"
-        case _:
-            message = detail["msg"][:1].lower() + detail["msg"][1:]
-            return f"{where}: {message}, found {found!r}"
+def _told(document: Document, problem: Problem) -> tuple[int, str]:
+    """Line (for sorting) and text of a problem: named by the override that caused it, or by file and line."""
+    for path, text in reversed(document.overrides):
+        shared = min(len(path), len(problem.path))
+        if shared and tuple(map(str, path[:shared])) == tuple(map(str, problem.path[:shared])):
+            return 0, f"--set {text}: {problem.text}"
+    line = _line(document.node, problem.path)
+    return line, f"{document.name}{f':{line}' if line else ''}: {problem.text}"
 
 
-def _in_file(values: Any, location: Location) -> Location:
-    """A pydantic location without the tags of unions, which are not in the file."""
-    kept: list[int | str] = []
-    inner = values
-    for position, part in enumerate(location):
-        if isinstance(inner, dict) and part in inner:
-            inner = inner[part]
-        elif isinstance(inner, list) and isinstance(part, int) and part < len(inner):
-            inner = inner[part]
-        elif position < len(location) - 1 or (isinstance(inner, dict) and part in inner.values()):
-            continue  # a union's tag: it is the value of a key, not a key
-        kept.append(part)
-    return tuple(kept)
+def _line(node: yaml.Node | None, path: Sequence[str | int]) -> int:
+    """Line of the deepest node on `path` that is in the file (0: nothing is)."""
+    line = 0
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == str(part)]
+            if not found:
+                break
+            key, node = found[-1]
+            line = key.start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
 
 
-def _fields_at(model: type[BaseModel], location: Location) -> list[str]:
-    """Names of the keys allowed at a location (pydantic's, union tags included)."""
-    candidates: list[Any] = [model]
-    for part in location:
-        step: list[Any] = []
-        for candidate in candidates:
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                if (found := candidate.model_fields.get(str(part))) is not None:
-                    step += _models_in(found.annotation)
-                elif any(part in get_args(f.annotation) for f in candidate.model_fields.values()):
-                    step.append(candidate)  # a union's tag
-            if isinstance(part, int):
-                step.append(candidate)
-        candidates = step or candidates
-    return sorted({name for c in candidates if isinstance(c, type) for name in c.model_fields})
+def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next((value for name, value in pairs if name.value == key), None)
 
 
-def _models_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Annotated:
-        return _models_in(get_args(annotation)[0])
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+def _kind(value: Any) -> str:
+    return {list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"{value!r}")

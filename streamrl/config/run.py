@@ -32,7 +32,8 @@ class ReasoningGymTask(StrictModel):
     weight: float = Field(1.0, gt=0, description="share of the mix, relative to the other tasks")
     config: dict[str, Any] = Field(default_factory=dict, description="settings of the data set; `size` makes it finite")
     answer: Literal["tag", "last_number", "last_line", "full"] = Field(
-        "tag", description="where the answer is: <answer>...</answer>, the last number, the last line, all of it"
+        "tag",
+        description="where the answer is: <answer>...</answer>, the last number, the last line, all of it",
     )
     suffix: str = Field("", description="text put after every question (e.g. how to format the answer)")
 
@@ -52,9 +53,7 @@ class FileTask(StrictModel):
     weight: float = Field(1.0, gt=0)
     prompt_column: str = "prompt"
     answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
-    reward: str = Field(
-        "math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own"
-    )
+    reward: str = Field("math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own")
     suffix: str = ""
 
     @property
@@ -127,7 +126,8 @@ class WeightSyncConfig(StrictModel):
     """How new weights reach the instances."""
 
     backend: Literal["auto", "stream", "nccl"] = Field(
-        "auto", description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda"
+        "auto",
+        description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda",
     )
     keep_kv: bool = Field(False, description="keep the KV and prefix cache over an update (else cleared)")
     chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame")

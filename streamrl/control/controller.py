@@ -150,7 +150,10 @@ class Controller:
         now = time.time()
         groups = self.groups.batch(self.issued)
         batch = Batch(
-            self.issued, {g.group_id: g for g in groups}, now, skip_zero_advantage=self.config.algorithm.kl_coef == 0
+            self.issued,
+            {g.group_id: g for g in groups},
+            now,
+            skip_zero_advantage=self.config.algorithm.kl_coef == 0,
         )
         self.batches[self.issued] = self.telemetry.batch = batch
         self.telemetry.detail = f"step {self.issued}"
@@ -181,7 +184,10 @@ class Controller:
             waiting_for = f"samples of step {batch.step} ({batch.finished} of {batch.total_samples} finished)"
             limit_s = self.limits.generation_s
         else:
-            waiting_for, limit_s = f"{len(batch.received)} rewards of step {batch.step}", self.limits.reward_s * 10
+            waiting_for, limit_s = (
+                f"{len(batch.received)} rewards of step {batch.step}",
+                self.limits.reward_s * 10,
+            )
         await self._receive(waiting_for, limit_s)
 
     async def _optimizer_step(self, batch: Batch) -> None:
@@ -285,7 +291,12 @@ class Controller:
             batch.finish(sample, now)
             group = batch.groups[sample.group_id]
             rewarder = self.rewarders[hash(sample.group_id) % len(self.rewarders)]
-            body = {"sample_id": sample.sample_id, "step": sample.step, "task": group.task, "completion": sample.text}
+            body = {
+                "sample_id": sample.sample_id,
+                "step": sample.step,
+                "task": group.task,
+                "completion": sample.text,
+            }
             await self.hub.send(rewarder, "score", body | {"reward_input": group.reward_input})
 
     def _rewards(self, deliveries: list[Delivery]) -> None:

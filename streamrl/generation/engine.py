@@ -83,7 +83,9 @@ class Engine:
         vocabulary = min(100, len(self._tokenizer))
         for batch in {1, min(4, self.pool.max_batch), self.pool.max_batch}:
             requests = [
-                SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0, 0.0)
+                SampleRequest(
+                    f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0, 0.0
+                )
                 for i in range(batch)
             ]
             await asyncio.gather(*(self._generate(request, max_tokens=3) for request in requests))
@@ -125,11 +127,12 @@ class Engine:
             t_dispatched=t_dispatched,
             t_first_token=t_dispatched + max(0.0, first - started) if first else t_dispatched,
             t_finished=time.time(),
-            text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            text=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
         )
 
     async def _generate(self, request: SampleRequest, max_tokens: int) -> Any:
         from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self.run.sampling
@@ -145,7 +148,7 @@ class Engine:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": request.prompt_tokens.tolist()}
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_tokens.tolist())
         last = None
         async for output in self._llm.generate(prompt, params, request.sample_id):
             last = output

@@ -48,7 +48,11 @@ class Instance:
             self.engine.close()
 
     async def _serve(self) -> None:
-        meta = {"pool": self.pool.name, "slots": self.pool.max_batch, "world_size": self.pool.gpus_per_replica}
+        meta = {
+            "pool": self.pool.name,
+            "slots": self.pool.max_batch,
+            "world_size": self.pool.gpus_per_replica,
+        }
         limits = self.context.run.deadlines
         self.link = Link(self.context.name, "instance", self.waits, meta, lost_after_s=limits.heartbeat_s)
         self.link.state = self._state

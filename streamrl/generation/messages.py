@@ -36,4 +36,4 @@ def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
     Raises:
         ValueError, KeyError, TypeError: it is not one.
     """
-    return Sample(**body, **{name: np.asarray(arrays[name]) for name in _SAMPLE_ARRAYS})
+    return Sample(**(body | {name: np.asarray(arrays[name]) for name in _SAMPLE_ARRAYS}))

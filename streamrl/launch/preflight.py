@@ -108,6 +108,6 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield (
-            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and one more, "
-            f"{free / 2**30:.1f} GiB free"
+            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
+            f"one more, {free / 2**30:.1f} GiB free"
         )

@@ -184,7 +184,11 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
         status = read_status(run_dir).model_dump()
     except UserError:
         status = {"run": run_dir.name, "step": 0, "steps": 0, "started_at": started}
-    status |= {"state": state, "error": None if state == "interrupted" else str(error), "updated_at": time.time()}
+    status |= {
+        "state": state,
+        "error": None if state == "interrupted" else str(error),
+        "updated_at": time.time(),
+    }
     with contextlib.suppress(OSError):
         write_status(run_dir, status)
 

@@ -38,16 +38,10 @@ class MetricsRow(BaseModel):
     step: int = Field(ge=1, description="optimizer steps completed, with this one (the first row is 1)")
     time: float = Field(description="unix seconds at which the step ended")
     step_time_s: float | None = Field(None, description="wall time since the previous step ended")
-    generate_time_s: float | None = Field(
-        None, description="time in which at least one sample was being generated"
-    )
+    generate_time_s: float | None = Field(None, description="time in which at least one sample was being generated")
     train_time_s: float | None = Field(None, description="time in which the trainer computed")
-    bubble_fraction_generation: float | None = Field(
-        None, description="share of the step instances stood idle"
-    )
-    bubble_fraction_training: float | None = Field(
-        None, description="share of the step the trainer stood idle"
-    )
+    bubble_fraction_generation: float | None = Field(None, description="share of the step instances stood idle")
+    bubble_fraction_training: float | None = Field(None, description="share of the step the trainer stood idle")
     samples_per_s: float | None = Field(None, description="trained samples per second of the step")
     tokens_per_s: float | None = Field(None, description="generated tokens per second of the step")
     reward_mean: float | None = None
@@ -61,9 +55,7 @@ class MetricsRow(BaseModel):
     output_length_max: float | None = None
     staleness_mean: float | None = Field(None, description="weight versions between sampling and training")
     staleness_max: float | None = None
-    logprob_gap_mean: float | None = Field(
-        None, description="mean |trainer - generator| log-probability, nats"
-    )
+    logprob_gap_mean: float | None = Field(None, description="mean |trainer - generator| log-probability, nats")
     importance_ratio_max: float | None = None
     weight_version: int | None = Field(None, description="version that this step made")
     weight_bytes_sent: int | None = None

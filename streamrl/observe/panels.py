@@ -166,9 +166,7 @@ def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
 
 def waits_text(status: RunStatus, now: float) -> Text:
     """Waits that have gone on for long, the oldest first: what a stuck run is stuck on."""
-    long = sorted(
-        (wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since
-    )
+    long = sorted((wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since)
     lines = [
         f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
         for wait in long[:3]
@@ -204,8 +202,7 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         f"loss {number(row.loss)}",
         f"grad {number(row.grad_norm)}",
         f"gap {number(row.logprob_gap_mean, 2)}",
-        f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, "
-        f"train {fixed(row.train_time_s, 1)})",
+        f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, train {fixed(row.train_time_s, 1)})",
         f"{samples}{fixed(row.samples_per_s, 1)}/s",
     ]
     if row.groups_no_gradient:

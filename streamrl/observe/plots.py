@@ -93,9 +93,7 @@ def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
     return steps
 
 
-def _curve(
-    axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str, style: str = "-"
-) -> None:
+def _curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str, style: str = "-") -> None:
     values = _values(rows, name)
     if not np.isnan(values).all():
         marker = "o" if len(rows) <= 40 else ""
@@ -249,7 +247,5 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
     axis.set_ylim(len(names) - 0.45, -0.55)
     axis.set_xlim(0, max(window.end - window.start, 1e-6))
     _label(axis, "seconds", "", window.title)
-    axis.legend(
-        frameon=False, fontsize=8.5, labelcolor=_INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.08)
-    )
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.08))
     return figure

@@ -182,12 +182,8 @@ def _timeline(data: RunData) -> str:
     colours = dict(zip(ordered, plots.COLOURS, strict=False))
     parts = []
     for index, window in enumerate(windows):
-        shown = [
-            track for track in found if any(b.end > window.start and b.start < window.end for b in track.bars)
-        ]
-        names = {
-            b.name for track in shown for b in track.bars if b.end > window.start and b.start < window.end
-        }
+        shown = [track for track in found if any(b.end > window.start and b.start < window.end for b in track.bars)]
+        names = {b.name for track in shown for b in track.bars if b.end > window.start and b.start < window.end}
         used = {name: colour for name, colour in colours.items() if name in names}
         if not shown:
             continue
@@ -310,8 +306,7 @@ def _configuration(data: RunData) -> str:
         return ""
     return _section(
         "Configuration",
-        "<details><summary>config.yaml, all values resolved</summary>"
-        f"<pre>{escape(data.config_text)}</pre></details>",
+        f"<details><summary>config.yaml, all values resolved</summary><pre>{escape(data.config_text)}</pre></details>",
     )
 
 

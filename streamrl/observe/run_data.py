@@ -166,9 +166,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
 
 def error_counts(rollouts: Rollouts, most: int = 5) -> list[tuple[str, int]]:
     """The most frequent reward errors (first line of each) with their counts."""
-    messages = [
-        str(text).strip().splitlines()[0] for text in rollouts.reward_error if str(text or "").strip()
-    ]
+    messages = [str(text).strip().splitlines()[0] for text in rollouts.reward_error if str(text or "").strip()]
     return Counter(messages).most_common(most)
 
 
@@ -255,9 +253,7 @@ def _decoder(data: RunData) -> Decode | None:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        data.notes.append(
-            "Completions are shown as token counts only: the tokenizers package is not installed."
-        )
+        data.notes.append("Completions are shown as token counts only: the tokenizers package is not installed.")
         return None
     folders = [latest_checkpoint(data.run_dir), _model_folder(data.config_text)]
     for folder in folders:
@@ -266,9 +262,7 @@ def _decoder(data: RunData) -> Decode | None:
             continue
         tokenizer = Tokenizer.from_file(str(path))
         return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
-    data.notes.append(
-        "Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder."
-    )
+    data.notes.append("Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder.")
     return None
 
 

@@ -55,9 +55,7 @@ class Progress(StatusModel):
     samples_finished: int = 0
     samples_trained: int = 0
     tokens_generated: int = 0
-    lengths: list[int] = Field(
-        default_factory=list, description="output lengths finished in this step, tokens"
-    )
+    lengths: list[int] = Field(default_factory=list, description="output lengths finished in this step, tokens")
 
 
 class WaitStatus(StatusModel):

@@ -87,9 +87,7 @@ def choose_windows(rows: Sequence[MetricsRow], all_tracks: Sequence[Track], has_
     if not bars:
         return []
     first, last = min(bar.start for bar in bars), max(bar.end for bar in bars)
-    timed = [
-        row for row in rows if row.step_time_s and has_origin and first < row.time <= last + row.step_time_s
-    ]
+    timed = [row for row in rows if row.step_time_s and has_origin and first < row.time <= last + row.step_time_s]
     if not timed:
         return [Window("the whole run so far", first, last)]
     # The first step has no step before it whose work it could overlap with, and warms everything up.

@@ -79,7 +79,12 @@ class Ledger:
         rows = [(content, sample.sample_id) for sample, content in samples if sample.sample_id in new]
         if rows:
             self._write(
-                [("UPDATE samples SET state = 'finished', content = ? WHERE sample_id = ? AND state = 'issued'", rows)]
+                [
+                    (
+                        "UPDATE samples SET state = 'finished', content = ? WHERE sample_id = ? AND state = 'issued'",
+                        rows,
+                    )
+                ]
             )
         return new
 
@@ -101,7 +106,10 @@ class Ledger:
             raise RunFailed(f"ledger: step {step} trained {len(ids)} samples, {ready[0]} are scored and untrained")
         self._write(
             [
-                ("UPDATE samples SET state = 'trained', content = NULL WHERE sample_id = ?", [(i,) for i in ids]),
+                (
+                    "UPDATE samples SET state = 'trained', content = NULL WHERE sample_id = ?",
+                    [(i,) for i in ids],
+                ),
                 ("INSERT INTO steps VALUES (?, ?, ?, ?)", [(step, weight_version, len(ids), time)]),
             ]
         )

@@ -107,9 +107,7 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
     """(body, arrays) of a micro-batch."""
     sequences = [seq for group in groups for seq in group.sequences]
     body = {
-        "groups": [
-            [g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups
-        ],
+        "groups": [[g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups],
         "advantages": [seq.advantage for seq in sequences],
     }
     arrays = {

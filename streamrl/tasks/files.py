@@ -108,9 +108,7 @@ def _hf_table(task: FileTask) -> Any:
         raise UserError(f"task {task.key!r}: cannot load the data set {task.path!r}: {reason}") from error
     if isinstance(data, datasets.DatasetDict):
         if task.split not in data:
-            raise UserError(
-                f"task {task.key!r}: {task.path} has no split {task.split!r}, but {', '.join(data)}"
-            )
+            raise UserError(f"task {task.key!r}: {task.path} has no split {task.split!r}, but {', '.join(data)}")
         data = data[task.split]
     for column in _columns(task):
         if column not in data.column_names:

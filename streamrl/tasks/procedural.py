@@ -61,9 +61,7 @@ class ProceduralItems:
             question = self._draw(0)["question"]
         except Exception as error:
             reason = str(error) or type(error).__name__
-            raise UserError(
-                f"task {task.key!r}: reasoning-gym's {task.name} refuses its config: {reason}"
-            ) from error
+            raise UserError(f"task {task.key!r}: reasoning-gym's {task.name} refuses its config: {reason}") from error
         if not isinstance(question, str):
             raise UserError(f"task {task.key!r}: reasoning-gym's {task.name} does not ask in text")
 
@@ -102,9 +100,7 @@ class ProceduralItems:
         try:
             return self._draw(index)
         except Exception as error:
-            raise RunFailed(
-                f"reasoning-gym's {self._name} failed to make item {index} ({error!r})"
-            ) from error
+            raise RunFailed(f"reasoning-gym's {self._name} failed to make item {index} ({error!r})") from error
 
     def _draw(self, index: int) -> dict[str, Any]:
         with _seeded_globals(self.base + index), contextlib.redirect_stdout(io.StringIO()):
@@ -139,9 +135,7 @@ def _checked_size(task: ReasoningGymTask) -> int | None:
 def _check_names(task: ReasoningGymTask) -> None:
     factory = import_extra("reasoning_gym.factory", f"task {task.key!r}")
     if task.name == "composite":
-        raise UserError(
-            f"task {task.key!r}: list the parts of a composite as tasks of their own, with weights"
-        )
+        raise UserError(f"task {task.key!r}: list the parts of a composite as tasks of their own, with weights")
     if task.name not in factory.DATASETS:
         raise UserError(
             f"task {task.key!r}: reasoning-gym has no data set {task.name!r}"
@@ -149,9 +143,7 @@ def _check_names(task: ReasoningGymTask) -> None:
         )
     if "seed" in task.config:
         raise UserError(f"task {task.key!r}: config.seed is not allowed; the run's seed chooses the items")
-    allowed = [
-        field.name for field in dataclasses.fields(factory.DATASETS[task.name][1]) if field.name != "seed"
-    ]
+    allowed = [field.name for field in dataclasses.fields(factory.DATASETS[task.name][1]) if field.name != "seed"]
     for name in task.config:
         if name not in allowed:
             raise UserError(

@@ -102,9 +102,7 @@ class RewardPool:
             problem = await self._run(_startup_problem, limit_s=timeout_s, restart_s=0.0)
         except (TimeoutError, ProcessExpired, BrokenProcessPool) as error:
             self.close()
-            raise RunFailed(
-                f"the reward workers did not start: {error} (their log: {self._log_file})"
-            ) from error
+            raise RunFailed(f"the reward workers did not start: {error} (their log: {self._log_file})") from error
         if problem is not None:
             self.close()
             raise UserError(problem)

@@ -76,9 +76,7 @@ def _gym_score(task: ReasoningGymTask, seed: int) -> Score:
 
 def _file_score(task: FileTask) -> Score:
     if task.reward in ("math_verify", "exact_match") and task.answer_column is None:
-        raise UserError(
-            f"task {task.key!r}: reward {task.reward} compares with an answer, but answer_column is null"
-        )
+        raise UserError(f"task {task.key!r}: reward {task.reward} compares with an answer, but answer_column is null")
     if task.reward == "math_verify":
         import_extra("math_verify", f"task {task.key!r}")
         return lambda completion, given: math_verify_score(completion, given["answer"])
@@ -139,9 +137,7 @@ def load_function(spec: str, whose: str) -> RewardFunction:
         for part in name.split("."):
             function = getattr(function, part)
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(
-            f"{whose}: reward {spec!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"{whose}: reward {spec!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UserError(f"{whose}: reward {spec!r} must be an ordinary function")
     try:

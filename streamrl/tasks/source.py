@@ -100,8 +100,7 @@ class PromptSource:
         self._tasks = list(tasks)
         self._seed = seed
         self._items: list[ProceduralItems | FileItems] = [
-            ProceduralItems(task, seed) if isinstance(task, ReasoningGymTask) else FileItems(task)
-            for task in tasks
+            ProceduralItems(task, seed) if isinstance(task, ReasoningGymTask) else FileItems(task) for task in tasks
         ]
         self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
 

@@ -10,7 +10,8 @@ the G * P + sum(C_i) of separate sequences: the prompt is computed once. There i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,11 +58,8 @@ class PackedBatch:
         """The same batch on another device."""
         if device.type == "cpu":
             return self
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in self.__dict__.items()
-        }
-        return PackedBatch(**moved)
+        tensors: dict[str, Any] = {k: v for k, v in self.__dict__.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def pack(groups: list[TrainGroup]) -> PackedBatch:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,16 +87,12 @@ def _shard(policy: Policy, run: RunConfig, device: torch.device, trainable: bool
     world = dist.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
     compute = torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
-        "reshard_after_forward": world > 1,
-    }
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     policy.to(device)
-    for layer in policy.model.base_model.layers:
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+    layers: Any = policy.model.base_model.layers
+    for unit in (*layers, policy):
+        # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=world > 1)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(world > 1)
@@ -118,9 +115,7 @@ class Trainer:
         self.run, self.device = run, device
         self.rank = dist.get_rank()
         self.policy = _shard(load_policy(model_path, run.optimizer.gradient_checkpointing), run, device, True)
-        self.reference = (
-            _shard(load_policy(model_path), run, device, False) if run.algorithm.kl_coef > 0 else None
-        )
+        self.reference = _shard(load_policy(model_path), run, device, False) if run.algorithm.kl_coef > 0 else None
         options = run.optimizer
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
@@ -140,6 +135,7 @@ class Trainer:
         """
         batch = pack(groups or [NOTHING]).to(self.device)
         if dist.get_world_size() == 1:
+            assert isinstance(self.policy, FSDPModule)
             self.policy.set_requires_gradient_sync(is_last)
         temperature = self.run.sampling.temperature
         reference_logprobs = None
@@ -233,7 +229,7 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote, also when it was written by another number of ranks."""
         model_state, optimizer_state = get_state_dict(self.policy, self.optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=directory / "trainer_state")
         set_state_dict(
             self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]

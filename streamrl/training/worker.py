@@ -129,7 +129,11 @@ class TrainerWorker:
         manifest, buffer = await asyncio.to_thread(lambda: lay_out(self.version, self.trainer.weights()))
         if self.rank == 0:
             self.publisher.publish(manifest, buffer)
-        return {"number": self.version, "content_hash": manifest.version.content_hash, "bytes": manifest.nbytes}
+        return {
+            "number": self.version,
+            "content_hash": manifest.version.content_hash,
+            "bytes": manifest.nbytes,
+        }
 
     def _checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it."""

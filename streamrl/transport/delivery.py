@@ -55,7 +55,9 @@ class Outbox(Generic[T]):
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:
         """Unacknowledged messages sent at least `older_than` seconds ago, in order; counts them as sent now."""
-        due = [(number, message) for number, message in self.pending.items() if now - self.sent_at[number] >= older_than]
+        due = [
+            (number, message) for number, message in self.pending.items() if now - self.sent_at[number] >= older_than
+        ]
         for number, _ in due:
             self.sent_at[number] = now
         return due

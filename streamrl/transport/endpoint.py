@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -71,6 +72,7 @@ class _Endpoint:
         self._inbox: asyncio.Queue[Delivery | BaseException] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._context = zmq.asyncio.Context.instance()
+        self._sends: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def _start(self, *loops: Any) -> None:
@@ -78,6 +80,12 @@ class _Endpoint:
             task = asyncio.ensure_future(loop)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a short send in the background (the loop itself keeps no reference to a task)."""
+        task = asyncio.ensure_future(work)
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
@@ -196,7 +204,11 @@ class Hub(_Endpoint):
         """
         while missing := names - self.peers.keys():
             async with self.waits.deadline(f"{', '.join(sorted(missing))} to start", limit_s), self._joined:
-                await self._joined.wait_for(lambda before=missing: names - self.peers.keys() != before)
+                known = len(self.peers)
+                await self._joined.wait_for(functools.partial(self._has_grown, known))
+
+    def _has_grown(self, known: int) -> bool:
+        return len(self.peers) > known
 
     async def send(
         self,
@@ -271,7 +283,7 @@ class Hub(_Endpoint):
     def _ack_function(self, peer: Peer, session: str, number: int) -> Callable[[], None]:
         def ack() -> None:
             if peer.inbox.commit(session, number):
-                asyncio.ensure_future(self._transmit_control(peer.name, "ack", {"n": number}))
+                self._soon(self._transmit_control(peer.name, "ack", {"n": number}))
 
         return ack
 
@@ -292,9 +304,7 @@ class Hub(_Endpoint):
 
     async def _transmit_control(self, name: str, kind: str, body: dict[str, Any] | None = None) -> None:
         with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send_multipart(
-                [_identity(name), *encode(Message(kind, self.session, 0, body or {}))]
-            )
+            await self._socket.send_multipart([_identity(name), *encode(Message(kind, self.session, 0, body or {}))])
 
     async def _beat(self) -> None:
         last = time.monotonic()
@@ -440,7 +450,7 @@ class Link(_Endpoint):
     def _ack_function(self, session: str, number: int) -> Callable[[], None]:
         def ack() -> None:
             if self._inbox_state.commit(session, number):
-                asyncio.ensure_future(self._ack(number))
+                self._soon(self._ack(number))
 
         return ack
 

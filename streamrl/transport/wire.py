@@ -1,8 +1,8 @@
 """The wire format: one msgpack envelope frame, then one raw frame per array. No pickle, ever.
 
-    frame 0   msgpack map {v: protocol version, k: kind, s: sender's session, n: sequence number, b: body,
-                           a: [[name, dtype, shape], ...]}
-    frame i   bytes of the i-th array, C order, little endian
+frame 0   msgpack map {v: protocol version, k: kind, s: sender's session, n: sequence number, b: body,
+                       a: [[name, dtype, shape], ...]}
+frame i   bytes of the i-th array, C order, little endian
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
         if array.dtype.name not in DTYPES:
             raise ValueError(f"array {name!r} has type {array.dtype}, the wire carries {sorted(DTYPES)}")
         described.append([name, array.dtype.name, list(array.shape)])
-        frames.append(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+        frames.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     envelope = {
         "v": PROTOCOL_VERSION,
         "k": message.kind,

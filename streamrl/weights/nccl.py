@@ -81,7 +81,10 @@ class NcclSender:
 
     def _connect(self) -> Any:
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
+        )
 
         trainer, dtype = self.trainer, self.dtype
 

@@ -131,7 +131,7 @@ def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[M
 
 
 def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(memoryview(data)).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def _content_hash(tensors: Iterable[TensorEntry]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -59,7 +60,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         manifest, buffer = self._store.open(update_info.number)
         if manifest.version.content_hash != update_info.content_hash:
             raise CorruptWeights(f"version {update_info.number} in the store is not the one announced")
-        self.model.load_weights(manifest.tensors_of(buffer))
+        model: Any = self.model
+        model.load_weights(manifest.tensors_of(buffer))
 
     def finish_weight_update(self) -> None:
         """Packs the loaded layers for the kernels again."""
@@ -68,7 +70,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         # packed copy of the old embedding, which has to be packed anew.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+                method: Any = module.quant_method
+                method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing is held open."""

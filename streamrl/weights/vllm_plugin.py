@@ -14,4 +14,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine"
+        )

@@ -152,7 +152,9 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_
 
 def test_chat_template_is_applied_with_the_system_prompt(tmp_path: Path) -> None:
     source = group_source(tmp_path, 100, 400)
-    source.run = source.run.model_copy(update={"model": source.run.model.model_copy(update={"system_prompt": "Be brief"})})
+    source.run = source.run.model_copy(
+        update={"model": source.run.model.model_copy(update={"system_prompt": "Be brief"})}
+    )
     group = source.batch(1)[0]
     text = source.tokenizer.decode(group.prompt_tokens)
     assert text == f"<|system|>Be brief<|user|>{group.prompt}<|assistant|>"
@@ -169,11 +171,21 @@ def test_step_metrics_are_what_they_say() -> None:
     finish(batch, "b", [1.0, 1.0])
     batch.next_micro_batch(1000, 1)
     batch.micro_batch_done(
-        {"tokens": 5, "loss_sum": 2.0, "clipped": 1.0, "kl_sum": 0.0, "entropy_sum": 3.0, "entropy_tokens": 2,
-         "gap_sum": 0.5, "ratio_max": 1.5}
+        {
+            "tokens": 5,
+            "loss_sum": 2.0,
+            "clipped": 1.0,
+            "kl_sum": 0.0,
+            "entropy_sum": 3.0,
+            "entropy_tokens": 2,
+            "gap_sum": 0.5,
+            "ratio_max": 1.5,
+        }
     )
     times = StepTimes(0.0, 10.0, 9.0, [(5.0, 8.0), (8.0, 9.0)])
-    row = step_metrics(batch, times, ["here-regular-0", "idle"], {"grad_norm": 0.3, "learning_rate": 1e-3}, 7, 2, False, 1.5)
+    row = step_metrics(
+        batch, times, ["here-regular-0", "idle"], {"grad_norm": 0.3, "learning_rate": 1e-3}, 7, 2, False, 1.5
+    )
     assert row.step_time_s == 10
     assert row.generate_time_s == pytest.approx(2.0)  # make_sample: dispatched at 2, finished at 4
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked

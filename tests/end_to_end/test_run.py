@@ -64,7 +64,12 @@ class Project:
             "steps": 3,
             "model": {"path": str(self.folder / "model"), "max_context": 96},
             "tasks": [
-                {"kind": "file", "name": "own", "path": str(self.folder / "prompts.jsonl"), "reward": "own_rewards:reward"},
+                {
+                    "kind": "file",
+                    "name": "own",
+                    "path": str(self.folder / "prompts.jsonl"),
+                    "reward": "own_rewards:reward",
+                },
                 {"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"},
             ],
             "batch": {"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128},
@@ -75,7 +80,14 @@ class Project:
         } | changes
         (self.folder / "run.yaml").write_text(json.dumps(run))
         files = ["--cluster", "cluster.yaml", "--run", "run.yaml"]
-        return [sys.executable, "-m", "streamrl.cli.main", "launch", *(files if "--resume" not in extra else []), *extra]
+        return [
+            sys.executable,
+            "-m",
+            "streamrl.cli.main",
+            "launch",
+            *(files if "--resume" not in extra else []),
+            *extra,
+        ]
 
     def start(self, *extra: str, **changes: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -131,7 +143,9 @@ def test_every_sample_is_trained_once_and_accounted_for(finished: tuple[Project,
     assert {row["instance"] for row in rows} == {"here-regular-0", "here-regular-1"}
     for row in rows:
         assert set(row["weight_versions"]) == {row["step"] - 1}  # on-policy: step k is sampled by version k - 1
-        times = [row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received", "t_trained")]
+        times = [
+            row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received", "t_trained")
+        ]
         assert times == sorted(times)
 
 
@@ -168,7 +182,9 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
     assert "report.html" in output
 
 
-def test_the_checkpoint_is_the_published_version_and_loads_with_transformers(finished: tuple[Project, str]) -> None:
+def test_the_checkpoint_is_the_published_version_and_loads_with_transformers(
+    finished: tuple[Project, str],
+) -> None:
     run_dir = finished[0].run_dir()
     folders = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert folders == ["step_2", "step_3"]
@@ -237,7 +253,11 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_says_so(tmp_path: Path) -
     project = Project(tmp_path)
     process = project.start("--steps", "50")
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 240, process)
+    wait_for(
+        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")),
+        240,
+        process,
+    )
     family = psutil.Process(process.pid).children(recursive=True)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -253,10 +273,12 @@ def test_a_dead_instance_ends_the_run_with_its_name_and_last_words(tmp_path: Pat
     project = Project(tmp_path)
     process = project.start("--steps", "50")
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 240, process)
-    victim = next(
-        p for p in psutil.Process(process.pid).children() if "here-regular-1" in p.cmdline()
+    wait_for(
+        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")),
+        240,
+        process,
     )
+    victim = next(p for p in psutil.Process(process.pid).children() if "here-regular-1" in p.cmdline())
     victim.kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1

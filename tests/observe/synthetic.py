@@ -160,9 +160,7 @@ def write_rollouts(run_dir: Path, steps: int) -> None:
                         "predicted_rank": None,
                         "t_queued": time - 1,
                         "t_finished": time,
-                        "reward_error": "Timeout: no answer in 20 s\nmore"
-                        if (group, member) == (0, 0)
-                        else None,
+                        "reward_error": "Timeout: no answer in 20 s\nmore" if (group, member) == (0, 0) else None,
                     }
                 )
         pq.write_table(pa.Table.from_pylist(records), folder / f"step_{step:06d}.parquet")

@@ -77,9 +77,7 @@ def test_the_picture_names_a_long_wait_and_a_silent_controller(make_run: RunMake
 
 
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
-    run_dir = make_run(
-        2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]"
-    )
+    run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)
 
 

@@ -19,9 +19,7 @@ def check_format(events: list[Event]) -> None:
     open_pairs: Counter[tuple[str, str, int]] = Counter()
     named = {event["tid"] for event in events if event["name"] == "thread_name"}
     for event in events:
-        assert (
-            isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        )
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
         assert event["ph"] in "MXbeC"
         if event["ph"] == "M":
             continue
@@ -57,9 +55,7 @@ def test_a_closed_trace_is_json_and_every_event_is_valid(tmp_path: Path) -> None
     assert (span["name"], span["ts"], span["dur"]) == ("micro-batch", 0, 1_500_000)
     names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(names) == {"trainer", "here-0"} and len(set(names.values())) == 2
-    order = {
-        event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"
-    }
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
     assert order[names["trainer"]] < order[names["here-0"]]
     assert events[0]["args"]["name"] == "streamrl"
 
@@ -94,9 +90,7 @@ def test_a_trace_cut_anywhere_gives_its_whole_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])
-def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(
-    tmp_path: Path, ending: str
-) -> None:
+def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "trace.json"
     if ending == "empty":
         path.touch()
@@ -160,8 +154,7 @@ def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: 
     events = read_trace(tmp_path / "trace.json")
     times = [60.0, 20.0, 18.0, 30.0]
     rows = [
-        make_row(step + 1, time=START + sum(times[: step + 1]), step_time_s=value)
-        for step, value in enumerate(times)
+        make_row(step + 1, time=START + sum(times[: step + 1]), step_time_s=value) for step, value in enumerate(times)
     ]
     (window,) = choose_windows(rows, tracks(events, START), True)
     assert "step 2" in window.title

@@ -17,11 +17,33 @@ from streamrl.rollouts.store import RolloutStore
 from streamrl.rollouts.types import Group, Sample, Scored
 from tests.training.conftest import random_groups
 
-CONTRACT_COLUMNS = (
-    "sample_id, group_id, prompt_id, task, epoch, step, prompt, prompt_tokens, completion_tokens, output_length, "
-    "finish_reason, reward, advantage, weight_versions, site, instance, pool, route, predicted_rank, t_queued, "
-    "t_dispatched, t_first_token, t_finished, t_received, t_trained"
-).split(", ")
+CONTRACT_COLUMNS = [
+    "sample_id",
+    "group_id",
+    "prompt_id",
+    "task",
+    "epoch",
+    "step",
+    "prompt",
+    "prompt_tokens",
+    "completion_tokens",
+    "output_length",
+    "finish_reason",
+    "reward",
+    "advantage",
+    "weight_versions",
+    "site",
+    "instance",
+    "pool",
+    "route",
+    "predicted_rank",
+    "t_queued",
+    "t_dispatched",
+    "t_first_token",
+    "t_finished",
+    "t_received",
+    "t_trained",
+]
 
 
 def make_sample(sample_id: str, step: int = 1, length: int = 3) -> Sample:
@@ -77,7 +99,7 @@ def test_a_sample_walks_from_issue_to_training_once(tmp_path: Path) -> None:
     ledger.train(1, 1, [group], 9.0)
     assert ledger.counts() == {"trained": 2}
     assert ledger.trained_ids() == ids
-    with pytest.raises(RunFailed, match="does not balance|are scored and untrained"):
+    with pytest.raises(RunFailed, match="are scored and untrained"):
         ledger.train(1, 1, [group], 9.0)
 
 

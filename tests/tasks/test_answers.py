@@ -65,9 +65,7 @@ def test_last_number_reads_numbers_as_written(text: str, expected: str | None) -
     assert last_number(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["1" * 200_000, "1," * 100_000, "-" * 200_000, "<answer>" * 30_000, " \n" * 100_000]
-)
+@pytest.mark.parametrize("text", ["1" * 200_000, "1," * 100_000, "-" * 200_000, "<answer>" * 30_000, " \n" * 100_000])
 @pytest.mark.timeout(10)
 def test_no_completion_takes_long(text: str) -> None:
     for extract in EXTRACTORS.values():

@@ -34,17 +34,13 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = ['{"prompt": "one?", "answer": "1"}', "", '{"answer": "2", "prompt": "two?\\nreally?"}']
-    path.write_bytes(
-        "\ufeff".encode() + "\r\n".join([*lines, '{"prompt": "dreißig?", "answer": "30"}']).encode()
-    )
+    path.write_bytes("\ufeff".encode() + "\r\n".join([*lines, '{"prompt": "dreißig?", "answer": "30"}']).encode())
     assert load_rows(file_task(path)) == ROWS
 
 
 def test_parquet_with_other_column_names_and_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    table = pa.table(
-        {"question": pa.array(COLUMNS["prompt"]).dictionary_encode(), "solution": COLUMNS["answer"]}
-    )
+    table = pa.table({"question": pa.array(COLUMNS["prompt"]).dictionary_encode(), "solution": COLUMNS["answer"]})
     pq.write_table(table, path, row_group_size=2)
     assert load_rows(file_task(path, prompt_column="question", answer_column="solution")) == ROWS
 

@@ -155,9 +155,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("my_rewards")
 @pytest.mark.parametrize(("function", "reward"), [("length", 8.0), ("half", 0.5), ("yes", 1.0)])
-def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answer(
-    function: str, reward: float
-) -> None:
+def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answer(function: str, reward: float) -> None:
     scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
     score = scorer.score("mine", "abc", {"prompt": "de", "answer": 3})
     assert score == reward and type(score) is float

@@ -51,9 +51,7 @@ def test_another_seed_gives_other_prompts_with_other_ids() -> None:
 
 
 def test_far_indices_cost_no_more_and_do_not_repeat() -> None:
-    tasks: list[Task] = [
-        ReasoningGymTask(name=name) for name in ("gsm_symbolic", "acre", "word_ladder", "gcd")
-    ]
+    tasks: list[Task] = [ReasoningGymTask(name=name) for name in ("gsm_symbolic", "acre", "word_ladder", "gcd")]
     source = PromptSource(tasks, 3)
     prompts = [source.prompt(i) for i in [*range(40), *range(10**9, 10**9 + 40)]]
     assert len({p.prompt_id for p in prompts}) == 80
@@ -119,9 +117,7 @@ def test_mix_is_consistent_far_out(weights: list[float], index: int) -> None:
     for task in range(len(weights)):
         positions = [k for number, k in drawn if number == task]
         assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
-    assert (
-        abs(drawn[0][1] - index * weights[drawn[0][0]] / sum(weights)) <= 1e-3 + len(weights) + index * 1e-12
-    )
+    assert abs(drawn[0][1] - index * weights[drawn[0][0]] / sum(weights)) <= 1e-3 + len(weights) + index * 1e-12
 
 
 def test_another_process_makes_the_same_items_even_where_they_depend_on_string_hashing() -> None:

@@ -53,9 +53,7 @@ def test_streaming_gives_the_gradient_of_the_whole_batch_for_any_arrival_order(
 def test_closing_a_batch_with_an_empty_micro_batch_adds_nothing(tiny_model: Path, one_rank: None) -> None:
     trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
     groups = random_groups(2)
-    assert torch.equal(
-        accumulated_gradient(trainer, [groups, []]), accumulated_gradient(trainer, [groups])
-    )
+    assert torch.equal(accumulated_gradient(trainer, [groups, []]), accumulated_gradient(trainer, [groups]))
 
 
 def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: None) -> None:

@@ -121,7 +121,9 @@ def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     run(body)
 
 
-def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
