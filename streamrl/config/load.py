@@ -195,6 +195,8 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
             except yaml.YAMLError as error:
                 raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
             path: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
+            if path[0] == "tasks" and len(path) > 1 and "tasks" not in data:
+                data = {**data, "tasks": _plain(RunConfig())["tasks"]}
             data = _put(data, path, value)
             done.append((tuple(path), text))
         except ValueError as error:
@@ -210,8 +212,6 @@ def _put(data: Any, path: Sequence[str | int], value: Any, above: str = "") -> A
         return value
     part, where = path[0], f"'{above}'" if above else "the run file"
     deeper = f"{above}.{part}" if above else str(part)
-    if above == "tasks" and data is None:
-        raise ValueError("the run file has no list 'tasks' to change; set the whole of 'tasks', or write it there")
     if isinstance(data, list):
         if not isinstance(part, int):
             raise ValueError(f"{where} is a list, expected a number from 0 to {len(data) - 1} after it, got '{part}'")
@@ -236,11 +236,16 @@ def _validate(model: type[Model], document: Document) -> Model:
 def _told(document: Document, problem: Problem) -> tuple[int, str]:
     """Line (for sorting) and text of a problem: named by the override that caused it, or by file and line."""
     for path, text in reversed(document.overrides):
-        shared = min(len(path), len(problem.path))
-        if shared and tuple(map(str, path[:shared])) == tuple(map(str, problem.path[:shared])):
+        if any(_overlap(path, about) for about in (problem.path, *problem.also)):
             return 0, f"--set {text}: {problem.text}"
     line = _line(document.node, problem.path)
     return line, f"{document.name}{f':{line}' if line else ''}: {problem.text}"
+
+
+def _overlap(first: Sequence[str | int], second: Sequence[str | int]) -> bool:
+    """Whether one path leads to the other, or to what is in it."""
+    shared = min(len(first), len(second))
+    return shared > 0 and [str(part) for part in first[:shared]] == [str(part) for part in second[:shared]]
 
 
 def _line(node: yaml.Node | None, path: Sequence[str | int]) -> int:

@@ -1,0 +1,242 @@
+"""Puts pydantic's errors into words for the person who wrote the file: which key, what is there, what should be."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of a file."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake."""
+
+    path: Path
+    """The key it is about, whether or not the file has it; () when it is about the whole file."""
+    text: str
+    """What is wrong, without file and line."""
+    also: tuple[Path, ...] = ()
+    """Other keys that take part, where a rule spans several."""
+
+
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "string": "text (in quotes if it looks like something else)",
+    "list": "a list ('- item' lines)",
+    "tuple": "a list",
+    "dict": "keys with values ('key: value' lines)",
+    "model": "keys with values ('key: value' lines)",
+}
+"""By the first word of pydantic's error type, e.g. 'int_parsing'."""
+
+BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+
+
+def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[Problem]:
+    """One `Problem` for each of pydantic's errors, in its order.
+
+    Args:
+        model: what was validated against.
+        error: what pydantic raised.
+        data: what was validated.
+    """
+    return [_problem(model, dict(item), data) for item in error.errors(include_url=False)]
+
+
+def _problem(model: type[BaseModel], item: dict[str, Any], data: Any) -> Problem:
+    kind, context = str(item["type"]), item.get("ctx", {})
+    path, holder = locate(model, item["loc"])
+    if kind == "missing":
+        field = holder.model_fields[str(path[-1])] if holder else None
+        what = f": {field.description}" if field and field.description else ""
+        return Problem(path, f"key '{dotted(path)}' is missing{what}")
+    if kind == "extra_forbidden":
+        return Problem(path, _unknown_key(model, holder, path))
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        path = (*path, str(context["discriminator"]).strip("'"))
+        allowed = [str(value) for value in _literals(model, path)]
+        if kind == "union_tag_not_found":
+            return Problem(path, f"key '{dotted(path)}' is missing, expected {_choices(allowed)}")
+        return Problem(path, _mismatch(path, context["tag"], _choices(allowed), allowed))
+    if kind == "value_error":
+        text = str(item["msg"]).removeprefix("Value error, ")
+        if path:
+            return Problem(path, f"'{dotted(path)}': {text}")
+        named = list(_named_keys(model, text))
+        return Problem(named[0] if named else (), text, tuple(named))
+    if kind == "literal_error":
+        allowed = [str(value) for value in _literals(model, path)]
+        return Problem(path, _mismatch(path, item["input"], _choices(allowed), allowed))
+    if item["loc"] and item["loc"][-1] == "[key]":
+        return Problem(path, f"'{dotted(path)}': the name must match {context.get('pattern', item['msg'])}")
+    return Problem(path, _mismatch(path, item["input"], _expected(kind, context, item), []))
+
+
+def _expected(kind: str, context: Mapping[str, Any], item: Mapping[str, Any]) -> str:
+    if kind in BOUNDS:
+        name, words = BOUNDS[kind]
+        return f"{words} {context[name]}"
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
+    if kind == "too_short":
+        return f"at least {context['min_length']} entries" if context["min_length"] != 1 else "at least one entry"
+    if kind == "too_long":
+        return f"at most {context['max_length']} entries"
+    return EXPECTED.get(kind.rsplit("_", 1)[0], EXPECTED.get(kind.split("_")[0], str(item["msg"])))
+
+
+def _mismatch(path: Path, found: Any, expected: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(str(found), allowed, n=1) if len(allowed) > 2 else []
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"'{dotted(path)}' is {_shown(found)}, expected {expected}{hint}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "empty"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _choices(allowed: list[str]) -> str:
+    return "one of: " + ", ".join(allowed) if len(allowed) > 1 else f"{allowed[0] if allowed else '?'}"
+
+
+def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: Path) -> str:
+    text = f"unknown key '{dotted(path)}'"
+    if holder is None:
+        return text
+    name, allowed = str(path[-1]), list(holder.model_fields)
+    near = difflib.get_close_matches(name, allowed, n=1)
+    if near:
+        return f"{text}; did you mean '{near[0]}'? Allowed here: {', '.join(allowed)}"
+    elsewhere = [dotted(key) for key in _all_keys(model) if key[-1] == name]
+    if elsewhere:
+        return f"{text}; did you mean '{elsewhere[0]}'? Allowed here: {', '.join(allowed)}"
+    return f"{text}; allowed here: {', '.join(allowed)}"
+
+
+def dotted(path: Path) -> str:
+    """('tasks', 0, 'name') as 'tasks.0.name', the way in which --set writes it."""
+    return ".".join(map(str, path))
+
+
+def locate(model: type[BaseModel], loc: Path) -> tuple[Path, type[BaseModel] | None]:
+    """Path in the file of a pydantic location, and the model that holds its last key.
+
+    Locations hold the tag of a discriminated union as if it were a key ('tasks', 0, 'reasoning_gym', 'name') and
+    '[key]' behind a mapping's key: neither is in the file.
+    """
+    annotation: Any = model
+    holder: type[BaseModel] | None = None
+    path: list[str | int] = []
+    for part in loc:
+        annotation = _bare(annotation)
+        if members := _union_models(annotation):
+            annotation = next((member for member in members if part in _tags(member)), None)
+            continue
+        if part == "[key]":
+            continue
+        path.append(part)
+        holder = annotation if _is_model(annotation) else None
+        annotation = _below(annotation, part)
+    return tuple(path), holder
+
+
+def _below(annotation: Any, part: str | int) -> Any:
+    """Type of what is under a key or index."""
+    if _is_model(annotation):
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field else None
+    arguments = get_args(annotation)
+    if get_origin(annotation) in (list, tuple):
+        return arguments[0] if arguments else None
+    return arguments[1] if get_origin(annotation) is dict and len(arguments) == 2 else None
+
+
+def _bare(annotation: Any) -> Any:
+    """Without Annotated and without '| None'."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif get_origin(annotation) in (Union, types.UnionType):
+            members = [member for member in get_args(annotation) if member is not type(None)]
+            if len(members) != 1:
+                return annotation
+            annotation = members[0]
+        else:
+            return annotation
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _union_models(annotation: Any) -> list[type[BaseModel]]:
+    """Members of a union of models; nothing for any other type."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return []
+    members = [_bare(member) for member in get_args(annotation)]
+    return members if all(map(_is_model, members)) else []
+
+
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """Values of a model's literal fields: among them its discriminator's."""
+    return {
+        value
+        for field in model.model_fields.values()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    }
+
+
+def _literals(model: type[BaseModel], path: Path) -> list[Any]:
+    """Values that the literal at `path` may have, over all members of the unions on the way."""
+    types_here: list[Any] = [model]
+    for part in path:
+        below = []
+        for annotation in map(_bare, types_here):
+            below += [_below(member, part) for member in _union_models(annotation) or [annotation]]
+        types_here = below
+    return [
+        value
+        for annotation in map(_bare, types_here)
+        if get_origin(annotation) is Literal
+        for value in get_args(annotation)
+    ]
+
+
+def _all_keys(annotation: Any, above: Path = ()) -> Iterator[Path]:
+    """Every key that is reached without a list or a name of the user's."""
+    annotation = _bare(annotation)
+    for member in _union_models(annotation) or [annotation]:
+        if _is_model(member):
+            for name, field in member.model_fields.items():
+                yield (*above, name)
+                yield from _all_keys(field.annotation, (*above, name))
+
+
+def _named_keys(model: type[BaseModel], text: str) -> Iterator[Path]:
+    """Keys that a rule over the whole file names in its message ('site' stands for 'sites')."""
+    keys = set(_all_keys(model))
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", text):
+        for candidate in (word, f"{word}s"):
+            path = tuple(candidate.split("."))
+            if path in keys and (len(path) > 1 or candidate != "name"):
+                yield path
