@@ -123,7 +123,7 @@ class Pip:
     """A running `pip install --no-deps`, with its output in a file."""
 
     def __init__(self, python: Path, arguments: list[str]) -> None:
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this object
         self.process = subprocess.Popen(
             [str(python), "-m", "pip", "install", "--no-deps", "--progress-bar=off", *arguments],
             stdout=self.log,
@@ -153,7 +153,9 @@ def watch(pip: Pip, total: int) -> None:
     shown = ""
     while pip.process.poll() is None:
         lines = pip.lines()
-        count = sum(line.startswith(("Collecting ", "Processing ", "Requirement already satisfied: ")) for line in lines)
+        count = sum(
+            line.startswith(("Collecting ", "Processing ", "Requirement already satisfied: ")) for line in lines
+        )
         if any(line.startswith("Installing collected packages") for line in lines):
             now = f"unpacking {total} packages"
         else:

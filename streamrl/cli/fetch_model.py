@@ -21,9 +21,20 @@ def command(name: str, out: Path | None) -> None:
 
     from streamrl.launch.models import CHECKSUMS, fetch
 
-    console = Console()
-    with console.status(f"{name}: ...") as status:
-        folder = fetch(name, lambda doing: status.update(f"{name}: {doing}"), out)
+    console = Console(highlight=False)
+    last = ""
+
+    def tell(doing: str) -> None:
+        """The live line, or where there is no terminal one line per phase."""
+        nonlocal last
+        status.update(f"{name}: {doing}")
+        phase = doing.partition(":")[0]
+        if not console.is_terminal and phase != last:
+            console.print(f"{name}: {phase}", soft_wrap=True)
+        last = phase
+
+    with console.status(f"{name}: starting") as status:
+        folder = fetch(name, tell, out)
     weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
     console.print(f"{name} is in {folder}", soft_wrap=True)
-    console.print(f"checked: sha256 {weights}", soft_wrap=True, highlight=False)
+    console.print(f"sha256 {weights}", soft_wrap=True)

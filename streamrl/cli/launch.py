@@ -53,6 +53,7 @@ def command(
             raise UserError("--resume continues a run as it was; only --cluster and --steps may be given with it")
         if steps is not None:
             run = run.model_copy(update={"steps": steps})
+        _refuse_finished(resume_dir, run.steps)
         run_dir = resume_dir
     else:
         if cluster_file is None:
@@ -61,13 +62,22 @@ def command(
         run_dir = _new_folder(runs_dir, run.name)
     if cluster_file is not None:
         cluster = load_cluster(cluster_file)
-    check(cluster, run, run_dir.parent)
+    for warning in check(cluster, run, run_dir.parent):
+        click.echo(f"warning: {warning}", err=True)
     if dry_run:
         _print_plan(cluster, run, run_dir)
         return
     from streamrl.launch import supervisor
 
     supervisor.run(cluster, run, run_dir, resume=resume_dir is not None, plain=plain)
+
+
+def _refuse_finished(run_dir: Path, steps: int) -> None:
+    from streamrl.training.checkpoints import CheckpointFolder
+
+    done = CheckpointFolder(run_dir / "checkpoints").latest()
+    if done is not None and done >= steps:
+        raise UserError(f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further")
 
 
 def _new_folder(runs_dir: Path, name: str) -> Path:

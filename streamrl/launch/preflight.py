@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -9,23 +10,38 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from streamrl.config.cluster import ClusterConfig
+import psutil
+
+from streamrl.config.cluster import ClusterConfig, TrainerPool
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.launch.models import resolve_model
+from streamrl.launch.models import resolve_model, weight_bytes
+from streamrl.launch.plan import plan_processes
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """A checkpoint holds bf16 weights (2 bytes a parameter) and fp32 weights with two AdamW moments (12 more)."""
 
+NVIDIA_SMI_S = 30
+"""Seconds; it needs several on a machine with eight GPUs that sleep."""
+TRAINING_BYTES_PER_WEIGHT_BYTE = 10
+"""Of the trainer: bf16 weights and gradients, fp32 weights, gradients and two AdamW moments, 20 bytes a parameter."""
+PROCESS_BYTES = 1.0 * 2**30
+"""What a process with torch and vLLM occupies before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
 
-def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> None:
+
+def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> list[str]:
     """Checks files, machine and packages against what is asked for.
+
+    Returns:
+        Warnings: what will be slow or may fail, but can be run.
 
     Raises:
         UserError: one line per problem.
     """
     checks: list[Callable[[], Iterable[str]]] = [
+        lambda: check_packages(cluster),
         lambda: check_model(run),
         lambda: check_tasks(run),
         lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0),
@@ -35,6 +51,15 @@ def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> None:
     problems = [problem for one in checks for problem in one()]
     if problems:
         raise UserError("\n".join(problems))
+    return [*thread_warnings(cluster, run, cores()), *memory_warnings(cluster, run, free_memory())]
+
+
+def check_packages(cluster: ClusterConfig) -> Iterable[str]:
+    """torch and vLLM are installed (they are not in the base install)."""
+    missing = [name for name in ("torch", "vllm", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = "gpu" if cluster.hardware == "cuda" else "cpu"
+        yield f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[{extra},tasks]'"
 
 
 def check_model(run: RunConfig) -> Iterable[str]:
@@ -44,10 +69,17 @@ def check_model(run: RunConfig) -> Iterable[str]:
     except UserError as error:
         yield str(error)
         return
-    if (folder / "config.json").exists():
-        longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-        if longest and run.model.max_context > longest:
-            yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+    longest = context_length(json.loads((folder / "config.json").read_text()))
+    if longest is not None and run.model.max_context > longest:
+        yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+
+
+def context_length(model_config: dict[str, Any]) -> int | None:
+    """Positions that a model's config.json allows; multi-modal models say so of their text part."""
+    for part in (model_config, model_config.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get("max_position_embeddings"), int):
+            return int(part["max_position_embeddings"])
+    return None
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
@@ -79,7 +111,10 @@ def count_gpus() -> int:
     """GPUs of this machine, as nvidia-smi lists them."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"nvidia-smi --list-gpus did not answer within {NVIDIA_SMI_S} s") from error
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
@@ -103,11 +138,61 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
     existing = next(p for p in [runs_root.absolute(), *runs_root.absolute().parents] if p.exists())
     if not os.access(existing, os.W_OK):
         yield f"--runs-dir {runs_root}: cannot write to {existing}"
-    weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-    needed = (run.checkpoint.keep + 1) * weights * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+    needed = (run.checkpoint.keep + 1) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield (
             f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
             f"one more, {free / 2**30:.1f} GiB free"
         )
+
+
+def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int) -> list[str]:
+    """Far more computing threads than cores: everything gets slower, heartbeats too.
+
+    The trainer and the instances seldom compute all at once, so twice the cores is usual.
+    """
+    if cluster.hardware != "cpu":
+        return []
+    specs = plan_processes(cluster, run, Path())
+    threads = sum(
+        spec.threads * (cluster.sites[spec.site].trainer or TrainerPool()).ranks
+        if spec.role == "trainer"
+        else spec.threads
+        for spec in specs
+        if spec.role in ("trainer", "instance")
+    )
+    if threads <= 2 * cores:
+        return []
+    return [
+        f"the cluster file asks for {threads} computing threads, this machine has {cores} cores: expect it to be slow"
+    ]
+
+
+def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float) -> list[str]:
+    """A rough sum of what the processes hold, against the memory that is free (bytes); activations not counted."""
+    if cluster.hardware != "cpu":
+        return []
+    weights = weight_bytes(Path(resolve_model(run.model.path)))
+    needed = 0.0
+    for site in cluster.sites.values():
+        if site.trainer:
+            copies = TRAINING_BYTES_PER_WEIGHT_BYTE + (1 if run.algorithm.kl_coef > 0 else 0)
+            needed += copies * weights + site.trainer.ranks * PROCESS_BYTES
+        for pool in site.generation:
+            needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
+    if needed <= free:
+        return []
+    return [
+        f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: it may be killed"
+    ]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> float:
+    """Bytes that can be used without swapping."""
+    return float(psutil.virtual_memory().available)

@@ -1,0 +1,52 @@
+"""Muon for many small matrices on a CPU: matrices of one shape are orthogonalised in one batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+
+def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Nearest semi-orthogonal matrices, approximately (Newton-Schulz).
+
+    ``matrices`` and the result have shape (count, rows, columns).
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then orthogonalised updates; for hidden weight matrices only (all of two dimensions)."""
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of every matrix from its gradient."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
+            for param in group["params"]:
+                by_shape[param.shape].append(param)
+            for (rows, columns), params in by_shape.items():
+                updates = []
+                for param in params:
+                    buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                    buffer.lerp_(param.grad, 1 - group["momentum"])
+                    updates.append(param.grad.lerp(buffer, group["momentum"]))
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                for param, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)

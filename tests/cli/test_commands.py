@@ -1,0 +1,237 @@
+"""The command line: exit codes, one readable message, nothing started on bad input, no run overwritten."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli import main as cli
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.config.run import RunConfig
+from streamrl.errors import RunFailed, UserError
+from streamrl.launch import supervisor
+from tests.tiny_model import save_tiny_model
+
+CLUSTER = (
+    "hardware: cpu\nsites:\n  here:\n    trainer: {threads: 1}\n    generation: [{name: one, kv_cache_gb: 0.05}]\n"
+)
+RUN = (
+    "name: tiny\nsteps: 4\nmodel: {path: model, max_context: 64}\nsampling: {max_tokens: 8}\n"
+    "tasks: [{kind: file, name: mine, path: prompts.jsonl, reward: exact_match}]\n"
+)
+
+
+class Result:
+    """What a command left: exit code and output."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+class Terminal:
+    """A folder with all files of a run, in which commands are called; launches are recorded, not done."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        self.launched: list[tuple[ClusterConfig, RunConfig, Path, bool, bool]] = []
+        self.failure: BaseException | None = None
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(supervisor, "run", self._run)
+        (folder / "cluster.yaml").write_text(CLUSTER)
+        (folder / "run.yaml").write_text(RUN)
+        (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
+
+    def _run(self, cluster: ClusterConfig, run: RunConfig, run_dir: Path, resume: bool, plain: bool) -> None:
+        self.launched.append((cluster, run, run_dir, resume, plain))
+        if self.failure is not None:
+            raise self.failure
+        save_resolved(run_dir, cluster, run)
+
+    def __call__(self, *arguments: str) -> Result:
+        self.monkeypatch.setattr(sys, "argv", ["streamrl", *arguments])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        captured = self.capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    def launch(self, *arguments: str) -> Result:
+        return self("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", *arguments)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def terminal(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Terminal:
+    (tmp_path / "model").symlink_to(model)
+    return Terminal(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_shows_an_example(terminal: Terminal, command: str) -> None:
+    result = terminal(command, "--help")
+    assert result.code == 0
+    assert f"  streamrl {command} " in result.out.partition("Example")[2]
+
+
+def test_the_list_of_commands_holds_exactly_the_modules(terminal: Terminal) -> None:
+    modules = {path.stem.replace("_", "-") for path in Path(cli.__file__).parent.glob("*.py")}
+    assert set(cli.COMMANDS) == modules - {"main", "--init--"}
+    assert all(command in terminal("--help").out for command in cli.COMMANDS)
+
+
+def test_an_unknown_command_suggests_the_nearest(terminal: Terminal) -> None:
+    result = terminal("lunch")
+    assert result.code == 2
+    assert "Did you mean 'launch'?" in result.err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (RunFailed("trainer died\nKilled"), 1),
+        (UserError("no"), 2),
+        (supervisor.Interrupted("stopped"), 130),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(terminal: Terminal, failure: BaseException, code: int) -> None:
+    terminal.failure = failure
+    result = terminal.launch()
+    assert result.code == code
+    assert all(line in result.err for line in str(failure).splitlines())
+    assert "Traceback" not in result.err
+
+
+def test_launch_starts_the_resolved_run(terminal: Terminal) -> None:
+    result = terminal.launch("--set", "optimizer.lr=1e-4", "--steps", "7", "--plain")
+    assert result.code == 0, result.err
+    [(cluster, run, run_dir, resume, plain)] = terminal.launched
+    assert cluster == load_cluster("cluster.yaml")
+    assert run == load_run("run.yaml", ["optimizer.lr=1e-4", "steps=7"])
+    assert (run_dir, resume, plain) == (Path("runs/tiny"), False, True)
+
+
+def test_no_run_is_overwritten(terminal: Terminal) -> None:
+    for _ in range(3):
+        terminal.launch()
+    assert [run_dir.name for _, _, run_dir, _, _ in terminal.launched] == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_resuming_takes_everything_from_the_folder(terminal: Terminal) -> None:
+    terminal.launch("--set", "seed=5")
+    (terminal.folder / "cluster.yaml").unlink()
+    (terminal.folder / "run.yaml").unlink()
+    assert terminal("launch", "--resume", "runs/tiny", "--steps", "9").code == 0
+    _, run, run_dir, resume, _ = terminal.launched[-1]
+    assert (run.seed, run.steps, run_dir, resume) == (5, 9, Path("runs/tiny"), True)
+
+
+def test_a_resumed_run_cannot_change_what_it_trains(terminal: Terminal) -> None:
+    terminal.launch()
+    assert terminal("launch", "--resume", "runs/tiny", "--set", "seed=1").code == 2
+    assert terminal("launch", "--resume", "runs/tiny", "--run", "run.yaml").code == 2
+    assert len(terminal.launched) == 1
+
+
+def test_a_finished_run_says_how_to_train_it_further(terminal: Terminal) -> None:
+    terminal.launch()
+    (terminal.folder / "runs/tiny/checkpoints/step_4").mkdir(parents=True)
+    result = terminal("launch", "--resume", "runs/tiny")
+    assert result.code == 2
+    assert "has done 4 of 4 steps; --steps 8" in result.err
+    assert terminal("launch", "--resume", "runs/tiny", "--steps", "6").code == 0
+
+
+def test_dry_run_prints_every_process_and_starts_nothing(terminal: Terminal) -> None:
+    result = terminal.launch("--dry-run", "--set", "schedule={name: sync}")
+    assert result.code == 0, result.err
+    for word in ("controller", "trainer", "service-here", "here-one-0", "rewards-here", "mine", "sync", "model"):
+        assert word in result.out
+    assert terminal.launched == []
+    assert not (terminal.folder / "runs").exists()
+
+
+def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (terminal.folder / "cluster.yaml").write_text(
+            f"hardware: cpu\nsites:\n  here:\n    port: {port}\n    trainer: {{}}\n    generation: [{{}}]\n"
+        )
+        (terminal.folder / "run.yaml").write_text(
+            "model: {path: modle}\n"
+            "tasks:\n- {kind: reasoning_gym, name: chain_sun}\n"
+            "- {kind: reasoning_gym, name: chain_sum, config: {min_terms: 9}}\n"
+            "- {kind: file, name: a, path: none.jsonl}\n"
+            "- {kind: file, name: b, path: prompts.jsonl, prompt_column: question}\n"
+            "- {kind: file, name: c, path: prompts.jsonl, reward: 'no_such_module:f'}\n"
+        )
+        result = terminal.launch()
+    assert result.code == 2
+    lines = result.err.splitlines()
+    for words in (
+        "did you mean model",
+        "did you mean chain_sum",
+        "chain_sum refuses its config",
+        "none.jsonl",
+        "question",
+        "no_such_module",
+        f"cannot listen on 127.0.0.1:{port}: Address already in use",
+    ):
+        assert any(words in line for line in lines), (words, lines)
+    assert "Traceback" not in result.err
+    assert terminal.launched == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch"], "--cluster FILE is needed"),
+        (["launch", "--cluster", "clutser.yaml"], "did you mean cluster.yaml"),
+        (["launch", "--cluster", "cluster.yaml", "--set", "stps=1"], "did you mean 'steps'"),
+        (["launch", "--cluster", "cluster.yaml", "--steps", "0"], "--steps"),
+        (["launch", "--resume", "runs"], "is not a run's folder"),
+        (["fetch-model", "smollm2-135"], "did you mean smollm2-135m"),
+        (["schema", "runs"], "'cluster', 'run'"),
+    ],
+)
+def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, arguments: list[str], words: str) -> None:
+    result = terminal(*arguments)
+    assert result.code == 2
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert terminal.launched == []
+
+
+def test_warnings_do_not_stop_a_run(terminal: Terminal) -> None:
+    text = CLUSTER.replace("threads: 1", "threads: 4000")
+    (terminal.folder / "cluster.yaml").write_text(text)
+    result = terminal.launch()
+    assert result.code == 0
+    assert "warning: the cluster file asks for 4001 computing threads" in result.err
+    assert len(terminal.launched) == 1
+
+
+@pytest.mark.parametrize(("which", "key"), [("cluster", "sites"), ("run", "optimizer")])
+def test_schema_is_json_schema_with_descriptions_and_refuses_unknown_keys(
+    terminal: Terminal, which: str, key: str
+) -> None:
+    schema = json.loads(terminal("schema", which).out)
+    assert key in schema["properties"]
+    assert schema["additionalProperties"] is False
+    assert "description" in json.dumps(schema["$defs"])

@@ -1,0 +1,269 @@
+"""A configuration mistake is told with file, line, key, what is there and what should be; all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
+from streamrl.config.run import RunConfig, default_tasks
+from streamrl.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str) -> Path:
+        path = tmp_path / "file.yaml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def run_errors(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    assert isinstance(caught.value, UserError) and caught.value.exit_code == 2
+    return str(caught.value).replace(str(path), "F").splitlines()
+
+
+def cluster_errors(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    return str(caught.value).replace(str(path), "F").splitlines()
+
+
+def test_the_files_of_the_repository_are_valid() -> None:
+    for path in sorted((ROOT / "cluster_configs").glob("*.yaml")):
+        load_cluster(path)
+    for path in sorted((ROOT / "experiments").glob("runs/*.yaml")):
+        load_run(path)
+    demo = load_run(ROOT / "experiments/runs/demo.yaml")
+    assert demo.tasks == default_tasks()
+    assert demo.optimizer.lr == 1e-5
+
+
+def test_no_run_file_and_an_empty_one_are_all_defaults(write: Write) -> None:
+    assert load_run(None) == load_run(write("")) == load_run(write("# nothing\n")) == RunConfig()
+
+
+def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Write) -> None:
+    path = write(
+        "batch:\n"
+        "  promts_per_step: 8\n"
+        "  samples_per_prompt: 0\n"
+        "lr: 3\n"
+        "schedule:\n"
+        "  name: strem\n"
+        "tasks:\n"
+        "- kind: reasoning_gym\n"
+        "  nam: x\n"
+        "- kind: reasoning_gim\n"
+        "  name: y\n"
+        "- name: z\n"
+        "steps: many\n"
+        "name: 5\n"
+        "model:\n"
+        "  dtype: fp16\n"
+    )
+    errors = run_errors(path)
+    assert [line.split(": ")[0] for line in errors] == [f"F:{line}" for line in (2, 3, 4, 6, 8, 9, 10, 12, 13, 14, 16)]
+    assert "unknown key 'batch.promts_per_step'; did you mean 'prompts_per_step'?" in errors[0]
+    assert errors[1] == "F:3: 'batch.samples_per_prompt' is 0, expected at least 1"
+    assert "did you mean 'optimizer.lr'?" in errors[2]
+    assert errors[3] == "F:6: 'schedule.name' is 'strem', expected one of: sync, stream"
+    assert "key 'tasks.0.name' is missing" in errors[4]
+    assert "unknown key 'tasks.0.nam'; did you mean 'name'?" in errors[5]
+    assert "expected one of: reasoning_gym, file, hf_dataset; did you mean reasoning_gym?" in errors[6]
+    assert "key 'tasks.2.kind' is missing" in errors[7]
+    assert errors[8] == "F:13: 'steps' is 'many', expected a whole number"
+    assert "'name' is 5, expected text" in errors[9]
+    assert errors[10] == "F:16: 'model.dtype' is 'fp16', expected one of: bfloat16, float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- 1\n", "F: expected keys with values ('key: value'), found a list"),
+        ("a: [1\nb: x\n", "F:2: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
+        ("\tx: 1\n", "F:1: not valid YAML: while scanning for the next token, found character"),
+        ("steps: 1\nseed: 2\nsteps: 3\n", "F:3: key 'steps' again, first on line 1"),
+        ("batch:\n  a: 1\n  a: 1\n", "F:3: key 'a' again, first on line 2"),
+        ("sampling:\n  max_tokens: 2000\n", "F:2: sampling.max_tokens (2000) leaves no room for a prompt"),
+        ("tasks:\n", "F:1: 'tasks' is empty, expected a list"),
+        ("tasks: []\n", "F:1: 'tasks' is [], expected at least one entry"),
+        ("name: a/b\n", "F:1: 'name' is 'a/b', expected text that matches"),
+        ("tasks:\n- {kind: reasoning_gym, name: a}\n- {kind: reasoning_gym, name: a}\n", "F:1: tasks need different"),
+    ],
+)
+def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None:
+    errors = run_errors(write(text))
+    assert len(errors) == 1
+    assert errors[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "F: the file is empty; a cluster file needs 'hardware' and 'sites'"),
+        (
+            "hardware: gpu\nsites:\n  a: {trainer: {}, generation: [{}]}\n",
+            "F:1: 'hardware' is 'gpu', expected one of: ",
+        ),
+        ("hardware: cpu\nsites: {}\n", "F:2: 'sites' is {}, expected at least one entry"),
+        ("hardware: cpu\nsites:\n  A b:\n    trainer: {}\n", "F:3: 'sites.A b': the name must match"),
+        ("hardware: cpu\nsites:\n  a:\n    port: 1\n", "F:3: 'sites.a': a site needs a 'trainer'"),
+        ("hardware: cpu\nsites:\n  a: {generation: [{}]}\n", "F:2: exactly one site must hold the 'trainer'"),
+        (
+            "hardware: cpu\nsites:\n  a:\n    trainer: {rank: 2}\n    generation: [{}]\n",
+            "F:4: unknown key 'sites.a.trainer.rank'; did you mean 'ranks'?",
+        ),
+        (
+            "hardware: cpu\nsites:\n  a:\n    trainer: {}\n    generation:\n    - {}\n    - max_batch: lots\n",
+            "F:7: 'sites.a.generation.1.max_batch' is 'lots', expected a whole number",
+        ),
+    ],
+)
+def test_a_mistake_in_a_cluster_file(write: Write, text: str, expected: str) -> None:
+    errors = cluster_errors(write(text))
+    assert len(errors) == 1
+    assert errors[0].startswith(expected)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "local.yaml").write_text("x: 1")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name, words in (
+        ("locla.yaml", f"no such file; did you mean {tmp_path}/local.yaml?"),
+        ("no/such.yaml", "no such file (and no folder"),
+        ("", "this is a folder, expected a YAML file"),
+        ("binary.yaml", "not UTF-8 text"),
+    ):
+        with pytest.raises(ConfigError, match=r"^\S+: ") as caught:
+            load_cluster(tmp_path / name)
+        assert words in str(caught.value)
+
+
+def test_overrides_change_keys_entries_of_lists_and_whole_sections(write: Write) -> None:
+    path = write("batch: {prompts_per_step: 3, samples_per_prompt: 5}\n")
+    run = load_run(
+        path,
+        [
+            "batch.prompts_per_step=7",
+            "optimizer.lr=1e-5",
+            "tasks.0.weight=2",
+            "schedule={name: sync}",
+            "model.system_prompt=null",
+            "sampling.stop=['=', 'a.b']",
+            "steps=4",
+            "steps=9",
+        ],
+    )
+    assert (run.batch.prompts_per_step, run.batch.samples_per_prompt) == (7, 5)
+    assert run.optimizer.lr == 1e-5
+    assert [task.weight for task in run.tasks] == [2, 1, 1]
+    assert run.schedule.name == "sync"
+    assert run.sampling.stop == ["=", "a.b"]
+    assert run.steps == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps", "expected key=value"),
+        ("a..b=1", "expected key=value"),
+        ("steps=[", "the value is not valid YAML"),
+        ("steps=many", "'steps' is 'many', expected a whole number"),
+        ("stps=3", "unknown key 'stps'; did you mean 'steps'?"),
+        ("steps.x=3", "'steps' is 4, it has no key 'x'"),
+        ("tasks.7.weight=1", "'tasks' has 3 entries, counted from 0: there is no 7"),
+        ("tasks.a=1", "'tasks' is a list, expected a number from 0 to 2"),
+        ("tasks.0.weight=-1", "'tasks.0.weight' is -1, expected more than 0"),
+        ("model.max_context=64", "sampling.max_tokens (128) leaves no room"),
+        ("optimizer.betas=[1, 2, 3]", "expected at most 2 entries"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override_and_not_the_file(write: Write, override: str, words: str) -> None:
+    errors = run_errors(write("steps: 4\n"), override)
+    assert len(errors) == 1
+    assert errors[0].startswith(f"--set {override}: ")
+    assert words in errors[0]
+
+
+def test_mistakes_of_file_and_overrides_are_told_together(write: Write) -> None:
+    errors = run_errors(write("steps: 0\n"), "seed=x", "optimizer.lr=0")
+    assert sorted(errors) == [
+        "--set optimizer.lr=0: 'optimizer.lr' is 0, expected more than 0.0",
+        "--set seed=x: 'seed' is 'x', expected a whole number",
+        "F:1: 'steps' is 0, expected at least 1",
+    ]
+
+
+def test_a_resolved_run_reads_back_the_same(tmp_path: Path) -> None:
+    cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
+    run = load_run(ROOT / "experiments/runs/demo.yaml", ["model.system_prompt='é: yes'", "optimizer.eps=1e-12"])
+    save_resolved(tmp_path / "new", cluster, run)
+    assert load_resolved(tmp_path / "new") == (cluster, run)
+    assert set(yaml.safe_load((tmp_path / "new/config.yaml").read_text())) == {"cluster", "run"}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.yaml"], "no partial file stays"
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        load_resolved(tmp_path)
+    (tmp_path / "config.yaml").write_text("cluster: {}\n")
+    with pytest.raises(ConfigError, match="'cluster' and 'run'"):
+        load_resolved(tmp_path)
+
+
+def test_a_mistake_edited_into_a_resolved_run_is_told_with_its_line(tmp_path: Path) -> None:
+    save_resolved(tmp_path, load_cluster(ROOT / "cluster_configs/local.yaml"), load_run(None))
+    path = tmp_path / "config.yaml"
+    lines = path.read_text().splitlines()
+    wrong = next(i for i, line in enumerate(lines) if line.startswith("  steps:"))
+    lines[wrong] = "  steps: none"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=rf"config.yaml:{wrong + 1}: 'steps' is 'none'"):
+        load_resolved(tmp_path)
+
+
+KEYS = st.sampled_from(["tasks", "schedule", "name", "kind", "batch", "steps", "reasoning_gym", "stream", "optimizer"])
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["stream", "reasoning_gym", "file", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.dictionaries(KEYS, VALUES, max_size=4))
+def test_no_file_however_wrong_gives_anything_but_a_readable_message(write: Write, data: dict[str, Any]) -> None:
+    path = write(yaml.safe_dump(data))
+    try:
+        load_run(path)
+    except ConfigError as error:
+        assert all(line.startswith(f"{path}") for line in str(error).splitlines())
+
+
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=st.text(alphabet="ab:- \n\t[]{}&*#|>'\"!%@1", max_size=40))
+def test_no_text_however_broken_gives_anything_but_a_readable_message(write: Write, text: str) -> None:
+    path = write(text)
+    for load in (load_run, load_cluster):
+        try:
+            load(path)
+        except ConfigError as error:
+            assert str(error).startswith(f"{path}")

@@ -1,0 +1,115 @@
+"""The dependency rule of docs/architecture.md, and what a light start must not load."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCHEDULER_MAY = {"scheduler", "numpy"}
+RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow"}
+HEAVY = {"torch", "vllm", "transformers", "numpy", "pyarrow", "pandas", "matplotlib", "lightgbm", "datasets"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything a file imports, inside functions too; relative imports made absolute."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"{folder} holds no modules: the rule would be checked on nothing"
+    return found
+
+
+def offenders(folder: str, allowed: set[str]) -> list[str]:
+    ok = allowed | set(sys.stdlib_module_names)
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(folder)
+        for name in imports(path)
+        if name.split(".")[0] not in ok
+    ]
+
+
+def test_scheduler_needs_nothing_but_numpy() -> None:
+    assert offenders("scheduler", SCHEDULER_MAY) == []
+
+
+def test_ranker_needs_nothing_of_the_running_system() -> None:
+    assert offenders("ranker", RANKER_MAY) == []
+
+
+def test_nothing_imports_the_command_line() -> None:
+    rest = [path for path in files("streamrl") if "cli" not in path.relative_to(ROOT).parts]
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*rest, *files("ranker"), *files("scheduler")]
+        for name in imports(path)
+        if (name + ".").startswith("streamrl.cli.")
+    ]
+    assert found == []
+
+
+def test_config_needs_neither_torch_nor_vllm() -> None:
+    own = {"streamrl", "pydantic", "yaml"}
+    assert offenders("streamrl/config", own) == []
+
+
+def test_the_import_scan_sees_relative_and_nested_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    module = tmp_path / "streamrl" / "control" / "x.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("def f():\n    import torch\n    from ..cli import main\n    from . import batch\n")
+    assert set(imports(module)) == {
+        "torch",
+        "streamrl.cli",
+        "streamrl.cli.main",
+        "streamrl.control",
+        "streamrl.control.batch",
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["launch", "--help"], ["report", "--help"], ["status", "--help"], ["fetch-model", "--help"]],
+)
+def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
+    code = (
+        "import json, sys, streamrl, streamrl.cli.main as m\n"
+        f"sys.argv = ['streamrl', *{arguments!r}]\n"
+        "try:\n    m.main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "print('MODULES', json.dumps(sorted({name.split('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    help_text, _, modules = done.stdout.rpartition("MODULES")
+    assert "Usage:" in help_text
+    assert HEAVY & set(json.loads(modules)) == set()
+
+
+def test_reading_configuration_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from streamrl.config.load import load_cluster, load_run\n"
+        "load_cluster('cluster_configs/local.yaml'); load_run('experiments/runs/demo.yaml')\n"
+        "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
