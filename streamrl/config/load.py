@@ -70,15 +70,6 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
     return _validate(RunConfig, _override(document, overrides))
 
 
-def override_run(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A resolved run with `key=value` overrides on top (on resuming).
-
-    Raises:
-        ConfigError: an override is wrong.
-    """
-    return _validate(RunConfig, _override(Document("(resumed run)", _plain(run), None), overrides))
-
-
 def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None:
     """Writes `<run_dir>/config.yaml` with every key of both files; replaces the file in one step.
 

@@ -24,7 +24,7 @@ def written_out(logp: list[float], old: list[float], adv: list[float], ref: list
     return total
 
 
-# inside the clip, above with A > 0 (clipped), above with A < 0 (not), below with A < 0 (clipped), below with A > 0 (not)
+# inside the clip; above it with A > 0 (clipped) and A < 0 (not); below it with A < 0 (clipped) and A > 0 (not); A = 0
 LOGP = [-1.0, -0.5, -0.5, -2.0, -2.0, -1.3]
 OLD = [-1.1, -1.0, -1.0, -1.0, -1.0, -1.3]
 ADV = [0.7, 1.5, -1.5, -0.8, 0.8, 0.0]
@@ -38,7 +38,7 @@ def test_loss_and_gradient(kl: float) -> None:
         return grpo_loss(values, old, adv, LOW, HIGH, ref, kl).loss_sum
 
     logp = torch.tensor(LOGP, dtype=torch.float64, requires_grad=True)
-    assert float(loss(logp)) == pytest.approx(written_out(LOGP, OLD, ADV, REF if kl else None, kl), rel=1e-12)
+    assert float(loss(logp).detach()) == pytest.approx(written_out(LOGP, OLD, ADV, REF if kl else None, kl), rel=1e-12)
     assert torch.autograd.gradcheck(loss, (logp,), eps=1e-7, atol=1e-6)
 
 
