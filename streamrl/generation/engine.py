@@ -21,6 +21,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # the operating system places threads: instances, trainer and rewards share the machine
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+UNNAMED_VERSION = -1
+"""Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
+
 CPU_BLOCK_SIZE = 32
 """KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
 
@@ -206,5 +209,6 @@ def _token_versions(spans: Any, length: int) -> np.ndarray:
     """vLLM's spans of (version, start, end) as one number per token, shape [length]."""
     versions = np.zeros(length, dtype=np.int32)
     for span in spans or []:
-        versions[span.start : span.end] = int(span.version)
+        # before the first version is named, vLLM calls its weights "default"
+        versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else UNNAMED_VERSION
     return versions

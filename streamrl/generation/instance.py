@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from streamrl.generation.engine import Engine
+from streamrl.generation.engine import UNNAMED_VERSION, Engine
 from streamrl.generation.messages import request_from_wire, sample_to_wire
 from streamrl.launch.context import RoleContext
 from streamrl.transport.deadlines import WaitRegistry
@@ -26,7 +26,7 @@ class Instance:
         self.site = site
         self.pool = next(p for p in context.cluster.sites[site].generation if p.name == pool_name)
         self.waits = WaitRegistry(context.name)
-        self.version = -1
+        self.version = UNNAMED_VERSION
         self.updating = False
         self._rate = (time.monotonic(), 0)
 
@@ -41,7 +41,9 @@ class Instance:
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site)
         try:
             if self.engine.backend == BACKEND:
-                await self.engine.set_up_weights({"directory": str(store_directory(self.context.run_dir))}, -1)
+                await self.engine.set_up_weights(
+                    {"directory": str(store_directory(self.context.run_dir))}, UNNAMED_VERSION
+                )
             await self.engine.warm_up()
             await self._serve()
         finally:

@@ -53,6 +53,11 @@ def random_groups(count: int, seed: int = 0, samples: int = 4) -> list[TrainGrou
     ]
 
 
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
 def run_config(path: Path, **changes: object) -> RunConfig:
     values = {
         "model": {"path": str(path), "max_context": 256, "dtype": "float32"},

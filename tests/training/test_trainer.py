@@ -12,8 +12,9 @@ import torch.multiprocessing as mp
 
 from streamrl.rollouts.micro_batch import TrainGroup, balance, split_into_micro_batches
 from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.training.policy import load_policy
 from streamrl.training.trainer import Trainer, learning_rate
-from tests.training.conftest import free_port, random_groups, run_config
+from tests.training.conftest import free_port, random_groups, relative_error, run_config
 
 CPU = torch.device("cpu")
 
@@ -29,10 +30,6 @@ def accumulated_gradient(trainer: Trainer, micro_batches: list[list[TrainGroup]]
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def test_streaming_gives_the_gradient_of_the_whole_batch_for_any_arrival_order(
@@ -118,15 +115,22 @@ def _spawn(ranks: int, model: Path, out: Path, resume: Path | None = None) -> di
 
 
 def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tmp_path: Path) -> None:
+    start = {name: p.detach() for name, p in load_policy(str(tiny_model)).model.named_parameters()}
+
+    def same_updates(
+        ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
+    ) -> None:
+        for name, before in base.items():
+            # AdamW divides by the gradient's size: rounding of the smallest gradients shows in the updates
+            assert relative_error(ours[name] - before, theirs[name] - before) < 2e-3, name
+
     one = _spawn(1, tiny_model, tmp_path / "one")
     two = _spawn(2, tiny_model, tmp_path / "two")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    same_updates(two, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
     again_one = _spawn(1, tiny_model, tmp_path / "again-one", tmp_path / "two")
     again_two = _spawn(2, tiny_model, tmp_path / "again-two", tmp_path / "two")
-    for name, tensor in again_one.items():
-        torch.testing.assert_close(again_two[name], tensor, rtol=1e-4, atol=2e-5)
+    same_updates(again_two, again_one, two)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
