@@ -18,6 +18,8 @@ from streamrl.weights.vllm_plugin import BACKEND
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# lets a CPU engine hold its worker (see Engine); an AsyncLLM's engine is a process of its own all the same
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # the operating system places threads: instances, trainer and rewards share the machine
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -49,6 +51,9 @@ class Engine:
             if cuda
             else {
                 "enforce_eager": True,
+                # the worker inside the engine process: between two processes vLLM waits by spinning, which costs a
+                # core that the worker, other instances and the trainer need
+                "distributed_executor_backend": "uni",
                 "block_size": CPU_BLOCK_SIZE,
                 "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30),
                 # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
