@@ -12,13 +12,9 @@ from streamrl.config.run import RunConfig
 
 Role = Literal["controller", "trainer", "service", "instance", "rewards"]
 
-PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 """OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
 cores, because whoever waits takes the core from whoever is waited for."""
-
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""One heap for all threads of a trainer: with one per thread, what a step frees in one is not there for the next step
-in another, and memory grew by 2 GB over a few steps."""
 
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Some of reasoning-gym's questions depend on the order of sets of strings: the process that asks and the one that
@@ -83,7 +79,6 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
             ],
             env={"OMP_NUM_THREADS": str(trainer.threads)}
             | PASSIVE_WAITING
-            | ONE_ARENA
             | _visible(gpus := take_gpus(trainer.ranks), cuda),
             threads=trainer.threads,
             gpu=trainer.gpu,
