@@ -12,7 +12,8 @@ import logging
 import time
 from typing import Any
 
-from scheduler.dispatch import LeastLoaded, Request
+from scheduler.baselines import LeastLoaded
+from scheduler.policy import Request
 from streamrl.errors import RunFailed
 from streamrl.generation.messages import request_from_wire, request_to_wire
 from streamrl.launch.context import RoleContext

@@ -1,0 +1,157 @@
+"""Policies that others use, to compare with: random, round-robin, least-loaded, longest-first."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Iterable
+
+from scheduler.policy import Assignment, Fleet, Progress, Request
+
+
+class LeastLoaded(Fleet):
+    """Data-parallel load balance: first come first served, to the instance with the fewest running requests.
+
+    Siblings follow their group to the instance that already has it, as long as that instance is not more than
+    `affinity` requests fuller than the emptiest one: a shared prompt is computed once per instance.
+    """
+
+    def __init__(self, affinity: int = 0) -> None:
+        super().__init__()
+        self.affinity = affinity
+        self._waiting: deque[Request] = deque()
+        self._groups: dict[str, str] = {}  # group -> instance that has it
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance."""
+        return len(self._waiting)
+
+    def leave(self, instance: str) -> list[str]:
+        """See `Fleet`."""
+        self._groups = {group: where for group, where in self._groups.items() if where != instance}
+        return super().leave(instance)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Requests wait to be placed."""
+        self._waiting.extend(requests)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while there are free slots."""
+        decisions = []
+        while self._waiting and (emptiest := self.emptiest()) is not None:
+            request = self._waiting.popleft()
+            home = self.instances.get(self._groups.get(request.group_id, ""))
+            stays = home is not None and home.free > 0 and len(home.running) <= len(emptiest.running) + self.affinity
+            chosen = home if stays and home is not None else emptiest
+            self._groups[request.group_id] = chosen.name
+            decisions.append(self.start(request, chosen))
+        if not self._waiting and not self.where:
+            self._groups.clear()  # nothing is under way: no group can have more siblings to place
+        return decisions
+
+
+class LongestFirst(Fleet):
+    """As least-loaded, but the longest expected request goes first; those without a forecast go last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[float, int, Request]] = []
+        self._count = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance."""
+        return len(self._heap)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Requests wait to be placed."""
+        for request in requests:
+            self._count += 1
+            expected = request.forecast.mean if request.forecast else 0.0
+            heapq.heappush(self._heap, (-expected, self._count, request))
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while there are free slots."""
+        decisions = []
+        while self._heap and (emptiest := self.emptiest()) is not None:
+            decisions.append(self.start(heapq.heappop(self._heap)[2], emptiest))
+        return decisions
+
+
+class _InTurn(Fleet):
+    """Each request is bound to an instance when it is submitted, whatever that instance has to do; first come first
+    served inside an instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[str, deque[Request]] = {}
+        self._ready: set[str] = set()
+        """Instances whose queue or slots have changed."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return sum(map(len, self._queues.values()))
+
+    def _choose(self, names: list[str]) -> str:
+        raise NotImplementedError
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Binds requests to instances.
+
+        Raises:
+            ValueError: there is no instance.
+        """
+        names = list(self.instances)
+        if not names:
+            raise ValueError("there is no instance to bind requests to")
+        for request in requests:
+            name = self._choose(names)
+            self._queues.setdefault(name, deque()).append(request)
+            self._ready.add(name)
+
+    def leave(self, instance: str) -> list[str]:
+        """See `Fleet`; what waited for this instance is handed back as well."""
+        waiting = [request.request_id for request in self._queues.pop(instance, ())]
+        return super().leave(instance) + waiting
+
+    def finished(self, request_id: str) -> None:
+        """See `Fleet`."""
+        if request_id in self.where:
+            self._ready.add(self.where[request_id].name)
+        super().finished(request_id)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while their instances have free slots."""
+        decisions = []
+        for name in sorted(self._ready):
+            queue, instance = self._queues.get(name), self.instances.get(name)
+            while queue and instance is not None and instance.free > 0:
+                decisions.append(self.start(queue.popleft(), instance))
+        self._ready.clear()
+        return decisions
+
+
+class RoundRobin(_InTurn):
+    """Instances in turn, in the order in which they joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def _choose(self, names: list[str]) -> str:
+        self._turn += 1
+        return names[(self._turn - 1) % len(names)]
+
+
+class Random(_InTurn):
+    """Any instance, with equal probability."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def _choose(self, names: list[str]) -> str:
+        return self._random.choice(names)

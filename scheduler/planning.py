@@ -1,0 +1,336 @@
+"""Plans: which requests go to which instances, chosen by predicted time. Pure functions of forecasts and step curves.
+
+Requests are sorted by expected length, longest first. A set of requests whose lengths are known costs an instance
+sum_k (tau(k) - tau(k - 1)) L_k (see `cost.py`). Where lengths are uncertain each request is 16 equally likely ones, of
+weight 1/16; with A(t) of n requests expected to run at time t, the number that do is about binomial, and a step costs
+
+    g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (that any runs),
+
+and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... What exceeds the slots
+runs later, at a full batch.
+
+The run ends when its last instance does, and a thousand uncertain lengths hold surprises. So plans are compared by
+their mean makespan over scenarios, joint draws of all lengths; the cheapest wins, so none is predicted worse than even
+dealing:
+
+* `even`: dealt out in turn, as balancing loads does;
+* `greedy`: the longest first, each to where the most loaded instance grows least;
+* `blocks`: cut into stretches, each served by one or more like instances (the long tail gets its own), by dynamic
+  programming over the cuts; every order of instance types;
+* `packed`, for known lengths only: stretches of one instance each, by bisection of the makespan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, permutations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost import Floats, StepCurve, replica_time_with_refills
+from scheduler.forecast import scenarios
+
+SCENARIOS = 12
+"""Joint draws of all lengths that plans are compared on."""
+BUCKETS = 24
+"""Cuts that dynamic programming looks at; finer among the longest."""
+GRID = 40
+"""Times at which it counts who still runs."""
+PARTS = 4
+"""Steps of its cost table per request."""
+MOST_UNITS = 24
+"""Instances that it treats one by one; more of one kind are taken in bundles."""
+MOST_TYPE_ORDERS = 6
+
+_Costs = dict[tuple[int, int], Floats]
+"""Predicted seconds by (kind of instance, how many share), for every stretch: [cuts, cuts]."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An instance to plan for."""
+
+    name: str
+    curve: StepCurve
+    slots: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each instance is to do."""
+
+    kind: str
+    queues: tuple[tuple[int, ...], ...]
+    """For each worker, its requests, longest first."""
+    makespan: float
+    """Predicted seconds until all is done: mean over the scenarios."""
+    tail: frozenset[int] = frozenset()
+    """Workers that hold an isolated tail."""
+
+
+def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
+    """Seconds that one instance is expected to need for requests that it may all start now.
+
+    Args:
+        values: [n, v] equally likely lengths of each request; v = 1: known lengths.
+        curve: of the instance.
+        slots: most requests at once.
+    """
+    count, each = values.shape
+    if count == 0:
+        return 0.0
+    if each == 1 and count > slots:
+        return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots)
+    flat = np.sort(values, axis=None)[::-1]
+    steps = step_cost(np.arange(len(flat) + 1) / each, curve, slots, None if each == 1 else count)
+    return float(np.diff(steps) @ flat)
+
+
+def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int | None = None) -> Floats:
+    """Expected seconds of a step while `alive` requests are expected to run or wait (the module's g).
+
+    Args:
+        alive: expected numbers, any shape.
+        curve: of the instance.
+        slots: most requests at once.
+        uncertain: of how many requests with uncertain lengths they are; None: the numbers are certain.
+    """
+    alive = np.asarray(alive, dtype=np.float64)
+    running = np.minimum(alive, slots)
+    if uncertain is None:
+        cost = curve.base(running)
+    else:
+        any_runs = 1.0 - np.maximum(0.0, 1.0 - running / uncertain) ** uncertain
+        cost = any_runs * curve.base(running / np.maximum(any_runs, 1e-12))
+    over = alive - running
+    if over.any():
+        cost = cost + over * (float(curve.base(slots)) / slots)
+    return cost
+
+
+def plan(values: Floats, workers: Sequence[Worker], seed: int = 0, limit: float = np.inf) -> Plan:
+    """The cheapest plan.
+
+    Args:
+        values: [n, v] equally likely lengths of each request, requests sorted by mean, longest first.
+        workers: at least one.
+        seed: of the scenarios.
+        limit: no request is longer than this (the run's token limit).
+
+    Raises:
+        ValueError: there is no worker.
+    """
+    if not workers:
+        raise ValueError("nothing can be planned: the list of instances is empty")
+    known = values.shape[1] == 1
+    drawn = scenarios(values, 1 if known else SCENARIOS, seed, limit)
+    plans = [_costed("even", even(len(values), len(workers)), drawn, workers)]
+    if len(values) and len(workers) > 1:
+        plans.append(_costed("greedy", greedy(values.mean(axis=1), workers), drawn, workers))
+        plans.extend(_costed("blocks", queues, drawn, workers, tail) for queues, tail in blocks(values, workers))
+        if known:
+            plans.extend(_costed("packed", queues, drawn, workers) for queues in packed(values[:, 0], workers))
+    return min(plans, key=lambda candidate: candidate.makespan)
+
+
+def _costed(
+    kind: str,
+    queues: Sequence[Sequence[int]],
+    drawn: Floats,
+    workers: Sequence[Worker],
+    tail: frozenset[int] = frozenset(),
+) -> Plan:
+    """drawn: [scenarios, n]."""
+    latest = np.zeros(len(drawn))
+    for queue, worker in zip(queues, workers, strict=True):
+        lengths = drawn[:, list(queue)]
+        if len(drawn) == 1:
+            times = np.asarray([expected_time(lengths.T, worker.curve, worker.slots)])
+        else:
+            marginal = np.diff(step_cost(np.arange(len(queue) + 1), worker.curve, worker.slots))
+            times = np.sort(lengths, axis=1)[:, ::-1] @ marginal
+        latest = np.maximum(latest, times)
+    return Plan(kind, tuple(tuple(queue) for queue in queues), float(latest.mean()), tail)
+
+
+def even(count: int, workers: int) -> list[list[int]]:
+    """Deals 0 .. count - 1 out in turn, there and back, so that sums stay level."""
+    queues: list[list[int]] = [[] for _ in range(workers)]
+    for start in range(0, count, workers):
+        hand = range(start, min(start + workers, count))
+        for seat, request in enumerate(hand):
+            queues[seat if start // workers % 2 == 0 else workers - 1 - seat].append(request)
+    return queues
+
+
+def greedy(means: Floats, workers: Sequence[Worker]) -> list[list[int]]:
+    """Each request, longest first, to where the most loaded instance grows least (LPT with marginal step times)."""
+    count = len(means)
+    marginal = np.stack([np.diff(step_cost(np.arange(count + 1), w.curve, w.slots)) for w in workers])
+    queues: list[list[int]] = [[] for _ in workers]
+    loads, ranks = np.zeros(len(workers)), np.zeros(len(workers), dtype=int)
+    index = np.arange(len(workers))
+    for request, length in enumerate(means):
+        grown = loads + marginal[index, ranks] * length
+        chosen = int(grown.argmin())
+        loads[chosen] = grown[chosen]
+        ranks[chosen] += 1
+        queues[chosen].append(request)
+    return queues
+
+
+def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int]]]:
+    """Stretches of one instance each, as long as a makespan allows; the makespan is bisected. One plan for each order
+    of instance types."""
+    count = len(lengths)
+    costs = {worker: np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots)) for worker in set(workers)}
+    for order in _orders(workers):
+
+        def fill(limit: float, order: list[int] = order) -> list[list[int]] | None:
+            queues: list[list[int]] = [[] for _ in workers]
+            start = 0
+            for seat in order:
+                total = np.cumsum(costs[workers[seat]][: count - start] * lengths[start:])
+                taken = int(np.searchsorted(total, limit, side="right"))
+                queues[seat] = list(range(start, start + taken))
+                start += taken
+            return queues if start == count else None
+
+        low, high, best = 0.0, float(costs[workers[order[-1]]] @ lengths), None
+        for _ in range(24):
+            middle = (low + high) / 2
+            found = fill(middle)
+            low, high, best = (low, middle, found) if found else (middle, high, best)
+        if best:
+            yield best
+
+
+def _orders(workers: Sequence[Worker]) -> list[list[int]]:
+    """Seats of the workers, like ones side by side, in each order of the kinds (the first takes the longest)."""
+    kinds: dict[tuple[StepCurve, int], list[int]] = {}
+    for seat, worker in enumerate(workers):
+        kinds.setdefault((worker.curve, worker.slots), []).append(seat)
+    quick_first = sorted(kinds, key=lambda kind: float(kind[0].base(1)))
+    orders = list(permutations(quick_first)) if len(kinds) <= 3 else [tuple(quick_first), tuple(reversed(quick_first))]
+    return [[seat for kind in order for seat in kinds[kind]] for order in orders[:MOST_TYPE_ORDERS]]
+
+
+@lru_cache(maxsize=64)
+def _table(curve: StepCurve, slots: int, known: bool, largest: int) -> Floats:
+    return step_cost(np.arange(largest * PARTS + 2) / PARTS, curve, slots, None if known else largest)
+
+
+def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], frozenset[int]]]:
+    """Dynamic programming over stretches that share one or more like instances: (queues, tail's workers)."""
+    count, each = values.shape
+    cuts = np.unique(np.round(count * (np.arange(min(BUCKETS, count) + 1) / min(BUCKETS, count)) ** 2).astype(int))
+    flat = np.sort(values, axis=None)
+    # half of the times by share of requests, half evenly spaced: the tail has few requests and much time
+    grid = np.concatenate(
+        [flat[np.linspace(0, len(flat) - 1, GRID // 2).astype(int)], np.linspace(0, flat[-1], GRID // 2)]
+    )
+    grid = np.unique(grid)
+    width, middle = np.diff(grid, prepend=0.0), grid - np.diff(grid, prepend=0.0) / 2
+    ordered = np.sort(values, axis=1)
+    alive = (
+        np.stack(
+            [
+                len(part) * each - np.searchsorted(np.sort(part, axis=None), middle, "left")
+                for part in np.split(ordered, cuts[1:-1])
+            ]
+        )
+        / each
+    )  # [buckets, grid]
+    sums = np.concatenate([np.zeros((1, len(grid))), np.cumsum(alive, axis=0)])
+    first, last = np.triu_indices(len(cuts), k=1)
+    stretch = sums[last] - sums[first]  # [pairs, grid]
+    for order in _orders(workers):
+        runs = [list(run) for _, run in groupby(order, key=lambda seat: (workers[seat].curve, workers[seat].slots))]
+        bundle = -(-len(order) // MOST_UNITS)
+        units = [run[k : k + bundle] for run in runs for k in range(0, len(run), bundle)]
+        of_run = [number for number, run in enumerate(runs) for _ in range(0, len(run), bundle)]
+        firsts = [run[0] for run in runs]
+        costs: _Costs = {}
+
+        def cost(run: int, machines: int, firsts: list[int] = firsts, costs: _Costs = costs) -> Floats:
+            if (run, machines) not in costs:
+                worker = workers[firsts[run]]
+                table = _table(worker.curve, worker.slots, each == 1, count)
+                matrix = np.full((len(cuts), len(cuts)), np.inf)
+                matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width
+                np.fill_diagonal(matrix, 0.0)
+                costs[run, machines] = matrix
+            return costs[run, machines]
+
+        yield _best_cuts(cuts, units, of_run, cost, len(workers))
+
+
+def _best_cuts(
+    cuts: npt.NDArray[np.int64],
+    units: list[list[int]],
+    of_run: list[int],
+    cost: Callable[[int, int], Floats],
+    workers: int,
+) -> tuple[list[list[int]], frozenset[int]]:
+    """best[u][j] = least makespan of the requests before cut j on the first u units; the last stretch takes units
+    of one kind."""
+    size = len(cuts)
+    best = [np.where(np.arange(size) == 0, 0.0, np.inf)]
+    choice: list[npt.NDArray[np.int64]] = [np.zeros((size, 2), dtype=int)]
+    for used in range(1, len(units) + 1):
+        values, chosen = np.full(size, np.inf), np.zeros((size, 2), dtype=int)
+        machines = 0
+        for start in range(used - 1, -1, -1):
+            if of_run[start] != of_run[used - 1]:
+                break
+            machines += len(units[start])
+            candidates = np.maximum(best[start][:, None], cost(of_run[start], machines))
+            where = candidates.argmin(axis=0)
+            least = candidates[where, np.arange(size)]
+            better = least < values
+            values = np.where(better, least, values)
+            chosen[better] = np.stack([np.full(size, start), where], axis=1)[better]
+        best.append(values)
+        choice.append(chosen)
+    queues: list[list[int]] = [[] for _ in range(workers)]
+    used, cut, parts = len(units), size - 1, []
+    while used:
+        start, begin = choice[used][cut]
+        seats = [seat for unit in units[start:used] for seat in unit]
+        if begin < cut:
+            parts.append(seats)
+            for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), len(seats)), strict=True):
+                queues[seat] = [int(cuts[begin]) + request for request in hand]
+        used, cut = int(start), int(begin)
+    tail = frozenset(parts[-1]) if len(parts) > 1 else frozenset()
+    return queues, tail
+
+
+def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
+    """Reference, slow: the best cut of known lengths into one stretch per instance, over all orders of instance types,
+    beside even dealing. Dynamic programming over every cut; needs all requests to fit into the slots' refills."""
+    values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
+    count = len(values)
+    plans = [_costed("even", even(count, len(workers)), values[None], workers)]
+    for order in _orders(workers):
+        best, choices = np.where(np.arange(count + 1) == 0, 0.0, np.inf), []
+        for seat in order:
+            worker = workers[seat]
+            marginal = np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots))
+            matrix = np.full((count + 1, count + 1), np.inf)
+            for begin in range(count + 1):
+                matrix[begin, begin] = best[begin]
+                total = np.cumsum(marginal[: count - begin] * values[begin:])
+                matrix[begin, begin + 1 :] = np.maximum(best[begin], total)
+            choices.append(matrix.argmin(axis=0))
+            best = matrix.min(axis=0)
+        queues: list[list[int]] = [[] for _ in workers]
+        end = count
+        for seat, choice in zip(reversed(order), reversed(choices), strict=True):
+            begin = int(choice[end])
+            queues[seat], end = list(range(begin, end)), begin
+        plans.append(_costed("partition", queues, values[None], workers))
+    return min(plans, key=lambda candidate: candidate.makespan)

@@ -1,0 +1,284 @@
+"""Discrete-event simulation of generation: the same policy objects as in the live service, on modelled instances.
+
+An instance decodes its running requests together, one token each per step; a step takes `tau(batch, context)` of its
+curve. Nothing changes between two events, so whole stretches of steps are taken at once:
+
+    n steps at batch b from context c take   n base(b) + per_context_token (n c + b n^2 / 2)   seconds.
+
+A request that is admitted first has its prompt read in, which holds up its whole instance (siblings that come to an
+instance that has their prompt pay nothing); one that is moved has its prompt and tokens read in at its new instance.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost import StepCurve
+from scheduler.forecast import Forecast
+from scheduler.policy import REGULAR, DispatchPolicy, Request
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
+    """A completion to be simulated."""
+
+    request_id: str
+    length: float
+    """Tokens that it will produce."""
+    group_id: str = ""
+    prompt_tokens: int = 0
+    arrival: float = 0.0
+    """Seconds."""
+    forecast: Forecast | None = None
+    """What the policy is told."""
+
+
+@dataclass(frozen=True)
+class SimulatedInstance:
+    """An instance to simulate."""
+
+    name: str
+    curve: StepCurve
+    slots: int
+    pool: str = REGULAR
+
+
+@dataclass
+class Outcome:
+    """What came out of a simulation; times in seconds from its start."""
+
+    makespan: float
+    """The last request's end."""
+    finished: dict[str, float]
+    """End of every request."""
+    placed: dict[str, str]
+    """Instance on which each request ended."""
+    busy: dict[str, float]
+    """Time in which each instance had something to do."""
+    moves: int
+    """Running requests that were moved."""
+    tokens: float
+    """Generated in all."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the instances' time, until the last request's end, in which they had nothing to do."""
+        if not self.busy or self.makespan <= 0:
+            return 0.0
+        return 1.0 - sum(self.busy.values()) / (len(self.busy) * self.makespan)
+
+    def ends(self) -> npt.NDArray[np.float64]:
+        """Ends of all requests, ascending."""
+        return np.sort(np.fromiter(self.finished.values(), dtype=np.float64))
+
+
+@dataclass
+class _Running:
+    """A request on an instance."""
+
+    request: SimulatedRequest
+    end_step: float
+    """The instance's step count at which it ends."""
+
+
+@dataclass
+class _Engine:
+    """One instance while simulated."""
+
+    spec: SimulatedInstance
+    tau: list[float]
+    """base(b) for b = 0 .. slots."""
+    now: float = 0.0
+    steps: float = 0.0
+    """Decode steps since the start."""
+    context: float = 0.0
+    """Tokens of context of all running requests."""
+    stall: float = 0.0
+    """Seconds of reading prompts that are still to do."""
+    busy: float = 0.0
+    running: dict[str, _Running] = field(default_factory=dict)
+    by_end: list[tuple[float, str]] = field(default_factory=list)
+    """Heap of (end step, request), with entries of requests that were moved away."""
+    prompts: dict[str, int] = field(default_factory=dict)
+    """Groups whose prompt is in the KV cache, with the requests of each that run here."""
+    epoch: int = 0
+    """Counts changes, so that a planned end that is out of date can be told."""
+
+    def seconds_for(self, steps: float) -> float:
+        """Time that this many steps take from here."""
+        batch = len(self.running)
+        extra = self.spec.curve.per_context_token
+        return steps * self.tau[batch] + extra * (steps * self.context + batch * steps * steps / 2)
+
+    def advance(self, now: float) -> None:
+        """Works until `now`."""
+        elapsed = now - self.now
+        self.now = now
+        if not self.running or elapsed <= 0:
+            return
+        self.busy += elapsed
+        read = min(self.stall, elapsed)
+        self.stall -= read
+        elapsed -= read
+        if elapsed <= 0:
+            return
+        batch, extra = len(self.running), self.spec.curve.per_context_token
+        linear = self.tau[batch] + extra * self.context
+        square = extra * batch / 2
+        # square n^2 + linear n = elapsed
+        steps = 2 * elapsed / (linear + math.sqrt(linear**2 + 4 * square * elapsed))
+        self.steps += steps
+        self.context += steps * batch
+
+    def next_end(self) -> tuple[float, str] | None:
+        """When the next request ends if nothing changes, and which."""
+        while self.by_end and (
+            self.by_end[0][1] not in self.running or self.running[self.by_end[0][1]].end_step != self.by_end[0][0]
+        ):
+            heapq.heappop(self.by_end)
+        if not self.by_end:
+            return None
+        end_step, request_id = self.by_end[0]
+        return self.now + self.stall + self.seconds_for(max(0.0, end_step - self.steps)), request_id
+
+    def admit(self, request: SimulatedRequest, produced: float) -> None:
+        """Takes a request in that has produced so many tokens elsewhere."""
+        key = request.group_id or request.request_id
+        shared = self.prompts.get(key, 0)
+        read = produced if shared else request.prompt_tokens + produced
+        self.prompts[key] = shared + 1
+        self.stall += read * self.spec.curve.per_prefill_token
+        end_step = self.steps + request.length - produced
+        self.running[request.request_id] = _Running(request, end_step)
+        heapq.heappush(self.by_end, (end_step, request.request_id))
+        self.context += request.prompt_tokens + produced
+        self.epoch += 1
+
+    def remove(self, request_id: str) -> float:
+        """Takes a request out; returns the tokens that it has produced."""
+        gone = self.running.pop(request_id)
+        produced = gone.request.length - max(0.0, gone.end_step - self.steps)
+        self.context -= gone.request.prompt_tokens + produced
+        key = gone.request.group_id or request_id
+        self.prompts[key] -= 1
+        if not self.prompts[key]:
+            del self.prompts[key]
+        self.epoch += 1
+        return produced
+
+
+class Simulation:
+    """One fleet under one policy."""
+
+    def __init__(self, policy: DispatchPolicy, instances: Sequence[SimulatedInstance]) -> None:
+        """Has all instances join the policy.
+
+        Raises:
+            ValueError: no instances, or two of one name.
+        """
+        if not instances:
+            raise ValueError("nothing can be simulated: the list of instances is empty")
+        self.policy = policy
+        self.engines: dict[str, _Engine] = {}
+        for spec in instances:
+            policy.join(spec.name, spec.slots, spec.curve, spec.pool)
+            self.engines[spec.name] = _Engine(spec, spec.curve.table(spec.slots).tolist())
+        self.where: dict[str, _Engine] = {}
+        self.requests: dict[str, SimulatedRequest] = {}
+        self.moves = 0
+        self._events: list[tuple[float, int, str]] = []  # (end, engine's epoch, engine)
+
+    def run(self, requests: Iterable[SimulatedRequest]) -> Outcome:
+        """Simulates until every request has ended.
+
+        Raises:
+            ValueError: two requests of one id.
+            RuntimeError: the policy leaves requests waiting although nothing runs.
+        """
+        arriving = sorted(requests, key=lambda request: request.arrival)
+        self.requests = {request.request_id: request for request in arriving}
+        if len(self.requests) != len(arriving):
+            raise ValueError("two simulated requests have one id")
+        ends: dict[str, float] = {}
+        placed: dict[str, str] = {}
+        position, now = 0, 0.0
+        while position < len(arriving) or self._events or len(ends) < len(arriving):
+            arrival = arriving[position].arrival if position < len(arriving) else math.inf
+            self._drop_outdated()
+            if self._events and self._events[0][0] <= arrival:
+                now, _, name = heapq.heappop(self._events)
+                self._finish(self.engines[name], now, ends, placed)
+            elif position < len(arriving):
+                now, first = arrival, position
+                while position < len(arriving) and arriving[position].arrival == now:
+                    position += 1
+                self.policy.submit(
+                    Request(r.request_id, r.group_id, r.forecast, r.prompt_tokens) for r in arriving[first:position]
+                )
+            else:
+                raise RuntimeError(f"{self.policy.waiting} requests wait, nothing runs, and the policy places none")
+            self._place(now)
+        busy = {name: engine.busy for name, engine in self.engines.items()}
+        tokens = sum(request.length for request in arriving)
+        return Outcome(max(ends.values(), default=0.0), ends, placed, busy, self.moves, tokens)
+
+    def _drop_outdated(self) -> None:
+        while self._events and self.engines[self._events[0][2]].epoch != self._events[0][1]:
+            heapq.heappop(self._events)
+
+    def _finish(self, engine: _Engine, now: float, ends: dict[str, float], placed: dict[str, str]) -> None:
+        engine.advance(now)
+        upcoming = engine.next_end()
+        assert upcoming is not None
+        request_id = upcoming[1]
+        engine.steps = max(engine.steps, engine.running[request_id].end_step)  # rounding
+        engine.remove(request_id)
+        del self.where[request_id]
+        ends[request_id], placed[request_id] = now, engine.spec.name
+        self.policy.finished(request_id)
+        self._plan(engine)
+
+    def _place(self, now: float) -> None:
+        def produced(request_id: str) -> float:
+            engine = self.where.get(request_id)
+            if engine is None:
+                return 0.0  # placed by this very decision
+            engine.advance(now)
+            running = engine.running[request_id]
+            return running.request.length - max(0.0, running.end_step - engine.steps)
+
+        changed: dict[str, _Engine] = {}
+        for decision in self.policy.decide(produced):
+            request = self.requests[decision.request_id]
+            target = self.engines[decision.instance]
+            tokens = 0.0
+            if decision.moved:
+                source = self.where[decision.request_id]
+                source.advance(now)
+                tokens = source.remove(decision.request_id)
+                changed[source.spec.name] = source
+                self.moves += 1
+            target.advance(now)
+            target.admit(request, tokens)
+            self.where[decision.request_id] = target
+            changed[target.spec.name] = target
+        for engine in changed.values():
+            self._plan(engine)
+
+    def _plan(self, engine: _Engine) -> None:
+        upcoming = engine.next_end()
+        if upcoming is not None:
+            heapq.heappush(self._events, (upcoming[0], engine.epoch, engine.spec.name))
+
+
+def simulate(
+    policy: DispatchPolicy, requests: Iterable[SimulatedRequest], instances: Sequence[SimulatedInstance]
+) -> Outcome:
+    """Simulates one fleet under one policy; see `Simulation`."""
+    return Simulation(policy, instances).run(requests)

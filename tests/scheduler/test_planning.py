@@ -1,0 +1,96 @@
+"""Plans: exact for known lengths, never predicted worse than dealing evenly, robust where lengths are uncertain."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from scheduler.cost import PAPER_7B_H800, StepCurve, replica_time
+from scheduler.planning import Worker, best_partition, blocks, even, expected_time, greedy, packed, plan
+
+STEEP = StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3))
+
+
+def workers(count: int, slots: int = 256, curve: StepCurve = PAPER_7B_H800) -> list[Worker]:
+    return [Worker(f"i{n}", curve, slots) for n in range(count)]
+
+
+def long_tailed(count: int, seed: int) -> np.ndarray:
+    lengths = np.random.default_rng(seed).lognormal(7.0, 0.9, count)
+    return np.sort(np.minimum(lengths, 20_000).round())[::-1]
+
+
+def best_of_all(lengths: np.ndarray, machines: list[Worker]) -> float:
+    """Every way to place every request."""
+    return min(
+        max(
+            replica_time([x for x, seat in zip(lengths, seats, strict=True) if seat == n], worker.curve)
+            for n, worker in enumerate(machines)
+        )
+        for seats in itertools.product(range(len(machines)), repeat=len(lengths))
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_small_plans_are_close_to_the_best_of_all_placements(seed: int) -> None:
+    lengths = long_tailed(8, seed)
+    machines = [Worker("a", STEEP, 64), Worker("b", STEEP.scaled(1.4), 64)]
+    assert plan(lengths[:, None], machines).makespan <= 1.03 * best_of_all(lengths, machines)
+
+
+@pytest.mark.parametrize(("count", "machines", "slots"), [(64, 2, 64), (256, 4, 256), (1024, 16, 256), (40, 3, 40)])
+def test_known_lengths_come_within_three_percent_of_the_best_partition(count: int, machines: int, slots: int) -> None:
+    for seed in range(4):
+        lengths = long_tailed(count, seed)
+        fleet = workers(machines, slots)
+        assert plan(lengths[:, None], fleet).makespan <= 1.03 * best_partition(lengths, fleet).makespan
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.4, 1.0])
+def test_every_request_is_planned_once_and_dealing_evenly_is_never_beaten_by_it(spread: float) -> None:
+    lengths = long_tailed(300, 3)
+    scores = np.linspace(-1.5, 1.5, 16)
+    values = lengths[:, None] * np.exp(spread * scores) if spread else lengths[:, None]
+    values = values[np.argsort(-values.mean(axis=1))]
+    fleet = [*workers(3), *[Worker(f"slow{n}", PAPER_7B_H800.scaled(1.7), 64) for n in range(3)]]
+    chosen = plan(values, fleet, limit=20_000)
+    assert sorted(itertools.chain(*chosen.queues)) == list(range(300))
+    assert all(list(queue) == sorted(queue) for queue in chosen.queues), "longest first"
+    evenly = [replica_time(lengths[queue], w.curve) for queue, w in zip(even(300, 6), fleet, strict=True)]
+    if not spread:
+        assert chosen.makespan <= max(evenly)
+
+
+def test_candidates_hold_every_request_once() -> None:
+    lengths = long_tailed(200, 5)
+    fleet = [*workers(3), *workers(2, curve=STEEP)]
+    candidates = [even(200, 5), greedy(lengths, fleet), *packed(lengths, fleet)]
+    candidates += [queues for queues, _ in blocks(lengths[:, None], fleet)]
+    for queues in candidates:
+        assert sorted(itertools.chain(*queues)) == list(range(200))
+
+
+def test_noise_that_no_prompt_tells_is_not_isolated() -> None:
+    scores = np.linspace(-2, 2, 16)
+    values = np.tile(400 * np.exp(0.8 * scores), (256, 1))
+    chosen = plan(values, workers(8))
+    assert {len(queue) for queue in chosen.queues} == {32}
+
+
+def test_expected_time_of_alike_uncertain_requests_is_that_of_drawing_them() -> None:
+    scores = np.linspace(-1.9, 1.9, 16)
+    each = 400 * np.exp(0.6 * scores)
+    rng = np.random.default_rng(0)
+    for count in (1, 3, 40):
+        drawn = np.mean([replica_time(rng.choice(each, count), STEEP) for _ in range(4000)])
+        assert expected_time(np.tile(each, (count, 1)), STEEP, 64) == pytest.approx(drawn, rel=0.06)
+
+
+def test_one_worker_gets_everything_and_none_is_an_error() -> None:
+    chosen = plan(long_tailed(5, 0)[:, None], workers(1))
+    assert chosen.queues == ((0, 1, 2, 3, 4),)
+    assert plan(np.zeros((0, 1)), workers(2)).makespan == 0.0
+    with pytest.raises(ValueError, match="list of instances is empty"):
+        plan(long_tailed(5, 0)[:, None], [])
