@@ -208,7 +208,7 @@ class Simulation:
         ends: dict[str, float] = {}
         placed: dict[str, str] = {}
         position, now = 0, 0.0
-        while position < len(arriving) or self._events or len(ends) < len(arriving):
+        while len(ends) < len(arriving):
             arrival = arriving[position].arrival if position < len(arriving) else math.inf
             self._drop_outdated()
             if self._events and self._events[0][0] <= arrival:

@@ -1,0 +1,280 @@
+"""Past rollouts as columns, read from a run's Parquet files or from any JSONL/Parquet with prompts and lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ranker.errors import RankerError
+from ranker.segments import Array
+
+REQUIRED = ("prompt", "output_length")
+TEXT = ("prompt", "task", "group_id", "finish_reason")
+NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_dispatched", "t_finished")
+COLUMNS = (*TEXT, *NUMBERS)
+"""Columns read; all but `REQUIRED` may be missing. The contract's `prompt_id` is not needed: the same text is the same
+prompt, also across runs."""
+
+MOST = 1e9
+"""Greatest believable length, tokens."""
+
+PILE = 0.02
+"""Share of samples at exactly the greatest length from which that length counts as a cap when no file says so."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Finished samples, one entry per sample [N]; texts and names are stored once and referred to by number."""
+
+    texts: list[str]
+    """Distinct prompts."""
+    prompt: Array
+    """Index into `texts` [N]."""
+    output_length: Array
+    """Tokens [N], at least 1."""
+    tasks: list[str]
+    """Distinct task names."""
+    task: Array
+    """Index into `tasks` [N]; -1 without a task."""
+    run: Array
+    """The folder (run) that a sample is of [N]; steps and groups are told apart by it."""
+    step: Array
+    """Order in time within a run [N]: the step, or else the epoch, or else 0."""
+    group: Array
+    """Number of the group [N], distinct across runs; -1 without a group."""
+    capped: Array
+    """Whether generation was cut off at the length limit [N]."""
+    difficulty: Array
+    """Given difficulty [N]; NaN without."""
+    started: Array
+    """Unix seconds of dispatch [N]; NaN without."""
+    finished: Array
+    """Unix seconds of the end [N]; NaN without."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out or assumed, for the user."""
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def cap(self) -> int | None:
+        """The length limit in tokens: the greatest length of a sample that was cut off; None if none was."""
+        return int(self.output_length[self.capped].max()) if self.capped.any() else None
+
+    def take(self, rows: Array, *notes: str) -> Rollouts:
+        """Some of the samples, by number or mask, with only their prompts."""
+        used, prompt = np.unique(self.prompt[rows], return_inverse=True)
+        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "started", "finished")
+        columns = {name: getattr(self, name)[rows] for name in names}
+        texts = [self.texts[i] for i in used]
+        return replace(self, texts=texts, prompt=prompt, notes=[*self.notes, *notes], **columns)
+
+
+def read_rollouts(paths: Iterable[str | Path]) -> Rollouts:
+    """Reads files, and folders with everything below them that ends in .parquet or .jsonl.
+
+    Rows without a prompt or without a length in 0..`MOST` are left out, and counted in `notes`.
+
+    Raises:
+        RankerError: a path does not exist or holds no such file, a file cannot be read or lacks a column, or nothing
+            usable is left.
+    """
+    files = [file for path in paths for file in _files(Path(path))]
+    if not files:
+        raise RankerError("no rollouts given: expected files or folders of .parquet or .jsonl")
+    files = list(dict.fromkeys(files))
+    builder = Builder()
+    for file in files:
+        for columns in _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file):
+            builder.add(columns, str(file.parent) if file.name.startswith("step_") else str(file))
+    rollouts = builder.build()
+    if not len(rollouts):
+        some = f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
+        notes = f" ({'; '.join(rollouts.notes)})" if rollouts.notes else ""
+        raise RankerError(f"{some}: no usable rows; expected rows with 'prompt' and 'output_length'{notes}")
+    return rollouts
+
+
+def from_rows(rows: Sequence[Mapping[str, Any]], run: str = "") -> Rollouts:
+    """Rollouts of rows with the columns of `COLUMNS`, all of one run; unknown keys are ignored."""
+    builder = Builder()
+    if rows:
+        builder.add({name: [row.get(name) for row in rows] for name in COLUMNS}, run)
+    return builder.build()
+
+
+class Builder:
+    """Collects columns of several files into one `Rollouts`."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+        self._tasks: dict[str, int] = {}
+        self._groups: dict[tuple[int, str], int] = {}
+        self._runs: dict[str, int] = {}
+        self._parts: dict[str, list[Array]] = {}
+        self._dropped = 0
+
+    def add(self, columns: Mapping[str, Sequence[Any] | None], run: str) -> None:
+        """Adds rows given as columns (lists of one length; None for a column that is not there)."""
+        prompts, lengths = columns["prompt"], columns["output_length"]
+        assert prompts is not None and lengths is not None
+        count = len(prompts)
+        length = _floats(lengths, count)
+        usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
+        usable &= (length >= 0) & (length <= MOST)
+        self._dropped += int(count - usable.sum())
+        number = self._runs.setdefault(run, len(self._runs))
+        step, epoch = _floats(columns.get("step"), count), _floats(columns.get("epoch"), count)
+        parts = {
+            "prompt": _codes(prompts, count, self._texts),
+            "output_length": np.maximum(np.where(usable, length, 1), 1).astype(np.int64),
+            "task": _codes(columns.get("task"), count, self._tasks),
+            "run": np.full(count, number),
+            "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
+            "group": self._group_codes(columns.get("group_id"), count, number),
+            "capped": np.array([reason == "length" for reason in columns.get("finish_reason") or [None] * count], bool),
+            "difficulty": _floats(columns.get("difficulty"), count),
+            "started": _floats(columns.get("t_dispatched"), count),
+            "finished": _floats(columns.get("t_finished"), count),
+        }
+        for name, values in parts.items():
+            self._parts.setdefault(name, []).append(values[usable])
+
+    def _group_codes(self, groups: Sequence[Any] | None, count: int, run: int) -> Array:
+        if groups is None:
+            return np.full(count, -1)
+        known = self._groups
+        return np.array([-1 if g is None else known.setdefault((run, g), len(known)) for g in groups], int)
+
+    def build(self) -> Rollouts:
+        """All that was added."""
+        empty = np.zeros(0, dtype=np.int64)
+        parts = {name: np.concatenate(values) for name, values in self._parts.items()}
+        if not parts:
+            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "started", "finished")
+            parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
+        notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
+        length, capped = parts["output_length"], parts["capped"]
+        if len(length) >= 50 and not capped.any():
+            at_most = length == length.max()
+            if at_most.mean() >= PILE and not (length == length.min()).all():
+                parts["capped"] = at_most
+                share = 100 * at_most.mean()
+                notes.append(f"{share:.0f} % of lengths are exactly {length.max()}: taken for the length limit")
+        return Rollouts(texts=list(self._texts), tasks=list(self._tasks), notes=notes, **parts)
+
+
+def _floats(values: Sequence[Any] | None, count: int) -> Array:
+    """Numbers [count] as float64, NaN for None."""
+    return np.full(count, np.nan) if values is None else np.array(values, dtype=np.float64)
+
+
+def _codes(values: Sequence[Any] | None, count: int, known: dict[str, int]) -> Array:
+    """Numbers of names [count], new ones entered into `known`; -1 for None."""
+    if values is None:
+        return np.full(count, -1)
+    return np.array([-1 if v is None else known.setdefault(v, len(known)) for v in values], int)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The rollout files at a path, in a stable order."""
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and p.is_file())
+        if not found:
+            raise RankerError(f"{path}: no .parquet or .jsonl file in this folder or below it")
+        yield from found
+    elif not path.exists():
+        raise RankerError(f"{path}: no such file or folder; expected rollouts (.parquet or .jsonl)")
+    elif path.suffix not in (".parquet", ".jsonl"):
+        raise RankerError(f"{path}: expected a file that ends in .parquet or .jsonl, or a folder of such files")
+    else:
+        yield path
+
+
+def _missing(file: Path, there: Iterable[str]) -> None:
+    there = sorted(set(there))
+    for name in REQUIRED:
+        if name not in there:
+            shown = ", ".join(there[:30]) or "none"
+            raise RankerError(f"{file}: no column '{name}'; expected 'prompt' and 'output_length', found: {shown}")
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
+    """A file's columns, a row group at a time."""
+    try:
+        with pq.ParquetFile(file) as parquet:
+            schema = parquet.schema_arrow
+            _missing(file, schema.names)
+            names = [name for name in COLUMNS if name in schema.names]
+            for batch in parquet.iter_batches(batch_size=65536, columns=names):
+                read = {name: _cast(file, name, batch.column(name)).to_pylist() for name in names}
+                yield {name: read.get(name) for name in COLUMNS}
+    except (OSError, pa.ArrowException) as error:
+        raise RankerError(f"{file}: cannot be read as Parquet: {error}") from error
+
+
+def _cast(file: Path, name: str, column: Any) -> Any:
+    """A column as text or as numbers."""
+    wanted = pa.string() if name in TEXT else pa.float64()
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    fits = number if name in NUMBERS else text or (number and name != "prompt")
+    if not fits and not pa.types.is_null(kind):
+        expected = "text" if name in TEXT else "a number"
+        raise RankerError(f"{file}: column '{name}' is {column.type}; expected {expected}")
+    return column.cast(wanted, safe=False)
+
+
+def _read_jsonl(file: Path) -> Iterator[dict[str, list[Any] | None]]:
+    """A file's columns, some thousand lines at a time."""
+    rows: list[tuple[Any, ...]] = []
+    seen = False
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                row = _parse(file, number, line)
+                if not seen:
+                    _missing(file, row)
+                    seen = True
+                rows.append(tuple(_value(file, number, name, row.get(name)) for name in COLUMNS))
+                if len(rows) == 65536:
+                    yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+                    rows = []
+    except (OSError, UnicodeDecodeError) as error:
+        raise RankerError(f"{file}: cannot be read as JSONL: {error}") from error
+    if rows:
+        yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RankerError(f"{file}, line {number}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RankerError(f"{file}, line {number}: expected an object with 'prompt' and 'output_length'")
+    return row
+
+
+def _value(file: Path, number: int, name: str, value: Any) -> Any:
+    """A value in its column's type."""
+    if value is None:
+        return None
+    if name in NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected a number")
+        return value if math.isfinite(value) else None
+    if isinstance(value, str) or (name != "prompt" and isinstance(value, int)):
+        return str(value)
+    raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected text")

@@ -1,0 +1,5 @@
+"""The ranker's error."""
+
+
+class RankerError(ValueError):
+    """Bad input; the message names the file, the column and what was expected."""

@@ -1,0 +1,87 @@
+"""The columns that a model sees of a request: its prompt's text, its task and difficulty, and the history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ranker.history import HISTORY
+from ranker.projection import Projection, fit_projection
+from ranker.rare import RARE, RareWords, fit_rare_words
+from ranker.segments import Array
+from ranker.text import STRUCTURE, pack, structure
+
+BATCH = 4096
+"""Prompts whose text is taken apart at once: bounds memory (some 100 MB for prompts of 1,000 bytes)."""
+
+TASKS = 100
+"""Most tasks with a number of their own; the others are known by their text alone."""
+
+
+@dataclass(frozen=True)
+class FeatureSchema:
+    """What was fitted on the training prompts, and the order of the columns."""
+
+    projection: Projection
+    rare: RareWords
+    tasks: tuple[str, ...]
+    """Tasks with a number of their own."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns [F]."""
+        return (*STRUCTURE, *RARE, *self.projection.names, "task", "difficulty", *HISTORY)
+
+    @property
+    def history(self) -> slice:
+        """Where the columns of the history are: the last ones."""
+        return slice(len(self.names) - len(HISTORY), len(self.names))
+
+
+def fit_schema(texts: list[str], tasks: Sequence[str], seed: int) -> FeatureSchema:
+    """Fits what depends on the distinct prompts; `tasks` are the known ones, the most frequent first."""
+    return FeatureSchema(fit_projection(texts, seed), fit_rare_words(texts), tuple(tasks[:TASKS]))
+
+
+def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
+    """The text's columns [N, T], float32, of distinct prompts."""
+    parts = []
+    for begin in range(0, len(texts), BATCH):
+        packed = pack(texts[begin : begin + BATCH])
+        columns = (structure(packed), schema.rare.apply(packed), schema.projection.apply(packed))
+        parts.append(np.concatenate(columns, axis=1))
+    return np.concatenate(parts) if parts else np.zeros((0, len(schema.names) - len(HISTORY) - 2), np.float32)
+
+
+def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
+    """All columns [N, F], float32, of the text's [N, T], task codes [N] (-1: none), difficulty [N], history [N, 12]."""
+    out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
+    width = text.shape[1]
+    out[:, :width] = text
+    out[:, width] = np.where(tasks >= 0, tasks, np.nan)
+    out[:, width + 1] = difficulty
+    if history is not None:
+        out[:, width + 2 :] = history
+    return out
+
+
+def featurise(
+    schema: FeatureSchema,
+    prompts: Sequence[str],
+    tasks: Sequence[str | None] | None = None,
+    difficulty: Sequence[float] | Array | None = None,
+    history: Array | None = None,
+) -> Array:
+    """The columns [N, F], float32, of N requests; a text that comes several times is taken apart once.
+
+    Unknown tasks, and everything that is not given, are NaN. `history` [N, 12] comes from `ranker.history`.
+    """
+    number: dict[str, int] = {}
+    index = np.array([number.setdefault(prompt, len(number)) for prompt in prompts], dtype=np.int64)
+    text = text_features(schema, list(number))[index]
+    known = {task: i for i, task in enumerate(schema.tasks)}
+    codes = np.full(len(index), -1) if tasks is None else np.array([known.get(task or "", -1) for task in tasks], int)
+    given = np.full(len(index), np.nan) if difficulty is None else np.asarray(difficulty, dtype=np.float64)
+    return assemble(schema, text, codes, given, history)

@@ -1,0 +1,163 @@
+"""What is known of earlier lengths when a request starts: of its prompt, of its group, of its task, of the policy.
+
+`simulate` rebuilds that knowledge for past samples, so that a model is trained on exactly what it would have seen:
+a sample sees finished samples of *earlier steps* of its run only, and siblings only if they had ended (`t_finished`)
+before it was dispatched (`t_dispatched`). It never sees its own length nor a later one. `LiveHistory` gives the same
+columns while a run is going. Lengths enter as natural logarithms; what is not known is NaN.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ranker.data import Rollouts
+from ranker.segments import Array
+
+PROMPT = ("prompt_before_mean", "prompt_before_last", "prompt_before_max", "prompt_before_count")
+"""Of the same prompt in earlier steps; `last` is the mean of the newest of these steps."""
+SIBLINGS = ("sibling_mean", "sibling_max", "sibling_count")
+RECENT = ("task_recent_mean", "task_recent_p50", "task_recent_p90", "all_recent_mean", "all_recent_p90")
+HISTORY = (*PROMPT, *SIBLINGS, *RECENT)
+
+RECENT_SAMPLES = 256
+"""Newest finished samples that the recent figures are taken of: enough for a 90th percentile, few enough to follow a
+policy that drifts."""
+
+
+def simulate(rollouts: Rollouts) -> Array:
+    """The columns `HISTORY` [N, 12], float32, as each sample would have seen them when it started."""
+    out = np.full((len(rollouts), len(HISTORY)), np.nan, dtype=np.float32)
+    if len(rollouts):
+        log = np.log(rollouts.output_length)
+        out[:, :4] = _prompt_before(rollouts, log)
+        out[:, 4:7] = _siblings(rollouts, log)
+        out[:, 7:10] = _recent(rollouts, log, rollouts.task, (50, 90))
+        out[:, 10:12] = _recent(rollouts, log, np.zeros(len(rollouts), dtype=np.int64), (90,))
+    return out
+
+
+def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
+    """The columns `PROMPT` [N, 4]."""
+    keys = np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1)
+    cells, cell = np.unique(keys, axis=0, return_inverse=True)
+    cell = cell.reshape(-1)
+    count = np.bincount(cell).astype(float)
+    total = np.bincount(cell, weights=log)
+    most = np.full(len(cells), -np.inf)
+    np.maximum.at(most, cell, log)
+    out = np.full((len(cells), 4), np.nan)
+    same = np.zeros(len(cells), dtype=bool)  # whether a cell goes on with the prompt of the cell before it
+    same[1:] = (cells[1:, :2] == cells[:-1, :2]).all(axis=1)
+    n = s = m = 0.0
+    for i in np.flatnonzero(same):
+        if not same[i - 1]:
+            n, s, m = count[i - 1], total[i - 1], most[i - 1]
+        else:
+            n, s, m = n + count[i - 1], s + total[i - 1], max(m, most[i - 1])
+        out[i] = s / n, total[i - 1] / count[i - 1], m, n
+    return out[cell]
+
+
+def _siblings(rollouts: Rollouts, log: Array) -> Array:
+    """The columns `SIBLINGS` [N, 3]; all NaN for samples without times."""
+    out = np.full((len(log), 3), np.nan)
+    timed = np.flatnonzero((rollouts.group >= 0) & np.isfinite(rollouts.started) & np.isfinite(rollouts.finished))
+    order = timed[np.argsort(rollouts.group[timed], kind="stable")]
+    for members in np.split(order, np.flatnonzero(np.diff(rollouts.group[order])) + 1):
+        before = rollouts.finished[members][None, :] < rollouts.started[members][:, None]
+        for i in np.flatnonzero(before.any(axis=1)):
+            known = log[members[before[i]]]
+            out[members[i]] = known.mean(), known.max(), len(known)
+    return out
+
+
+def _recent(rollouts: Rollouts, log: Array, kind: Array, percentiles: tuple[int, ...]) -> Array:
+    """Mean and percentiles of the newest finished samples of the same run and `kind` [N], of earlier steps."""
+    out = np.full((len(log), 1 + len(percentiles)), np.nan)
+    ended = np.nan_to_num(rollouts.finished)
+    order = np.lexsort((np.arange(len(log)), ended, rollouts.step, kind, rollouts.run))
+    keys = np.stack((rollouts.run, kind, rollouts.step), axis=1)[order]
+    begins = np.concatenate(([0], np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1, [len(order)]))
+    stream = 0
+    for begin, end in pairwise(begins):
+        if begin and (keys[begin, :2] != keys[begin - 1, :2]).any():
+            stream = begin
+        if begin > stream and keys[begin, 1] >= 0:
+            out[order[begin:end]] = _summary(log[order[max(stream, begin - RECENT_SAMPLES) : begin]], percentiles)
+    return out
+
+
+def _summary(log: Array, percentiles: tuple[int, ...]) -> list[float]:
+    return [float(log.mean()), *map(float, np.percentile(log, percentiles))]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finished sample, as the live history needs it."""
+
+    prompt: str
+    task: str | None
+    group: str | None
+    step: int
+    log_length: float
+
+
+class LiveHistory:
+    """The same columns during a run; holds the newest `window` samples."""
+
+    def __init__(self, window: int) -> None:
+        self._rows: deque[Seen] = deque()
+        self._window = window
+        self._prompts: dict[str, list[Seen]] = {}
+        self._groups: dict[str, list[Seen]] = {}
+        self._streams: dict[str | None, deque[Seen]] = {}
+
+    def add(self, row: Seen) -> None:
+        """A sample has finished."""
+        self._rows.append(row)
+        self._prompts.setdefault(row.prompt, []).append(row)
+        if row.group is not None:
+            self._groups.setdefault(row.group, []).append(row)
+        for key in {None, row.task}:
+            # Twice as many as are used: those of the current step are not looked at.
+            self._streams.setdefault(key, deque(maxlen=2 * RECENT_SAMPLES + 1024)).append(row)
+        while len(self._rows) > self._window:
+            old = self._rows.popleft()
+            _forget(self._prompts, old.prompt, old)
+            if old.group is not None:
+                _forget(self._groups, old.group, old)
+
+    def columns(self, prompts: list[str], tasks: list[str | None], groups: list[str | None], step: int) -> Array:
+        """The columns `HISTORY` [N, 12], float32, for requests that are about to start in `step`."""
+        out = np.full((len(prompts), len(HISTORY)), np.nan, dtype=np.float32)
+        recent: dict[str | None, list[float]] = {}
+        for i, (prompt, task, group) in enumerate(zip(prompts, tasks, groups, strict=True)):
+            before = [row for row in self._prompts.get(prompt, ()) if row.step < step]
+            if before:
+                logs, newest = [row.log_length for row in before], max(row.step for row in before)
+                last = [row.log_length for row in before if row.step == newest]
+                out[i, :4] = sum(logs) / len(logs), sum(last) / len(last), max(logs), len(logs)
+            siblings = [row.log_length for row in self._groups.get(group, ())] if group is not None else []
+            if siblings:
+                out[i, 4:7] = sum(siblings) / len(siblings), max(siblings), len(siblings)
+            if task not in recent:
+                recent[task] = self._recent(task, step, (50, 90)) if task is not None else [np.nan] * 3
+            out[i, 7:10] = recent[task]
+        out[:, 10:12] = self._recent(None, step, (90,))
+        return out
+
+    def _recent(self, key: str | None, step: int, percentiles: tuple[int, ...]) -> list[float]:
+        logs = [row.log_length for row in self._streams.get(key, ()) if row.step < step][-RECENT_SAMPLES:]
+        return _summary(np.array(logs), percentiles) if logs else [np.nan] * (1 + len(percentiles))
+
+
+def _forget(table: dict[str, list[Seen]], key: str, row: Seen) -> None:
+    """Removes a row, and the key with its last row."""
+    rows = table[key]
+    rows.remove(row)
+    if not rows:
+        del table[key]

@@ -1,0 +1,69 @@
+"""Two measures of a ranking: recall of the longest samples, and Kendall's tau."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ranker.segments import Array
+
+
+def recall_at(score: Array, length: Array, fraction: float, seed: int = 0) -> float:
+    """Share of the longest `fraction` of samples that is among the `fraction` with the greatest score.
+
+    Args:
+        score: what the ranking goes by [N]; NaN counts as the smallest.
+        length: true lengths [N].
+        fraction: in (0, 1]; at least one sample is taken.
+        seed: of the order of ties, in the score as in the length.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not len(length):
+        raise ValueError("recall of no samples")
+    rng = np.random.default_rng(seed)
+    count = max(1, round(fraction * len(length)))
+    ranked = np.where(np.isnan(score), -np.inf, score)
+    predicted = np.lexsort((rng.random(len(length)), ranked))[-count:]
+    longest = np.lexsort((rng.random(len(length)), length))[-count:]
+    return len(np.intersect1d(predicted, longest)) / count
+
+
+def kendall_tau(a: Array, b: Array) -> float:
+    """Kendall's tau-b of two rankings [N], in -1..1; NaN when one of them has only one value.
+
+    O(n log^2 n): discordant pairs are inversions, counted bit by bit of the dense rank of `b`. tau-b corrects for ties
+    (Kendall 1945): (concordant - discordant) / sqrt((pairs - ties in a) * (pairs - ties in b)).
+    """
+    rank_a = np.unique(a, return_inverse=True)[1].reshape(-1)
+    rank_b = np.unique(b, return_inverse=True)[1].reshape(-1)
+    pairs = len(rank_a) * (len(rank_a) - 1) // 2
+    ties_a, ties_b = _ties(rank_a), _ties(rank_b)
+    ties_both = _ties(rank_a * (int(rank_b.max(initial=0)) + 1) + rank_b)
+    if pairs in (ties_a, ties_b):
+        return float("nan")
+    discordant = _inversions(rank_b[np.lexsort((rank_b, rank_a))])
+    concordant = pairs - ties_a - ties_b + ties_both - discordant
+    return float((concordant - discordant) / np.sqrt(float(pairs - ties_a) * float(pairs - ties_b)))
+
+
+def _ties(rank: Array) -> int:
+    counts = np.unique(rank, return_counts=True)[1]
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def _inversions(rank: Array) -> int:
+    """Pairs i < j with rank[i] > rank[j].
+
+    Two ranks are ordered by the highest bit in which they differ: for each bit, among ranks with equal higher bits,
+    the ones that stand before zeros are counted.
+    """
+    total = 0
+    for bit in reversed(range(int(rank.max(initial=0)).bit_length())):
+        rank = rank[np.argsort(rank >> (bit + 1), kind="stable")]
+        higher, one = rank >> (bit + 1), (rank >> bit) & 1
+        before = np.cumsum(one) - one
+        first = np.concatenate(([True], higher[1:] != higher[:-1]))
+        base = np.maximum.accumulate(np.where(first, before, 0))
+        total += int((before - base)[one == 0].sum())
+    return total

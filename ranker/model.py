@@ -1,0 +1,192 @@
+"""A trained ranker: predicts how long requests will be; lives in one file.
+
+The file is a zip of plain parts: `manifest.json` (format, version, schema of the features, training report), LightGBM's
+own text of the boosters, and `arrays.npz` (numbers only; loaded with `allow_pickle=False`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightgbm as lgb
+import numpy as np
+
+from ranker.candidates import Scorer, predict_spread
+from ranker.distribution import LEVELS, Distribution
+from ranker.errors import RankerError
+from ranker.features import FeatureSchema, featurise
+from ranker.projection import Projection
+from ranker.rare import RareWords
+from ranker.report import Report
+from ranker.segments import Array
+
+FORMAT = "streamrl-ranker"
+VERSION = 1
+"""Raised by any change after which older files would be read wrongly; also of `ranker.text` and `ranker.history`."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted lengths of N requests."""
+
+    levels: Array
+    """[Q], ascending, with 0.5."""
+    quantiles: Array
+    """Tokens [N, Q], monotone in Q."""
+    score: Array
+    """What to rank by [N]; greater is longer. Its unit depends on the kind of model."""
+
+
+@dataclass(frozen=True)
+class LengthModel:
+    """A trained model; `scorer` and `spread` are None for one that knows only the distribution of all lengths."""
+
+    kind: str
+    schema: FeatureSchema
+    scorer: Scorer | None
+    spread: lgb.Booster | None
+    distribution: Distribution
+    cap: int | None
+    """Length limit of the training samples, tokens; None if none was cut off."""
+    longest: int
+    """Greatest length seen, tokens."""
+    report: Report
+
+    @property
+    def limit(self) -> int:
+        """No quantile is above it: the cap, or else twice the greatest length seen."""
+        return self.cap or 2 * self.longest
+
+    def predict(
+        self,
+        prompts: Sequence[str],
+        tasks: Sequence[str | None] | None = None,
+        difficulty: Sequence[float] | Array | None = None,
+        history: Array | None = None,
+        threads: int = 1,
+    ) -> Prediction:
+        """Predicts the lengths of N requests; everything but the prompts may be missing.
+
+        Args:
+            prompts: texts [N].
+            tasks: names [N]; unknown ones are treated as missing.
+            difficulty: [N].
+            history: [N, 12], columns `ranker.history.HISTORY`.
+            threads: of LightGBM.
+        """
+        if self.scorer is None:
+            return self._of_score(np.zeros(len(prompts)), np.ones(len(prompts)))
+        if not len(prompts):
+            return self._of_score(np.zeros(0), np.ones(0))
+        return self.predict_features(featurise(self.schema, prompts, tasks, difficulty, history), threads)
+
+    def predict_features(self, features: Array, threads: int = 1) -> Prediction:
+        """Predicts from columns [N, F] of `featurise`; N is at least 1."""
+        if self.scorer is None or self.spread is None:
+            return self._of_score(np.zeros(len(features)), np.ones(len(features)))
+        score = self.scorer.score(features, threads)
+        return self._of_score(score, predict_spread(self.spread, features, score, threads))
+
+    def _of_score(self, score: Array, spread: Array) -> Prediction:
+        return Prediction(LEVELS, self.distribution.quantiles(score, spread, self.limit), score)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file; it appears whole or not at all.
+
+        Raises:
+            RankerError: it cannot be written.
+        """
+        scorer = self.scorer
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "features": list(self.schema.names),
+            "tasks": list(self.schema.tasks),
+            "cap": self.cap,
+            "longest": self.longest,
+            "shift": scorer.shift if scorer else 0.0,
+            "scale": scorer.scale if scorer else 1.0,
+            "report": self.report.to_json(),
+        }
+        arrays = {f"table_{kind}": table for kind, table in self.schema.projection.tables.items()}
+        arrays |= {f"weight_{kind}": weight for kind, weight in self.schema.projection.weights.items()}
+        arrays["common"] = np.packbits(self.schema.rare.common)
+        arrays |= {name: getattr(self.distribution, name) for name in ("centres", "medians", "tables")}
+        packed = io.BytesIO()
+        np.savez(packed, **arrays)  # type: ignore[arg-type]
+        parts: dict[str, str | bytes] = {
+            "manifest.json": json.dumps(manifest, indent=1),
+            "arrays.npz": packed.getvalue(),
+        }
+        if scorer is not None and self.spread is not None:
+            parts |= {"score.txt": scorer.booster.model_to_string(), "spread.txt": self.spread.model_to_string()}
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        try:
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name, part in parts.items():  # no time of writing: equal models are equal files
+                    archive.writestr(zipfile.ZipInfo(name), part, zipfile.ZIP_DEFLATED)
+            os.replace(partial, target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise RankerError(f"{target}: the ranker cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> LengthModel:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            RankerError: there is no such file, it is no ranker, is broken, or is of another version.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise RankerError(f"{file}: no such ranker file; streamrl train-ranker writes one")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                manifest = json.loads(archive.read("manifest.json"))
+                if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+                    raise RankerError(f"{file}: not a ranker file of streamrl train-ranker")
+                if manifest.get("version") != VERSION:
+                    found = manifest.get("version")
+                    raise RankerError(f"{file}: ranker file of version {found}; expected {VERSION}: train it again")
+                names = set(archive.namelist())
+                texts = [archive.read(n).decode() if n in names else "" for n in ("score.txt", "spread.txt")]
+                with np.load(io.BytesIO(archive.read("arrays.npz")), allow_pickle=False) as loaded:
+                    arrays = dict(loaded)
+            return cls._of_parts(manifest, arrays, texts[0], texts[1])
+        except RankerError:
+            raise
+        except Exception as error:  # whatever a damaged file may cause, in any of its parts
+            raise RankerError(
+                f"{file}: broken ranker file ({type(error).__name__}: {error}); train it again"
+            ) from error
+
+    @classmethod
+    def _of_parts(cls, manifest: dict[str, Any], arrays: dict[str, Array], score: str, spread: str) -> LengthModel:
+        kinds = [name.removeprefix("table_") for name in arrays if name.startswith("table_")]
+        projection = Projection({k: arrays[f"table_{k}"] for k in kinds}, {k: arrays[f"weight_{k}"] for k in kinds})
+        common = np.unpackbits(arrays["common"]).astype(bool)
+        schema = FeatureSchema(projection, RareWords(common), tuple(manifest["tasks"]))
+        if list(schema.names) != manifest["features"]:
+            raise ValueError("its features are not those of this program")
+        if manifest["kind"] != "constant" and not (score and spread):
+            raise ValueError("a booster is missing")
+        scorer = Scorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None
+        return cls(
+            kind=manifest["kind"],
+            schema=schema,
+            scorer=scorer,
+            spread=lgb.Booster(model_str=spread) if spread else None,
+            distribution=Distribution(arrays["centres"], arrays["medians"], arrays["tables"]),
+            cap=manifest["cap"],
+            longest=manifest["longest"],
+            report=Report.from_json(manifest["report"]),
+        )

@@ -1,0 +1,63 @@
+"""Hashed n-grams -> a few columns: TF-IDF weights and a truncated SVD, fitted on the training prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ranker.segments import Array, segment_reduce
+from ranker.text import BUCKETS, Packed, ngrams, pack
+
+DIMENSIONS = {"word": 12, "char": 6}
+"""Columns of each kind; a mix of some tens of tasks is told apart by fewer."""
+
+FIT_PROMPTS = 2000
+"""Prompts that the projection is fitted on: a dense matrix of 16 MB."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map per kind of n-gram; a prompt's vector is the sum of its n-grams' rows over their norm."""
+
+    tables: dict[str, Array]
+    """Row per bucket [BUCKETS, dimensions], float32, weighted by the inverse document frequency."""
+    weights: dict[str, Array]
+    """Squared inverse document frequency [BUCKETS], float32."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names."""
+        return tuple(f"{kind}_{n}" for kind, table in self.tables.items() for n in range(table.shape[1]))
+
+    def apply(self, packed: Packed) -> Array:
+        """Columns [N, len(names)], float32."""
+        count, parts = len(packed.size), []
+        for kind, (prompt, bucket) in ngrams(packed).items():
+            total = segment_reduce(np.add, self.tables[kind][bucket], prompt, count, 0.0)
+            norm = segment_reduce(np.add, self.weights[kind][bucket], prompt, count, 0.0)
+            parts.append(total / np.sqrt(np.maximum(norm, 1e-9))[:, None])
+        return np.concatenate(parts, axis=1)
+
+
+def fit_projection(texts: list[str], seed: int) -> Projection:
+    """Fits on (at most `FIT_PROMPTS` of) distinct prompts, by a randomised SVD (Halko et al. 2011, two power steps)."""
+    rng = np.random.default_rng(seed)
+    if len(texts) > FIT_PROMPTS:
+        texts = [texts[i] for i in np.sort(rng.choice(len(texts), FIT_PROMPTS, replace=False))]
+    tables, weights = {}, {}
+    for kind, (prompt, bucket) in ngrams(pack(texts)).items():
+        counts = np.bincount(prompt * BUCKETS + bucket, minlength=len(texts) * BUCKETS).reshape(len(texts), BUCKETS)
+        idf = np.log((1 + len(texts)) / (1 + np.count_nonzero(counts, axis=0))).astype(np.float32) + 1
+        matrix = counts.astype(np.float32) * idf
+        matrix /= np.sqrt(np.maximum(counts @ idf**2, 1e-9)).astype(np.float32)[:, None]
+        dimensions = DIMENSIONS[kind]
+        basis = matrix @ rng.standard_normal((BUCKETS, dimensions + 8), dtype=np.float32)
+        for _ in range(2):
+            basis = matrix @ (matrix.T @ np.linalg.qr(basis)[0])
+        small = np.linalg.qr(basis)[0].T @ matrix
+        right = np.linalg.svd(small, full_matrices=False)[2]
+        table = np.zeros((BUCKETS, dimensions), dtype=np.float32)
+        table[:, : min(dimensions, len(right))] = right[:dimensions].T
+        tables[kind], weights[kind] = table * idf[:, None], idf**2
+    return Projection(tables, weights)

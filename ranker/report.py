@@ -1,0 +1,63 @@
+"""What was measured when a model was trained; kept in the model's file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Figures:
+    """A ranking's figures on samples of prompts that it had not seen."""
+
+    recall: dict[str, float]
+    """By the share of the longest samples: '0.2', '0.1', '0.05'."""
+    kendall_tau: float | None
+    """tau-b; None when the ranking has only one value."""
+
+
+@dataclass
+class Report:
+    """A training report; figures are means over the folds of a split by prompt."""
+
+    samples: int
+    prompts: int
+    tasks: int
+    cap: int | None
+    kind: str
+    """The kept kind of model; 'constant' when nothing could be learned."""
+    criterion: str
+    candidates: dict[str, Figures] = field(default_factory=dict)
+    """Each kind on new prompts without any history."""
+    with_history: Figures | None = None
+    """The kept kind, with what had finished earlier; None when there is no history in the rollouts."""
+    baselines: dict[str, Figures] = field(default_factory=dict)
+    ceiling: dict[str, float] | None = None
+    """Recall of ranking by the true expected length (`ranker.ceiling`); None without repeated samples."""
+    coverage: dict[str, float] = field(default_factory=dict)
+    """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where
+    the quantile is the cap."""
+    messages: list[str] = field(default_factory=list)
+    extra: dict[str, float] = field(default_factory=dict)
+    """Figures of others, such as the share of the oracle's saving that a simulated dispatch captures."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Report:
+        """The report that `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError: it was not written by `to_json`.
+        """
+        history = values["with_history"]
+        return cls(
+            **values
+            | {
+                "candidates": {name: Figures(**f) for name, f in values["candidates"].items()},
+                "baselines": {name: Figures(**f) for name, f in values["baselines"].items()},
+                "with_history": Figures(**history) if history else None,
+            }
+        )

@@ -1,0 +1,39 @@
+"""Sums and extremes over consecutive segments of an array, in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def segment_reduce(ufunc: np.ufunc, values: Array, segment: Array, count: int, empty: float) -> Array:
+    """Reduces `values` [M, ...] by `segment` [M] (ascending, in 0..count-1) to [count, ...]; `empty` where none is."""
+    out = np.full((count, *values.shape[1:]), empty, dtype=values.dtype if values.dtype.kind == "f" else np.float64)
+    if len(values):
+        sizes = np.bincount(segment, minlength=count)
+        starts = np.cumsum(sizes) - sizes
+        present = sizes > 0
+        out[present] = ufunc.reduceat(values, starts[present], axis=0)
+    return out
+
+
+def last_of(values: Array, segment: Array, count: int, empty: float) -> Array:
+    """The last of each segment's `values` [M] (segments ascending) as [count]; `empty` where none is."""
+    out = np.full(count, empty)
+    out[segment] = values  # the last write of an index stays
+    return out
+
+
+def first_of(values: Array, segment: Array, count: int, empty: float) -> Array:
+    """The first of each segment's `values` [M] (segments ascending) as [count]; `empty` where none is."""
+    return last_of(values[::-1], segment[::-1], count, empty)
+
+
+def runs(mask: Array) -> tuple[Array, Array]:
+    """Starts and lengths of the runs of True in `mask` [M]."""
+    edges = np.diff(np.concatenate(([0], mask.view(np.int8), [0])))
+    starts = np.flatnonzero(edges == 1)
+    return starts, np.flatnonzero(edges == -1) - starts

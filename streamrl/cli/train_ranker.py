@@ -1,0 +1,120 @@
+"""`streamrl train-ranker`: trains the output-length ranker on past rollouts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ranker.report import Figures, Report
+
+
+@click.command(name="train-ranker")
+@click.option("--rollouts", multiple=True, metavar="PATH...", help="Files or folders (.parquet, .jsonl); several.")
+@click.argument("more", nargs=-1, metavar="[PATH]...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The ranker's file.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1000))
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of LightGBM.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--report", "report_path", type=click.Path(path_type=Path), help="Also write it to FILE.html or .json.")
+def command(
+    rollouts: tuple[str, ...],
+    more: tuple[str, ...],
+    out: Path,
+    seed: int,
+    threads: int,
+    as_json: bool,
+    report_path: Path | None,
+) -> None:
+    """Train the ranker, which predicts how long outputs will be, on past rollouts.
+
+    Folders are searched for .parquet and .jsonl files: those of a run, or any with the columns 'prompt' and
+    'output_length' (and, if there, task, group_id, epoch, step, finish_reason, difficulty).
+
+    \b
+    Example:
+      streamrl train-ranker --rollouts runs/*/rollouts --out ranker.lgb
+    """
+    # Threads that wait by spinning slow LightGBM down many times on cores that others use; read when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from rich.console import Console
+
+    from ranker.data import read_rollouts
+    from ranker.errors import RankerError
+    from ranker.train import train
+    from streamrl.errors import UserError
+
+    paths = [*rollouts, *more]
+    if not paths:
+        raise UserError("train-ranker: no rollouts; give files or folders with --rollouts PATH...")
+    if report_path is not None and report_path.suffix not in (".html", ".json"):
+        raise UserError(f"--report {report_path}: expected a file that ends in .html or .json")
+    for option, path in (("--out", out), ("--report", report_path)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{option} {path}: its folder does not exist")
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder; expected a file's name")
+    try:
+        model, report = train(read_rollouts(paths), seed, threads)
+        model.save(out)
+    except RankerError as error:
+        raise UserError(str(error)) from error
+    text = json.dumps(report.to_json(), indent=1)
+    if as_json:
+        click.echo(text)
+    else:
+        _show(report, Console())
+        click.echo(f"ranker written to {out}")
+    if report_path is not None:
+        if report_path.suffix == ".html":
+            page = Console(record=True, file=io.StringIO(), width=110)
+            _show(report, page)
+            text = page.export_html()
+        try:
+            report_path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--report {report_path}: cannot be written: {error}") from error
+
+
+def _show(report: Report, console: Console) -> None:
+    """The report as a table."""
+    from rich.table import Table
+
+    cap = f", length limit {report.cap}" if report.cap else ""
+    console.print(f"{report.samples} samples of {report.prompts} prompts, {report.tasks} tasks{cap}", highlight=False)
+    if report.candidates:
+        table = Table(title="Ranking of prompts not seen in training", title_justify="left")
+        for name in ("ranked by", "recall@20 %", "recall@10 %", "recall@5 %", "Kendall tau"):
+            table.add_column(name, justify="left" if name == "ranked by" else "right")
+        for name, figures in report.candidates.items():
+            kept = name == report.kind
+            table.add_row(f"{name} (kept)" if kept else name, *_cells(figures), style="bold" if kept else None)
+        if report.with_history is not None:
+            table.add_row(f"{report.kind}, with earlier lengths", *_cells(report.with_history))
+        table.add_section()
+        for name, figures in report.baselines.items():
+            table.add_row(name.replace("_", " "), *_cells(figures))
+        if report.ceiling is not None:
+            table.add_section()
+            cells = [f"{report.ceiling[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
+            table.add_row("noise ceiling: the expected length itself", *cells, "")
+        console.print(table)
+        pairs = "  ".join(f"{level}: {share:.2f}" for level, share in report.coverage.items())
+        console.print(f"share of lengths at most the predicted quantile  {pairs}", highlight=False)
+        console.print(f"kept by: {report.criterion}", highlight=False)
+    for name, value in report.extra.items():
+        console.print(f"{name}: {value:.3f}", highlight=False)
+    for message in report.messages:
+        console.print(f"note: {message}", highlight=False, markup=False)
+
+
+def _cells(figures: Figures) -> list[str]:
+    tau = "" if figures.kendall_tau is None else f"{figures.kendall_tau:.3f}"
+    return [*(f"{figures.recall[share]:.3f}" for share in ("0.2", "0.1", "0.05")), tau]

@@ -1,0 +1,105 @@
+"""`streamrl train-ranker`: reads what a run wrote, shows and keeps its figures, one message on bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ranker.model import LengthModel
+from streamrl.cli import main as cli
+from streamrl.rollouts.store import SCHEMA
+from tests.ranker.synthetic import small_reasoner
+
+
+def streamrl(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Calls the command; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["streamrl", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """The rollouts folders of two runs."""
+    folders = []
+    for n in range(2):
+        folder = tmp_path / f"run{n}" / "rollouts"
+        folder.mkdir(parents=True)
+        for step in (1, 2):
+            rows = [row | {"step": step, "epoch": 1} for row in small_reasoner(30, 2, 10 * n + step).rows]
+            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / f"step_{step:06d}.parquet")
+        folders.append(folder)
+    return folders
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_several_runs_make_one_ranker(
+    tmp_path: Path,
+    runs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    repeated: bool,
+) -> None:
+    paths = ["--rollouts", runs[0], "--rollouts", runs[1]] if repeated else ["--rollouts", *runs]
+    out = tmp_path / "ranker.lgb"
+    assert streamrl(monkeypatch, "train-ranker", *paths, "--out", out, "--report", tmp_path / "r.html") == 0
+    shown = capsys.readouterr().out
+    assert "240 samples of" in shown and "4 tasks" in shown
+    for words in ("(kept)", "random", "task mean", "noise ceiling", str(out)):
+        assert words in shown
+    assert LengthModel.load(out).report.samples == 240
+    assert "noise ceiling" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_the_report_is_json_on_request(
+    tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, copy = tmp_path / "ranker.lgb", tmp_path / "r.json"
+    assert streamrl(monkeypatch, "train-ranker", "--rollouts", *runs, "--out", out, "--json", "--report", copy) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads(copy.read_text()) == LengthModel.load(out).report.to_json()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "r"], "no rollouts"),
+        (["--rollouts", "nowhere", "--out", "r"], "nowhere: no such file or folder"),
+        (["--rollouts", "bad.jsonl", "--out", "r"], "bad.jsonl: no column 'output_length'"),
+        (["--rollouts", "good.jsonl", "--out", "no/r"], "--out no/r: its folder does not exist"),
+        (["--rollouts", "good.jsonl", "--out", "."], "--out .: is a folder"),
+        (["--rollouts", "good.jsonl", "--out", "r", "--report", "r.pdf"], "ends in .html or .json"),
+    ],
+)
+def test_bad_input_is_one_message_and_no_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "p"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "p", "output_length": 4}\n')
+    assert streamrl(monkeypatch, "train-ranker", *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err and not captured.out
+    assert not (tmp_path / "r").exists()
+
+
+def test_one_distinct_prompt_is_said_and_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(json.dumps({"prompt": "p", "output_length": n}) + "\n" for n in range(10, 20))
+    (tmp_path / "x.jsonl").write_text(rows)
+    assert streamrl(monkeypatch, "train-ranker", "--rollouts", tmp_path / "x.jsonl", "--out", tmp_path / "r") == 0
+    assert "1 distinct prompt: no split by prompt is possible" in " ".join(capsys.readouterr().out.split())
+    assert LengthModel.load(tmp_path / "r").predict(["q"]).quantiles[0, 6] == pytest.approx(14.5, rel=0.05)

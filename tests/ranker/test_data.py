@@ -1,0 +1,114 @@
+"""Reading rollouts: every usable row once, and a clear message for what cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ranker.data import read_rollouts
+from ranker.errors import RankerError
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_folders_files_and_mixed_schemas_are_read_together(tmp_path: Path) -> None:
+    write_parquet(
+        tmp_path / "a" / "step_000001.parquet",
+        {"prompt": ["p", "q"], "output_length": [3, 9], "step": [1, 1], "group_id": ["g", "h"], "task": ["t", None]},
+    )
+    # another run with the same group ids; lengths as floats, group ids as numbers
+    write_parquet(
+        tmp_path / "b" / "step_000001.parquet", {"prompt": ["p"], "output_length": [4.0], "step": [7], "group_id": [1]}
+    )
+    plain = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "r", "output_length": 0, "other": [1]}])
+    rollouts = read_rollouts([tmp_path / "a", tmp_path / "b", plain])
+    assert [rollouts.texts[i] for i in rollouts.prompt] == ["p", "q", "p", "r"]
+    assert rollouts.output_length.tolist() == [3, 9, 4, 1]
+    assert rollouts.step.tolist() == [1, 1, 7, 0]
+    assert len(set(rollouts.run.tolist())) == 3
+    assert len(set(rollouts.group[:3].tolist())) == 3 and rollouts.group[3] == -1
+    assert rollouts.tasks == ["t"] and rollouts.task.tolist() == [0, -1, -1, -1]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "r", "output_length": 5}])
+    assert len(read_rollouts([file, tmp_path, str(file)])) == 1
+
+
+def test_nulls_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": None, "output_length": 5}, {"prompt": "p", "output_length": None}, {"prompt": "p"}]
+    rows += [{"prompt": "p", "output_length": length} for length in (-1, 1e300, float("nan"))]
+    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "output_length": 5}, *rows])
+    rollouts = read_rollouts([file])
+    assert len(rollouts) == 1 and rollouts.notes == ["6 rows without a prompt or a length were left out"]
+
+
+def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n), "output_length": min(100, n)} for n in range(200)]
+    told = [row | {"finish_reason": "length" if row["output_length"] == 100 else "stop"} for row in rows]
+    assert read_rollouts([write_jsonl(tmp_path / "a.jsonl", told)]).cap == 100
+    rollouts = read_rollouts([write_jsonl(tmp_path / "b.jsonl", rows)])
+    assert rollouts.cap == 100 and "taken for the length limit" in rollouts.notes[0]
+    assert read_rollouts([write_jsonl(tmp_path / "c.jsonl", rows[:90])]).cap is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", '{"prompt": "p"}\n', "x.jsonl: no column 'output_length'"),
+        ("x.jsonl", '{"output_length": 3, "text": "p"}\n', "no column 'prompt'.*found: output_length, text"),
+        ("x.jsonl", '{"prompt": "p", "output_length": 3}\n{"prompt"\n', "x.jsonl, line 2: not JSON"),
+        ("x.jsonl", "[1]\n", "line 1: expected an object"),
+        ("x.jsonl", '{"prompt": "p", "output_length": "3"}\n', "column 'output_length' is '3'; expected a number"),
+        ("x.jsonl", '{"prompt": 7, "output_length": 3}\n', "column 'prompt' is 7; expected text"),
+        ("x.jsonl", "", "no usable rows"),
+        ("x.jsonl", '{"prompt": null, "output_length": 3}\n', "no usable rows.*1 rows without"),
+        ("x.parquet", "not parquet", "x.parquet: cannot be read as Parquet"),
+        ("x.csv", "a,b", "x.csv: expected a file that ends in .parquet or .jsonl"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RankerError, match=message):
+        read_rollouts([tmp_path / name])
+
+
+def test_parquet_columns_of_another_type_are_named(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "x.parquet", {"prompt": ["p"], "output_length": ["3"]})
+    with pytest.raises(RankerError, match=r"x.parquet: column 'output_length' is string; expected a number"):
+        read_rollouts([file])
+    file = write_parquet(tmp_path / "y.parquet", {"text": ["p"], "output_length": [3]})
+    with pytest.raises(RankerError, match=r"y.parquet: no column 'prompt'"):
+        read_rollouts([file])
+
+
+def test_missing_paths_and_empty_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RankerError, match="nowhere: no such file or folder"):
+        read_rollouts([tmp_path / "nowhere"])
+    with pytest.raises(RankerError, match=r"no \.parquet or \.jsonl file in this folder"):
+        read_rollouts([tmp_path])
+    with pytest.raises(RankerError, match="no rollouts given"):
+        read_rollouts([])
+
+
+def test_zero_rows_of_parquet_beside_others_do_no_harm(tmp_path: Path) -> None:
+    empty = {"prompt": pa.array([], pa.string()), "output_length": pa.array([], pa.int32())}
+    write_parquet(tmp_path / "step_000001.parquet", empty)
+    write_parquet(tmp_path / "step_000002.parquet", {"prompt": ["p"], "output_length": [3]})
+    rollouts = read_rollouts([tmp_path])
+    assert len(rollouts) == 1 and np.isnan(rollouts.difficulty).all()

@@ -1,0 +1,117 @@
+"""Features: sizes of the problem in a prompt, the same however prompts are batched; history without a look ahead."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ranker.data import from_rows
+from ranker.features import featurise, fit_schema
+from ranker.history import HISTORY, LiveHistory, Seen, simulate
+from ranker.rare import RARE, fit_rare_words
+from ranker.text import STRUCTURE, pack, structure
+from tests.ranker.synthetic import small_reasoner
+
+ODD = ["", " ", "\0\0", "7", "héllo wörld ü", "x" * 20_000, "9" * 400, ":", "a:", '"', "``", "日本語 12", "\n\n", "((("]
+
+
+def column(prompt: str, name: str) -> float:
+    return float(structure(pack([prompt]))[0, STRUCTURE.index(name)])
+
+
+def test_sizes_of_problems_are_seen() -> None:
+    assert column("Sort: 4, 2, 19", "tail_numbers") == 3
+    assert column("Sort: 4, 2, 19", "number_max") == pytest.approx(math.log(20))
+    assert column("Sort: 4, 2, 19", "number_last") == pytest.approx(math.log(20))
+    assert column("Spell this word backward (example: sun -> nus): banana", "tail_word_max") == 6
+    assert column("Spell this word backward (example: sun -> nus): banana", "tail_words") == 1
+    assert column("How many times does `strawberry` have an r?", "quoted_max") == 10
+    assert column("f((x)(y(z)))", "depth_max") == 3
+    assert column("1 + 2 - 3 * 4", "count_operator") == 3
+    assert column("no number", "number_max") != column("no number", "number_max")  # NaN
+    assert column("a\nbcd\n", "line_max") == 3
+
+
+def test_the_problem_is_told_from_the_wording_around_it() -> None:
+    words = ["sun", "banana", "strawberries", "of", "pineapple", "fig", "cherry", "plum", "lime", "kiwi"]
+    prompts = [
+        f"Please spell '{word}' (reversing instructions: example 4096), number {31 + n} !"
+        for n, word in enumerate(words)
+    ]
+    rare = fit_rare_words(prompts).apply(pack(prompts))
+    np.testing.assert_array_equal(rare[:, RARE.index("rare_word_max")], [len(word) for word in words])
+    np.testing.assert_array_equal(rare[:, RARE.index("rare_words")], 1)
+    expected = np.log1p(31 + np.arange(len(words)))
+    np.testing.assert_allclose(rare[:, RARE.index("rare_number_max")], expected, rtol=1e-6)
+
+
+def test_a_batch_gives_what_single_prompts_give() -> None:
+    prompts = [*ODD, *(row["prompt"] for row in small_reasoner(60, 1, 0).rows), *ODD]
+    schema = fit_schema(prompts, ["t"], 0)
+    together = featurise(schema, prompts)
+    assert together.shape == (len(prompts), len(schema.names))
+    for i, prompt in enumerate(prompts):
+        np.testing.assert_allclose(together[i], featurise(schema, [prompt])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_tasks_and_missing_columns_are_nan() -> None:
+    schema = fit_schema(["a", "b"], ["t", "u"], 0)
+    columns = featurise(schema, ["a"] * 3, ["u", "other", None], [0.5, 1.5, float("nan")])
+    task = columns[:, schema.names.index("task")]
+    assert task[0] == 1 and np.isnan(task[1:]).all()
+    assert columns[1, schema.names.index("difficulty")] == 1.5
+    assert np.isnan(columns[:, schema.history]).all()
+
+
+def test_history_never_sees_its_own_or_later_lengths() -> None:
+    made = small_reasoner(40, 4, 0, steps=1).rows
+    rng = np.random.default_rng(0)
+    rows = [row | {"step": int(rng.integers(1, 6))} for row in made]
+    before = simulate(from_rows(rows))
+    for step in range(1, 6):  # what happens from a step on changes nothing of what was known until then
+        changed = [row | {"output_length": 5000} if row["step"] >= step else row for row in rows]
+        early = np.array([row["step"] <= step for row in rows])
+        np.testing.assert_array_equal(simulate(from_rows(changed))[early], before[early])
+    first = np.array([row["step"] == 1 for row in rows])
+    assert np.isnan(before[first]).all() and np.isfinite(before[~first][:, HISTORY.index("all_recent_mean")]).all()
+
+
+def test_siblings_count_once_they_have_ended_before_the_start() -> None:
+    def row(length: int, start: float, end: float) -> dict[str, object]:
+        times = {"t_dispatched": start, "t_finished": end}
+        return {"prompt": "p", "output_length": length, "group_id": "g", "step": 1} | times
+
+    seen = simulate(from_rows([row(10, 0, 5), row(30, 0, 9), row(90, 6, 20), row(50, 10, 30)]))[:, 4:7]
+    assert np.isnan(seen[:2]).all()
+    np.testing.assert_allclose(seen[2], [math.log(10), math.log(10), 1], rtol=1e-6)
+    np.testing.assert_allclose(seen[3], [math.log(300) / 2, math.log(30), 2], rtol=1e-6)
+
+
+def test_live_history_gives_what_training_simulates() -> None:
+    rng = np.random.default_rng(1)
+    rows = []
+    for step in range(1, 8):
+        for n in rng.choice(30, 12, replace=False):
+            for _ in range(4):
+                length = int(rng.integers(5, 500))
+                rows.append({"prompt": f"p{n}", "task": f"t{n % 3}", "step": step, "output_length": length})
+    simulated = simulate(from_rows(rows))
+    live = LiveHistory(10_000)
+    for step in range(1, 8):
+        now = [i for i, row in enumerate(rows) if row["step"] == step]
+        prompts, tasks = [str(rows[i]["prompt"]) for i in now], [str(rows[i]["task"]) for i in now]
+        columns = live.columns(prompts, list(tasks), [None] * len(now), step)
+        np.testing.assert_allclose(columns, simulated[now], rtol=1e-5)
+        for i in now:
+            length = float(rows[i]["output_length"])  # type: ignore[arg-type]
+            live.add(Seen(str(rows[i]["prompt"]), str(rows[i]["task"]), None, step, math.log(length)))
+
+
+def test_live_history_forgets_what_left_its_window() -> None:
+    live = LiveHistory(2)
+    for step, prompt in enumerate(["a", "b", "c"], 1):
+        live.add(Seen(prompt, "t", f"g{prompt}", step, 1.0))
+    columns = live.columns(["a", "b"], ["t", "t"], ["ga", "gb"], 9)
+    assert np.isnan(columns[0, :7]).all() and np.isfinite(columns[1, :7]).all()

@@ -1,0 +1,110 @@
+"""The ranker during a run: cold start, learning, trust with hysteresis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranker.errors import RankerError
+from ranker.online import OnlineRanker
+from tests.ranker.synthetic import small_reasoner
+
+
+def play(ranker: OnlineRanker, rows: list[dict[str, Any]], step: int, shuffle: bool = False) -> None:
+    """One step: predicted, generated, observed, measured; with `shuffle` the lengths are those of other prompts."""
+    lengths = [row["output_length"] for row in rows]
+    if shuffle:
+        lengths = list(np.random.default_rng(step).permutation(lengths))
+    ids = [f"{step}.{n}" for n in range(len(rows))]
+    groups = [f"{step}.{row['group_id']}" for row in rows]
+    prompts, tasks = [row["prompt"] for row in rows], [row["task"] for row in rows]
+    ranker.predict(prompts, tasks, groups, ids, step)
+    ranker.observe(
+        [
+            row | {"sample_id": sample, "output_length": int(length), "step": step, "group_id": group}
+            for row, sample, length, group in zip(rows, ids, lengths, groups, strict=True)
+        ]
+    )
+    ranker.end_step()
+
+
+def test_it_learns_from_nothing_and_is_trusted_once_it_was_right() -> None:
+    ranker = OnlineRanker(seed=1)
+    steps = [small_reasoner(60, 2, seed).rows for seed in range(8)]
+    assert ranker.predict(["p"]) is None and not ranker.trusted and ranker.refit() is False
+    for step in (1, 2, 3):
+        play(ranker, steps[step], step)
+        assert ranker.trust is None and not ranker.trusted  # nothing was predicted, so nothing was measured
+    assert ranker.refit()
+    assert not ranker.trusted
+    play(ranker, steps[4], 4)
+    assert ranker.trusted and ranker.trust is not None and ranker.trust.recall_at_20 > 0.5
+    for step in (5, 6, 7):
+        play(ranker, steps[step], step, shuffle=True)
+    assert not ranker.trusted and ranker.trust.recall_at_20 < 0.3
+
+
+def test_between_the_bounds_nothing_changes() -> None:
+    def after(trusted: bool, recall: float) -> bool:
+        ranker = OnlineRanker()
+        ranker.trusted = trusted
+        found = round(recall * 20)
+        length = np.arange(100.0)
+        score = length.copy()
+        missed = np.arange(80, 100 - found)
+        score[missed], score[missed - 40] = score[missed - 40], score[missed].copy()
+        ranker._finished = list(zip(score, length, strict=True))
+        ranker.end_step()
+        return ranker.trusted
+
+    assert after(False, 0.35) is False and after(True, 0.35) is True
+    assert after(False, 0.5) is True and after(True, 0.2) is False
+
+
+def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
+    ranker = OnlineRanker()
+    rows = small_reasoner(60, 2, 0).rows
+    play(ranker, rows, 1)
+    ranker.refit()
+    ranker.predict(["1 + 1"], sample_ids=["a"], step=2)
+    first = ranker._waiting["a"]
+    ranker.predict(["Sort 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"], sample_ids=["a"], step=2)
+    assert ranker._waiting["a"] == first
+    assert ranker.end_step() is None  # too few to measure
+
+
+def test_the_same_calls_give_the_same_answers() -> None:
+    def last() -> np.ndarray[Any, Any]:
+        ranker = OnlineRanker(seed=3)
+        for step in (1, 2):
+            play(ranker, small_reasoner(40, 2, step).rows, step)
+            ranker.refit()
+        prediction = ranker.predict(["Spell this word backward: banana"], step=3)
+        assert prediction is not None
+        return prediction.quantiles
+
+    np.testing.assert_array_equal(last(), last())
+
+
+def test_only_the_window_is_kept() -> None:
+    ranker = OnlineRanker(window=50)
+    for step in (1, 2, 3):
+        play(ranker, small_reasoner(40, 2, step).rows, step)
+    ranker.refit()
+    assert ranker.model is not None and ranker.model.report.samples == 50
+
+
+def test_bad_rows_and_arguments_are_named() -> None:
+    ranker = OnlineRanker()
+    good = {"prompt": "p", "output_length": 3}
+    with pytest.raises(RankerError, match="'output_length' is None"):
+        ranker.observe([good, {"prompt": "p", "sample_id": "s"}])
+    with pytest.raises(RankerError, match="sample s: 'prompt' is None"):
+        ranker.observe([{"output_length": 3, "sample_id": "s"}])
+    assert ranker.refit() is False  # the good row was not taken either
+    with pytest.raises(RankerError, match="1 tasks for 2 prompts"):
+        ranker.predict(["a", "b"], ["t"])
+    with pytest.raises(RankerError, match="window is 0"):
+        OnlineRanker(window=0)
