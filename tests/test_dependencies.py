@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.main import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 SCHEDULER_MAY = {"scheduler", "numpy"}
 RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow"}
@@ -86,7 +88,7 @@ def test_the_import_scan_sees_relative_and_nested_imports(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["launch", "--help"], ["report", "--help"], ["status", "--help"], ["fetch-model", "--help"]],
+    [["--help"], *([name, "--help"] for name in COMMANDS)],
 )
 def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
     code = (
