@@ -14,9 +14,11 @@ per_context_token * sum_i (P_i L_i + L_i^2 / 2), whatever the order.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +48,10 @@ class StepCurve:
             raise ValueError(f"a step curve's batch sizes must ascend from 1 or more, got {self.batches}")
         if not all(np.isfinite(value) and value > 0 for value in self.seconds):
             raise ValueError(f"a step curve's times must be positive, got {self.seconds}")
+        if any(later < earlier for earlier, later in itertools.pairwise(self.seconds)):
+            raise ValueError(f"a step curve's times must not fall with the batch (see `measured`), got {self.seconds}")
+        if min(self.per_context_token, self.per_prefill_token) < 0:
+            raise ValueError("a step curve's time per context or prefill token must not be negative")
 
     @classmethod
     def measured(
@@ -62,6 +68,32 @@ class StepCurve:
                 blocks.append(((left * n + right * m) / (n + m), n + m))
         values = [value for value, count in blocks for _ in range(count)]
         return cls(tuple(sizes), tuple(values), per_context_token, per_prefill_token)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a calibration file: what `from_json` reads."""
+        points = {str(batch): seconds for batch, seconds in zip(self.batches, self.seconds, strict=True)}
+        return {
+            "step_seconds": points,
+            "per_context_token": self.per_context_token,
+            "per_prefill_token": self.per_prefill_token,
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> StepCurve:
+        """Reads a calibration; other keys are left alone.
+
+        Raises:
+            ValueError: a key is missing or holds something else; the message names it.
+        """
+        points = values.get("step_seconds") if isinstance(values, dict) else None
+        if not isinstance(points, dict) or not points:
+            raise ValueError('expected "step_seconds" with seconds by batch size, like {"1": 0.02, "32": 0.08}')
+        try:
+            measured = {int(batch): float(seconds) for batch, seconds in points.items()}
+            rates = [float(values.get(key, 0.0)) for key in ("per_context_token", "per_prefill_token")]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a calibration holds numbers: {error}") from error
+        return cls.measured(measured, *rates)
 
     @cached_property
     def _slope(self) -> float:

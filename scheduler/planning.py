@@ -7,7 +7,7 @@ weight 1/16; with A(t) of n requests expected to run at time t, the number that 
     g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (that any runs),
 
 and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... What exceeds the slots
-runs later, at a full batch.
+runs later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left out).
 
 The run ends when its last instance does, and a thousand uncertain lengths hold surprises. So plans are compared by
 their mean makespan over scenarios, joint draws of all lengths; the cheapest wins, so none is predicted worse than even
@@ -82,11 +82,17 @@ def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
     count, each = values.shape
     if count == 0:
         return 0.0
+    context = _context(curve, values.ravel()).sum() / each
     if each == 1 and count > slots:
-        return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots)
+        return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots) + float(context)
     flat = np.sort(values, axis=None)[::-1]
     steps = step_cost(np.arange(len(flat) + 1) / each, curve, slots, None if each == 1 else count)
-    return float(np.diff(steps) @ flat)
+    return float(np.diff(steps) @ flat + context)
+
+
+def _context(curve: StepCurve, lengths: Floats) -> Floats:
+    """Seconds that reading a request's own tokens adds to the steps, by length."""
+    return curve.per_context_token / 2 * lengths * lengths
 
 
 def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int | None = None) -> Floats:
@@ -151,7 +157,7 @@ def _costed(
             times = np.asarray([expected_time(lengths.T, worker.curve, worker.slots)])
         else:
             marginal = np.diff(step_cost(np.arange(len(queue) + 1), worker.curve, worker.slots))
-            times = np.sort(lengths, axis=1)[:, ::-1] @ marginal
+            times = np.sort(lengths, axis=1)[:, ::-1] @ marginal + _context(worker.curve, lengths).sum(axis=1)
         latest = np.maximum(latest, times)
     return Plan(kind, tuple(tuple(queue) for queue in queues), float(latest.mean()), tail)
 
@@ -173,8 +179,9 @@ def greedy(means: Floats, workers: Sequence[Worker]) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in workers]
     loads, ranks = np.zeros(len(workers)), np.zeros(len(workers), dtype=int)
     index = np.arange(len(workers))
+    context = np.asarray([worker.curve.per_context_token / 2 for worker in workers])
     for request, length in enumerate(means):
-        grown = loads + marginal[index, ranks] * length
+        grown = loads + marginal[index, ranks] * length + context * length * length
         chosen = int(grown.argmin())
         loads[chosen] = grown[chosen]
         ranks[chosen] += 1
@@ -193,13 +200,15 @@ def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int
             queues: list[list[int]] = [[] for _ in workers]
             start = 0
             for seat in order:
-                total = np.cumsum(costs[workers[seat]][: count - start] * lengths[start:])
+                rest = lengths[start:]
+                total = np.cumsum(costs[workers[seat]][: len(rest)] * rest + _context(workers[seat].curve, rest))
                 taken = int(np.searchsorted(total, limit, side="right"))
                 queues[seat] = list(range(start, start + taken))
                 start += taken
             return queues if start == count else None
 
-        low, high, best = 0.0, float(costs[workers[order[-1]]] @ lengths), None
+        last = workers[order[-1]]
+        low, high, best = 0.0, float(costs[last] @ lengths + _context(last.curve, lengths).sum()), None
         for _ in range(24):
             middle = (low + high) / 2
             found = fill(middle)
@@ -260,7 +269,9 @@ def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[lis
                 worker = workers[firsts[run]]
                 table = _table(worker.curve, worker.slots, each == 1, count)
                 matrix = np.full((len(cuts), len(cuts)), np.inf)
-                matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width
+                # whoever runs at a time has produced as many tokens: its context then
+                reading = stretch @ (middle * width) * (worker.curve.per_context_token / machines)
+                matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width + reading
                 np.fill_diagonal(matrix, 0.0)
                 costs[run, machines] = matrix
             return costs[run, machines]
@@ -323,7 +334,8 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
             matrix = np.full((count + 1, count + 1), np.inf)
             for begin in range(count + 1):
                 matrix[begin, begin] = best[begin]
-                total = np.cumsum(marginal[: count - begin] * values[begin:])
+                rest = values[begin:]
+                total = np.cumsum(marginal[: len(rest)] * rest + _context(worker.curve, rest))
                 matrix[begin, begin + 1 :] = np.maximum(best[begin], total)
             choices.append(matrix.argmin(axis=0))
             best = matrix.min(axis=0)

@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": "Run a cluster: start, supervise and watch all processes of a run.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",
     "train-ranker": "Train the output-length ranker on past rollouts.",
+    "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
     "fetch-model": "Make a known model available offline.",
     "report": "Write the report of a run.",

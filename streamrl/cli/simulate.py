@@ -43,7 +43,7 @@ class Workload:
 @click.option("--instances", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--slots", default=256, show_default=True, type=click.IntRange(1), help="Largest batch of an instance.")
 @click.option("--device", default="H800", show_default=True, help="GPU type of the instances (7B model, roofline).")
-@click.option("--curve", type=click.Path(path_type=Path), help='Instead: measured steps, {"batch": seconds, ...} JSON.')
+@click.option("--curve", type=click.Path(path_type=Path), help="Instead: what `streamrl calibrate` measured.")
 @click.option("--policy", "policies", multiple=True, help="Several; all unless given.")
 @click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per hour and instance.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
@@ -129,10 +129,9 @@ def _curve(path: Path | None, device: str) -> StepCurve:
         except ValueError as error:
             raise UserError(f"--device {device}: {error}") from error
     try:
-        points = {int(batch): float(seconds) for batch, seconds in json.loads(path.read_text()).items()}
-        return StepCurve.measured(points)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f'--curve {path}: {error}; expected JSON like {{"1": 0.008, "64": 0.012}}') from error
+        return StepCurve.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--curve {path}: {error}; streamrl calibrate writes such a file") from error
 
 
 def _draw(lengths: str, count: int, limit: int, noise: float, seed: int) -> Workload:

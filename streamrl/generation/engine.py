@@ -86,9 +86,14 @@ class Engine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         await self._llm.update_weight_version(str(version))
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the tokenizer knows."""
+        return len(self._tokenizer)
+
     async def warm_up(self) -> None:
         """Generates a few tokens at several batch sizes, so that kernels are compiled before the first sample."""
-        vocabulary = min(100, len(self._tokenizer))
+        vocabulary = min(100, self.vocabulary)
         for batch in {1, min(4, self.pool.max_batch), self.pool.max_batch}:
             requests = [
                 SampleRequest(
@@ -138,7 +143,13 @@ class Engine:
             text=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
         )
 
-    async def _generate(self, request: SampleRequest, max_tokens: int) -> Any:
+    async def time(self, requests: list[SampleRequest], tokens: int) -> float:
+        """Seconds in which all requests together produce exactly so many tokens each (for calibration)."""
+        started = time.monotonic()
+        await asyncio.gather(*(self._generate(request, tokens, to_the_end=True) for request in requests))
+        return time.monotonic() - started
+
+    async def _generate(self, request: SampleRequest, max_tokens: int, to_the_end: bool = False) -> Any:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -150,10 +161,11 @@ class Engine:
             top_k=sampling.top_k,
             max_tokens=min(max_tokens, self.run.model.max_context - len(request.prompt_tokens)),
             seed=request.seed,
-            stop=sampling.stop or None,
-            stop_token_ids=self._stop_ids,
+            stop=None if to_the_end else sampling.stop or None,
+            stop_token_ids=[] if to_the_end else self._stop_ids,
+            ignore_eos=to_the_end,
             logprobs=0,
-            detokenize=bool(sampling.stop),
+            detokenize=bool(sampling.stop) and not to_the_end,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = TokensPrompt(prompt_token_ids=request.prompt_tokens.tolist())

@@ -54,7 +54,7 @@ def test_a_recorded_run_with_a_rankers_forecasts(
     model, _ = train(read_rollouts([str(run)]))
     model.save(tmp_path / "ranker.lgb")
     curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps({"1": 0.02, "8": 0.03, "32": 0.08}))
+    curve.write_text(json.dumps({"step_seconds": {"1": 0.02, "8": 0.03, "32": 0.08}}))
     fleet = ["--instances", "2", "--slots", "32", "--curve", curve, "--policy", "skew-aware"]
     files = ["--trace", run, "--ranker", tmp_path / "ranker.lgb", "--out", tmp_path / "p.svg"]
     assert streamrl(monkeypatch, "simulate", *fleet, *files) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,11 +75,33 @@ def test_measurements_that_are_not_monotone_are_pooled() -> None:
         ((1, 2), (1.0,), "as many times"),
         ((2, 1), (1.0, 2.0), "ascend"),
         ((1,), (0.0,), "positive"),
+        ((1, 2), (2.0, 1.0), "must not fall"),
     ],
 )
 def test_a_wrong_curve_is_refused(batches: tuple[int, ...], seconds: tuple[float, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         StepCurve(batches, seconds)
+
+
+def test_a_calibration_file_gives_its_curve_back() -> None:
+    curve = StepCurve((1, 8), (0.02, 0.05), 1e-7, 2e-4)
+    assert StepCurve.from_json(json.loads(json.dumps(curve.to_json() | {"model": "m"}))) == curve
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ([], "step_seconds"),
+        ({"step_seconds": {}}, "step_seconds"),
+        ({"step_seconds": {"one": 0.1}}, "holds numbers"),
+        ({"step_seconds": {"1": None}}, "holds numbers"),
+        ({"step_seconds": {"1": -0.1}}, "positive"),
+        ({"step_seconds": {"1": 0.1}, "per_context_token": -1}, "negative"),
+    ],
+)
+def test_a_broken_calibration_is_refused(values: object, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        StepCurve.from_json(values)
 
 
 def test_roofline_has_the_shape_of_the_papers_measurement() -> None:

@@ -1,0 +1,80 @@
+"""`streamrl calibrate`: step times of a real instance on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import click
+
+from streamrl.errors import UserError
+
+
+@click.command(name="calibrate")
+@click.option("--cluster", "cluster_file", required=True, type=click.Path(path_type=Path), help="Cluster file.")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file: the model and its context.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
+@click.option("--pool", help="Generation pool whose instance is measured (default: the file's first).")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over so many.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
+def command(
+    cluster_file: Path,
+    run_file: Path | None,
+    overrides: tuple[str, ...],
+    pool: str | None,
+    repeats: int,
+    out: Path,
+) -> None:
+    """Measure how long a decode step takes at each batch size, with vLLM, on this machine.
+
+    Starts one instance as the cluster file describes it, on its own; takes a minute or two.
+
+    \b
+    Example:
+      streamrl calibrate --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --out local.json
+      streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
+    """
+    from streamrl.config.load import load_cluster, load_run
+    from streamrl.launch.plan import PASSIVE_WAITING
+
+    cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
+    pools = {pool.name: (site, pool) for site, values in cluster.sites.items() for pool in values.generation}
+    if pool is not None and pool not in pools:
+        raise UserError(
+            f"--pool {pool}: {cluster_file} has no such generation pool; expected one of {', '.join(pools)}"
+        )
+    site, chosen = pools[pool] if pool else next(iter(pools.values()))
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: its folder does not exist")
+    # before torch is loaded: threads as an instance of a run has them
+    os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": str(chosen.threads)})
+    from streamrl.generation.calibrate import measure
+    from streamrl.generation.engine import Engine
+
+    async def work() -> dict[str, object]:
+        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
+        try:
+            await engine.warm_up()
+            curve = await measure(
+                engine, chosen.max_batch, run.model.max_context, engine.vocabulary, repeats, click.echo
+            )
+        finally:
+            engine.close()
+        return curve.to_json() | {
+            "model": run.model.path,
+            "dtype": run.model.dtype,
+            "gpu": chosen.gpu,
+            "gpus_per_replica": chosen.gpus_per_replica,
+            "threads": chosen.threads,
+            "measured": time.strftime("%Y-%m-%d"),
+        }
+
+    values = asyncio.run(work())
+    try:
+        out.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error}") from error
+    click.echo(f"calibration written to {out}")
