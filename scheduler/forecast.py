@@ -41,18 +41,17 @@ class Forecast:
         """Expected length in tokens."""
         return sum(self.lengths) / len(self.lengths)
 
-    def beyond(self, produced: float) -> Forecast:
+    def beyond(self, produced: float, limit: float = np.inf) -> Forecast:
         """The forecast of what is *left* of a request that has produced so many tokens and goes on.
 
         Lengths that are ruled out drop away. Where all are, the request has outrun its forecast: as much again is
-        expected (the mean residual life of a Pareto tail of shape 2).
+        expected (the mean residual life of a Pareto tail of shape 2), but never beyond `limit` tokens in all.
         """
         if produced <= 0:
             return self
         left = tuple(length - produced for length in self.lengths if length > produced)
-        if left:
-            return Forecast(left)
-        return Forecast((max(1.0, 0.5 * produced), max(1.0, 1.5 * produced)))
+        room = max(1.0, limit - produced)
+        return Forecast(tuple(min(room, max(1.0, more)) for more in left or (0.5 * produced, 1.5 * produced)))
 
 
 _NORMAL = np.asarray([NormalDist().inv_cdf(level) for level in MIDPOINTS])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -198,39 +199,32 @@ class SkewAware(Planned):
     def _take_waiting(self, target: Instance, donor: Instance, produced: Progress | None) -> list[Assignment]:
         """Requests from the end of the donor's queue (its shortest)."""
         queue = self.queues[donor.name]
-        there = self._lefts(donor, produced) + [self._forecast(request) for request, _ in queue]
-        here = self._lefts(target, produced)
-        waiting = [self._forecast(request) for request, _ in reversed(queue)]
-        count = self._best_count(target, donor, here, waiting, lambda n: there[: len(there) - n], [0.0] * len(waiting))
-        return [self.start(*self._popped(queue, target)) for _ in range(count)]
-
-    @staticmethod
-    def _popped(queue: deque[tuple[Request, str]], target: Instance) -> tuple[Request, Instance, str]:
-        request, route = queue.pop()
-        return request, target, route
+        there = self._rests(donor, produced) + [self._rest(request, 0.0) for request, _ in queue]
+        candidates = there[: len(there) - len(queue) - 1 : -1] if queue else []
+        count = self._best_count(
+            target, donor, self._rests(target, produced), candidates, lambda n: there[: len(there) - n], moved=False
+        )
+        taken = [queue.pop() for _ in range(count)]
+        return [self.start(request, target, route) for request, route in taken]
 
     def _take_running(self, target: Instance, produced: Progress) -> list[Assignment]:
         """Running requests, longest first, of the instance that would be last."""
         donors = [instance for instance in self.instances.values() if len(instance.running) > 1]
         if not donors:
             return []
-        last = max(donors, key=lambda donor: self._time(self._lefts(donor, produced), donor))
-        lefts = [(self._left(request, produced), request) for request in last.running.values()]
-        lefts.sort(key=lambda pair: -pair[0].mean)
-        forecasts = [forecast for forecast, _ in lefts]
-        per_token = (target.curve or UNKNOWN_CURVE).per_prefill_token
-        reading = [per_token * (produced(request.request_id) + request.prompt_tokens) for _, request in lefts]
-        count = self._best_count(target, last, [], forecasts, lambda n: forecasts[n:], reading)
-        return [self.start(request, target, TAIL) for _, request in lefts[:count]]
+        last = max(donors, key=lambda donor: _time(self._rests(donor, produced), donor))
+        rests = sorted(self._rests(last, produced), key=lambda rest: -rest.forecast.mean)
+        count = self._best_count(target, last, [], rests, lambda n: rests[n:], moved=True)
+        return [self.start(rest.request, target, TAIL) for rest in rests[:count]]
 
     def _best_count(
         self,
         target: Instance,
         donor: Instance,
-        here: list[Forecast],
-        candidates: list[Forecast],
-        stays: Callable[[int], list[Forecast]],
-        reading: list[float],
+        here: list[_Rest],
+        candidates: list[_Rest],
+        stays: Callable[[int], list[_Rest]],
+        moved: bool,
     ) -> int:
         """How many of the candidates, in their order, should go from donor to target: 0 unless the later of both ends
         then comes clearly earlier.
@@ -238,33 +232,47 @@ class SkewAware(Planned):
         Args:
             target: where they would go.
             donor: where they are.
-            here: what is left of the target's requests.
+            here: the target's requests.
             candidates: in the order in which they would go.
-            stays: what is left of the donor's requests when so many of the candidates have gone.
-            reading: seconds that the target needs to read each of them in.
+            stays: the donor's requests when so many of the candidates have gone.
+            moved: they run already, so the target has to read them in.
         """
-        best, chosen = self._time(stays(0), donor) * (1 - MOVE_GAIN), 0
+        best, chosen = _time(stays(0), donor) * (1 - MOVE_GAIN), 0
         most = min(len(candidates), target.free)
+        per_token = (target.curve or UNKNOWN_CURVE).per_prefill_token if moved else 0.0
         for count in sorted({max(1, most >> shift) for shift in range(MOVES_LOOKED_AT)}) if most else ():
-            moved = sum(reading[:count]) + self._time(here + candidates[:count], target)
-            later = max(moved, self._time(stays(count), donor))
+            reading = per_token * sum(rest.context for rest in candidates[:count])
+            later = max(reading + _time(here + candidates[:count], target), _time(stays(count), donor))
             if later < best:
                 best, chosen = later, count
         return chosen
 
-    def _lefts(self, instance: Instance, produced: Progress | None) -> list[Forecast]:
-        return [self._left(request, produced) for request in instance.running.values()]
+    def _rests(self, instance: Instance, produced: Progress | None) -> list[_Rest]:
+        """Of an instance's running requests."""
+        return [self._rest(r, produced(r.request_id) if produced else 0.0) for r in instance.running.values()]
 
-    def _left(self, request: Request, produced: Progress | None) -> Forecast:
-        return self._forecast(request).beyond(produced(request.request_id) if produced else 0.0)
+    def _rest(self, request: Request, produced: float) -> _Rest:
+        forecast = request.forecast or Forecast.exactly(1.0)
+        return _Rest(request, forecast.beyond(produced, self.longest), request.prompt_tokens + produced)
 
-    @staticmethod
-    def _forecast(request: Request) -> Forecast:
-        return request.forecast or Forecast.exactly(1.0)
 
-    def _time(self, forecasts: Sequence[Forecast], instance: Instance) -> float:
-        if not forecasts:
-            return 0.0
-        known = all(len(forecast.lengths) == 1 for forecast in forecasts)
-        values = np.asarray([f.lengths for f in forecasts]) if known else stack(forecasts)
-        return expected_time(values, instance.curve or UNKNOWN_CURVE, instance.slots)
+@dataclass(frozen=True)
+class _Rest:
+    """What is left of a request."""
+
+    request: Request
+    forecast: Forecast
+    context: float
+    """Tokens that it has: prompt and produced."""
+
+
+def _time(rests: Sequence[_Rest], instance: Instance) -> float:
+    """Expected seconds until an instance has finished these."""
+    if not rests:
+        return 0.0
+    forecasts = [rest.forecast for rest in rests]
+    known = all(len(forecast.lengths) == 1 for forecast in forecasts)
+    values = np.asarray([f.lengths for f in forecasts]) if known else stack(forecasts)
+    curve = instance.curve or UNKNOWN_CURVE
+    reading = curve.per_context_token * sum(rest.context * rest.forecast.mean for rest in rests)
+    return expected_time(values, curve, instance.slots) + reading

@@ -27,6 +27,8 @@ def test_a_request_that_outruns_its_forecast_is_expected_to_go_on() -> None:
     left = Forecast((10.0, 20.0)).beyond(100)
     assert left.mean == pytest.approx(100)
     assert Forecast.exactly(5).beyond(5).mean >= 1
+    assert Forecast((10.0, 20.0)).beyond(100, limit=110).lengths == (10.0, 10.0)
+    assert Forecast((10.0, 20.0)).beyond(100, limit=100).lengths == (1.0, 1.0)
 
 
 def test_quantiles_become_equally_likely_lengths() -> None:
