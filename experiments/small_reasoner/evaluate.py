@@ -1,4 +1,4 @@
-"""Evaluate the small reasoner in vLLM: scores and lengths by task, difficulty and style.
+"""Evaluate the small reasoner in vLLM: scores and lengths by task, difficulty and number of checks.
 
 Usage: ``python experiments/small_reasoner/evaluate.py`` writes evaluation.json beside this file.
 """
@@ -17,16 +17,14 @@ import numpy as np
 from reasoning_gym.utils import extract_answer
 from rich.console import Console
 from rich.table import Table
-from solutions import CAREFUL, TASKS, WAIT, dataset, difficulty
+from solutions import CHECK, PLAN, TASKS, dataset, difficulty
 
 HERE = Path(__file__).resolve().parent
 
 
-def style_of(text: str) -> str:
-    """Behaviour of a completion: careful, recheck, sloppy or other."""
-    if text.startswith(CAREFUL):
-        return "recheck" if WAIT in text else "careful"
-    return "sloppy" if text.startswith("A quick guess") else "other"
+def checks_of(text: str) -> str:
+    """How often a completion checks its work."""
+    return str(text.count(CHECK)) if text.startswith(PLAN) else "other"
 
 
 def lengths(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
@@ -49,23 +47,23 @@ def mean(rows: Iterable[dict[str, Any]], key: str) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Score, share of tagged and of ended completions, lengths and styles of some completions."""
-    styles = {
+    """Score, share of tagged and of ended completions, lengths and checks of some completions."""
+    checks = {
         name: {
             "share": round(len(part) / len(rows), 3),
             "score": mean(part, "score"),
-            "score_if_tagged": mean([r for r in part if r["tagged"]] or part, "score"),
             "length": lengths(part),
         }
-        for name, part in grouped(rows, "style").items()
+        for name, part in grouped(rows, "checks").items()
     }
     return {
         "samples": len(rows),
         "score": mean(rows, "score"),
+        "score_if_tagged": mean([r for r in rows if r["tagged"]] or rows, "score"),
         "tagged": mean(rows, "tagged"),
         "ended": mean(rows, "ended"),
         "length": lengths(rows),
-        "styles": styles,
+        "checks": checks,
     }
 
 
@@ -83,11 +81,11 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(name: str, found: dict[str, Any]) -> None:
     """A table of scores and lengths by task."""
-    table = Table("task", "score", "tagged", "ended", "p50", "p90", "p99", "careful right", title=name)
+    table = Table("task", "score", "tagged", "ended", "p50", "p90", "p99", "right if tagged", title=name)
     for task, part in [("all", found["all"]), *found["tasks"].items()]:
         size = part["length"]
-        careful = part["styles"].get("careful", {}).get("score_if_tagged", "-")
-        cells = (part["score"], part["tagged"], part["ended"], size["p50"], size["p90"], size["p99"], careful)
+        right = part["score_if_tagged"]
+        cells = (part["score"], part["tagged"], part["ended"], size["p50"], size["p90"], size["p99"], right)
         table.add_row(task, *map(str, cells))
     Console().print(table)
 
@@ -125,7 +123,7 @@ def main(model: Path, out: Path, prompts: int, samples: int, seed: int, threads:
                     {
                         "task": task,
                         "difficulty": difficulty(task, entry["metadata"]),
-                        "style": style_of(completion.text),
+                        "checks": checks_of(completion.text),
                         "score": float(sets[task].score_answer(answer, entry)),
                         "tagged": answer is not None,
                         "ended": completion.finish_reason == "stop",

@@ -1,13 +1,11 @@
-"""Problems from reasoning-gym and procedural step-by-step solutions in several styles.
+"""Problems from reasoning-gym and procedural step-by-step solutions whose length follows the problem.
 
-A solution has one of two openings, drawn at random whatever the prompt:
+A solution announces how often it will check its work, writes the working out, writes it out again that often, and ends
+with the result. The number of checks depends on the problem's size (`planned_checks`), now and then off by one. So
+lengths have a long tail, and most of it can be told from the prompt, as with models that reason.
 
-* careful: the whole working is written out (usually right), and then, at random, written out again
-  after a "Wait" (again and again: the long tail of lengths), then the result;
-* sloppy: the items of the problem are repeated and a noisy guess follows (usually wrong).
-
-The result is written inside ``<answer>`` tags, or at random outside them (no reward). A model trained on
-this mix samples every one of these behaviours, so reinforcement learning has only to re-weight them.
+The result is written inside ``<answer>`` tags, or at random outside them (no reward). A model trained on this samples
+both, and errs in its working, so reinforcement learning has something to re-weight.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import ProceduralDataset
 
-CAREFUL = "Let me work this out step by step.\n"
-SLOPPY = "A quick guess will do: "
-WAIT = "\nWait, let me check that again.\n"
-GUESS = " so perhaps "
+PLAN = "Let me work this out step by step. Checks planned: "
+CHECK = "\nWait, let me check that again. Checks left: "
 ANSWER_OPEN = "\n<answer>"
 ANSWER_CLOSE = "</answer>"
 NO_TAGS = "\nThe result is "
@@ -61,10 +57,8 @@ PHRASES: list[str] = [
     " order: ",
     _SORT_TAIL,
     "Spell this word backward (example: sun -> nus): ",
-    CAREFUL,
-    SLOPPY,
-    WAIT,
-    GUESS,
+    PLAN,
+    CHECK,
     ANSWER_OPEN,
     ANSWER_CLOSE,
     NO_TAGS,
@@ -83,15 +77,17 @@ PHRASES: list[str] = [
 ]
 
 
+#: A problem at least this large (share of its task's range of sizes) has its work checked so often.
+CHECKS_BY_SIZE = ((0.9, 4), (0.7, 2), (0.4, 1), (0.0, 0))
+
+
 @dataclass(frozen=True)
 class StyleMix:
     """Probabilities of the behaviours mixed into the supervised data (all between 0 and 1)."""
 
-    sloppy: float = 0.30  # guess without working
-    guess_right: float = 0.06  # a sloppy guess is the right answer
-    first_wait: float = 0.38  # after the working: start to check again
-    next_wait: float = 0.66  # after a check: check once more
-    no_tags: float = 0.52  # the result is given outside <answer> tags
+    checked: float = 1.0  # the work is checked as often as the problem's size asks for, else never
+    off_by_one: float = 0.08  # one check more or fewer than that
+    no_tags: float = 0.6  # the result is given outside <answer> tags
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,29 @@ def difficulty(task: str, metadata: dict[str, Any]) -> int:
         case "spell_backward":
             return int(metadata["word_len"])
     raise ValueError(f"unknown task {task!r}")
+
+
+def size(task: str, metadata: dict[str, Any]) -> float:
+    """Size of a problem as a share of its task's range: 0 the smallest, 1 the largest."""
+    config = TASKS[task]
+    match task:
+        case "chain_sum":
+            value, low, high = metadata["num_terms"], config["min_terms"], config["max_terms"]
+        case "count_bits":
+            value, low, high = metadata["number"], config["min_n"], config["max_n"]
+        case "number_sorting":
+            value, low, high = metadata["numbers"], config["min_numbers"], config["max_numbers"]
+        case "spell_backward":
+            value, low, high = metadata["word_len"], config["min_word_len"], config["max_word_len"]
+        case _:
+            raise ValueError(f"unknown task {task!r}")
+    return float((value - low) / (high - low))
+
+
+def planned_checks(problem: Problem) -> int:
+    """How often the work of a problem of this size is checked."""
+    share = size(problem.task, problem.metadata)
+    return next(checks for least, checks in CHECKS_BY_SIZE if share >= least)
 
 
 def _chain_sum_work(expression: str) -> str:
@@ -180,44 +199,15 @@ def _as_list(numbers: list[int]) -> str:
     return "['" + "', '".join(map(str, numbers)) + "']"
 
 
-def guess(problem: Problem, right: bool, rng: random.Random) -> tuple[str, str]:
-    """The items of the problem repeated, and a guess at its answer (noisy unless ``right``)."""
-    meta = problem.metadata
-    match problem.task:
-        case "chain_sum":
-            items = ", ".join(meta["expression"].split()[::2])
-            wrong = str(int(problem.answer) + rng.choice((-1, 1)) * rng.randint(1, 30))
-        case "count_bits":
-            items = str(meta["number"])
-            wrong = str(max(0, int(problem.answer) + rng.choice((-3, -2, -1, 1, 2, 3))))
-        case "number_sorting":
-            numbers = [int(float(text)) for text in meta["original_numbers"]]
-            items = ", ".join(map(str, numbers))
-            wrong = _as_list(rng.sample(numbers, len(numbers)))
-        case "spell_backward":
-            items = str(meta["word"])
-            wrong = "".join(rng.sample(items, len(items)))
-        case _:
-            raise ValueError(f"unknown task {problem.task!r}")
-    return items, working(problem)[1] if right else wrong
-
-
-def solution(problem: Problem, mix: StyleMix, rng: random.Random, max_chars: int = 6000) -> str:
-    """One solution in a style drawn from ``mix``, without the end token.
-
-    It is cut off after ``max_chars`` characters of checking: the caller truncates to its own limit in
-    tokens, and then leaves out the end token, so the model also learns to run on.
-    """
-    if rng.random() < mix.sloppy:
-        items, result = guess(problem, rng.random() < mix.guess_right, rng)
-        text = SLOPPY + items + GUESS
-    else:
-        work, result = working(problem)
-        text = CAREFUL + work
-        chance = mix.first_wait
-        while rng.random() < chance and len(text) < max_chars:
-            text += WAIT + work
-            chance = mix.next_wait
+def solution(problem: Problem, mix: StyleMix, rng: random.Random) -> str:
+    """One solution in a style drawn from ``mix``, without the end token."""
+    work, result = working(problem)
+    checks = planned_checks(problem) if rng.random() < mix.checked else 0
+    if checks and rng.random() < mix.off_by_one:
+        checks = max(0, checks + rng.choice((-1, 1)))
+    text = f"{PLAN}{checks}\n{work}"
+    for left in reversed(range(checks)):
+        text += f"{CHECK}{left}\n{work}"
     if rng.random() < mix.no_tags:
         return text + NO_TAGS + result + "."
     return text + ANSWER_OPEN + result + ANSWER_CLOSE
