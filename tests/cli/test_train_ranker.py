@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,19 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.model import LengthModel
-from streamrl.cli import main as cli
 from streamrl.rollouts.store import SCHEMA
+from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
-
-
-def streamrl(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Calls the command; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["streamrl", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture

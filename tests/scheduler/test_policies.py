@@ -115,12 +115,3 @@ def test_a_running_request_moves_to_an_empty_instance_and_keeps_its_slot_count()
     moves = policy.decide(lambda _: 105.0)
     assert moves and all(move.moved and move.instance == "b" for move in moves)
     assert len(policy.instances["a"].running) + len(policy.instances["b"].running) == 32
-
-
-def test_an_instance_joins_once_and_has_slots() -> None:
-    policy = SkewAware()
-    policy.join("a", 1)
-    with pytest.raises(ValueError, match="joined already"):
-        policy.join("a", 1)
-    with pytest.raises(ValueError, match="0 slots"):
-        policy.join("b", 0)
