@@ -29,8 +29,8 @@ from rich.progress import track
 from rich.table import Table
 
 from scheduler.baselines import LeastLoaded, LongestFirst, RoundRobin
-from scheduler.cost import PAPER_7B_H800, ModelShape, StepCurve, roofline
-from scheduler.forecast import Forecast
+from scheduler.cost import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
+from scheduler.forecast import NORMAL_SCORES, Forecast
 from scheduler.hardware import device
 from scheduler.planned import Algorithm2, SkewAware
 from scheduler.planning import Worker, best_partition, plan
@@ -39,12 +39,8 @@ from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
 
 OUT = Path(__file__).parent / "results" / "dispatch_policies"
 LIMIT = 20_000
-QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
 CPU = StepCurve((1, 4, 16, 32, 64), (30e-3, 30e-3, 51e-3, 90e-3, 160e-3))
 """SmolLM2-135M in vLLM on one core of a shared machine."""
-NORMAL = np.asarray(
-    [-1.86, -1.32, -1.01, -0.78, -0.58, -0.4, -0.24, -0.08, 0.08, 0.24, 0.4, 0.58, 0.78, 1.01, 1.32, 1.86]
-)
 RANKER_NOISE = 0.35
 """Spread of log length around a forecast: a recall of about 0.85 of the longest 20 % on the log-normal shapes."""
 
@@ -98,10 +94,12 @@ def case(shape: str, mix: str, instances: int, per_instance: int, slots: int, se
     """Simulates one workload under every policy."""
     rng = np.random.default_rng(seed)
     count = instances * per_instance
-    told = np.clip(SHAPES[shape](rng, count), 20, LIMIT)[:, None] * np.exp(RANKER_NOISE * NORMAL)
+    told = np.clip(SHAPES[shape](rng, count), 20, LIMIT)[:, None] * np.exp(RANKER_NOISE * NORMAL_SCORES)
     told = np.clip(told, 1, LIMIT)
     # the truth is drawn from the forecast, so that the forecast is honest
-    lengths = np.clip(told[:, 7] * np.exp(RANKER_NOISE * (rng.standard_normal(count) + 0.08)), 1, LIMIT).round()
+    lengths = np.clip(
+        told[:, 7] * np.exp(RANKER_NOISE * (rng.standard_normal(count) - NORMAL_SCORES[7])), 1, LIMIT
+    ).round()
     fleet = [SimulatedInstance(f"i{n}", curve, slots) for n, curve in enumerate(MIXES[mix](instances))]
     oracle, forecast, blind = requests_of(lengths, None, True), requests_of(lengths, told), requests_of(lengths, None)
     runs: dict[str, tuple[DispatchPolicy, list[SimulatedRequest]]] = {
@@ -182,7 +180,10 @@ def speed(console: Console) -> None:
     lengths = np.sort(np.clip(r1_like(rng, 1024), 1, LIMIT))[::-1]
     workers = [Worker(f"i{n}", PAPER_7B_H800, 256) for n in range(16)]
     figures = {}
-    for name, values in (("known", lengths[:, None]), ("forecasts", lengths[:, None] * np.exp(RANKER_NOISE * NORMAL))):
+    for name, values in (
+        ("known", lengths[:, None]),
+        ("forecasts", lengths[:, None] * np.exp(RANKER_NOISE * NORMAL_SCORES)),
+    ):
         times = []
         for _ in range(20):
             begin = time.perf_counter()

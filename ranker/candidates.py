@@ -13,7 +13,10 @@ from ranker.segments import Array
 QUERY = 256
 """Samples that LambdaRank compares with each other: about a batch, which is what the dispatcher ranks."""
 GRADES = 31
-"""LambdaRank's relevance grades (its built-in gains end there; ours grow linearly)."""
+"""LambdaRank's relevance grades: equal steps of the log of the share of samples that are at least as long, so that
+those among the longest are told apart; the gain grows linearly."""
+LONGEST = 0.01
+"""Share of the samples that has the greatest grade."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,19 @@ class Kind:
 KINDS = (
     Kind("log_length", {"objective": "l2"}, "log"),
     Kind("mean_length", {"objective": "l2"}, "length"),
+    Kind("quantile_60", {"objective": "quantile", "alpha": 0.6}, "log"),
     Kind("quantile_80", {"objective": "quantile", "alpha": 0.8}, "log"),
-    Kind("lambdarank", {"objective": "lambdarank", "label_gain": list(range(GRADES)), "eval_at": [51]}, "grade"),
+    Kind(
+        "lambdarank",
+        # Only pairs with one of the first ranks are learned from: more ranks than the longest 20 % (51) have.
+        {
+            "objective": "lambdarank",
+            "label_gain": list(range(GRADES)),
+            "lambdarank_truncation_level": 64,
+            "eval_at": [51],
+        },
+        "grade",
+    ),
 )
 """In order of preference: of two that rank alike the first is taken, as its score says more."""
 
@@ -131,8 +145,8 @@ def _target(kind: Kind, log: Array) -> Array:
         return log
     if kind.target == "length":
         return np.exp(log)
-    rank = np.searchsorted(np.sort(log), log, side="left") / len(log)
-    return np.floor(rank * GRADES).astype(int)
+    as_long = 1 - np.searchsorted(np.sort(log), log, side="left") / len(log)
+    return np.minimum(np.floor(np.log(as_long) / np.log(LONGEST) * GRADES), GRADES - 1).astype(int)
 
 
 def fit_spread(

@@ -14,11 +14,12 @@ import numpy as np
 
 from ranker.segments import Array
 
-LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98])
-"""The levels [Q] of all quantiles."""
+LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995])
+"""The levels [Q] of all quantiles. The last ones matter most to dispatch: among a thousand requests, some answer that
+runs away to the limit is what the whole batch waits for, and every plan has to reckon with it."""
 
 BIN = 60
-"""Fewest samples in a bin: its 0.98 and 0.02 quantiles are then between samples."""
+"""Fewest samples in a bin: its 0.98 and 0.02 quantiles are then between samples (those above are its longest)."""
 BINS = 24
 BIN_SCORES = 15
 """Fewest distinct scores in a bin, on average: samples of one prompt have one score and tell little of others."""
@@ -38,6 +39,14 @@ class Distribution:
     def location(self, score: Array) -> Array:
         """The median log length [N] of scores [N]."""
         return np.interp(score, self.centres, self.medians)
+
+    def score_of(self, log: Array) -> Array:
+        """The scores [N] with these median log lengths [N]; those beyond all medians keep their order."""
+        beyond = log - np.clip(log, self.medians[0], self.medians[-1])
+        step = 1e-3 * max(1e-9, float(self.centres[-1] - self.centres[0]))
+        # Equal medians of neighbouring bins would give equal scores: a trace of the log length keeps the order.
+        inside: Array = np.interp(log, self.medians, self.centres) + step * (beyond + 1e-3 * log)
+        return inside
 
     def quantiles(self, score: Array, spread: Array, limit: float) -> Array:
         """Tokens [N, Q], monotone in Q and within 1..limit, of scores [N] and spreads [N] (log)."""

@@ -26,9 +26,10 @@ from ranker.projection import Projection
 from ranker.rare import RareWords
 from ranker.report import Report
 from ranker.segments import Array
+from ranker.unfamiliar import COLUMNS, Unfamiliar
 
 FORMAT = "streamrl-ranker"
-VERSION = 1
+VERSION = 2
 """Raised by any change after which older files would be read wrongly; also of `ranker.text` and `ranker.history`."""
 
 
@@ -46,12 +47,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LengthModel:
-    """A trained model; `scorer` and `spread` are None for one that knows only the distribution of all lengths."""
+    """A trained model; without `scorer`, `spread` and `unfamiliar` it knows only the distribution of all lengths."""
 
     kind: str
     schema: FeatureSchema
     scorer: Scorer | None
     spread: lgb.Booster | None
+    unfamiliar: Unfamiliar | None
     distribution: Distribution
     cap: int | None
     """Length limit of the training samples, tokens; None if none was cut off."""
@@ -89,10 +91,16 @@ class LengthModel:
 
     def predict_features(self, features: Array, threads: int = 1) -> Prediction:
         """Predicts from columns [N, F] of `featurise`; N is at least 1."""
-        if self.scorer is None or self.spread is None:
+        if self.scorer is None or self.spread is None or self.unfamiliar is None:
             return self._of_score(np.zeros(len(features)), np.ones(len(features)))
         score = self.scorer.score(features, threads)
-        return self._of_score(score, predict_spread(self.spread, features, score, threads))
+        spread = predict_spread(self.spread, features, score, threads)
+        columns = features[:, [self.schema.names.index(name) for name in COLUMNS]]
+        rows, log = self.unfamiliar.predict(columns)
+        if len(rows):
+            score[rows] = self.distribution.score_of(log)
+            spread[rows] = self.unfamiliar.spread
+        return self._of_score(score, spread)
 
     def _of_score(self, score: Array, spread: Array) -> Prediction:
         return Prediction(LEVELS, self.distribution.quantiles(score, spread, self.limit), score)
@@ -120,6 +128,9 @@ class LengthModel:
         arrays |= {f"weight_{kind}": weight for kind, weight in self.schema.projection.weights.items()}
         arrays["common"] = np.packbits(self.schema.rare.common)
         arrays |= {name: getattr(self.distribution, name) for name in ("centres", "medians", "tables")}
+        if self.unfamiliar is not None:
+            arrays |= {"unfamiliar_means": self.unfamiliar.means, "unfamiliar_slopes": self.unfamiliar.slopes}
+            manifest["unfamiliar"] = [getattr(self.unfamiliar, name) for name in ("bound", "typical", "spread")]
         packed = io.BytesIO()
         np.savez(packed, **arrays)  # type: ignore[arg-type]
         parts: dict[str, str | bytes] = {
@@ -180,11 +191,17 @@ class LengthModel:
         if manifest["kind"] != "constant" and not (score and spread):
             raise ValueError("a booster is missing")
         scorer = Scorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None
+        unfamiliar = None
+        if scorer is not None:
+            bound, typical, width = manifest["unfamiliar"]
+            sizes = arrays["unfamiliar_means"], arrays["unfamiliar_slopes"]
+            unfamiliar = Unfamiliar(bound, *sizes, typical, width)
         return cls(
             kind=manifest["kind"],
             schema=schema,
             scorer=scorer,
             spread=lgb.Booster(model_str=spread) if spread else None,
+            unfamiliar=unfamiliar,
             distribution=Distribution(arrays["centres"], arrays["medians"], arrays["tables"]),
             cap=manifest["cap"],
             longest=manifest["longest"],

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,15 @@ class OnlineRanker:
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
         group_ids: Sequence[str | None] | None = None,
-        sample_ids: Sequence[str] | None = None,
+        sample_ids: Sequence[Sequence[str]] | None = None,
         step: int = 0,
         difficulty: Sequence[float] | Array | None = None,
     ) -> Prediction | None:
         """Predicts the lengths of N requests that start in `step`; None without a model.
 
-        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. With `sample_ids` the
-        first prediction of each is remembered, and compared with its length when it is observed.
+        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `sample_ids` are the
+        samples that each request stands for; the first prediction of each is remembered, and compared with its length
+        when it is observed.
 
         Raises:
             RankerError: the arguments differ in length.
@@ -105,8 +107,9 @@ class OnlineRanker:
         named, groups = list(tasks or [None] * count), list(group_ids or [None] * count)
         history = self._history.columns(list(prompts), named, groups, step)
         prediction = self.model.predict(prompts, named, difficulty, history, self.threads)
-        for sample, score in zip(sample_ids or (), prediction.score, strict=False):
-            self._waiting.setdefault(sample, float(score))
+        for samples, score in zip(sample_ids or (), prediction.score, strict=False):
+            for sample in samples:
+                self._waiting.setdefault(sample, float(score))
         while len(self._waiting) > self._window:  # requests that were predicted and never observed
             del self._waiting[next(iter(self._waiting))]
         return prediction
@@ -157,9 +160,19 @@ class OnlineRanker:
 
     def refit(self) -> bool:
         """Fits a model of the same kind on the newest rows; False, and no change, without any."""
-        if not self._rows:
+        if (job := self.refit_job()) is None:
             return False
+        self.model = job()
+        return True
+
+    def refit_job(self) -> Callable[[], LengthModel] | None:
+        """The same for another thread: what makes the new `model`, from the rows as they are now; None without any."""
+        if not self._rows:
+            return None
         kind = self.model.kind if self.model is not None else KINDS[0].name
         self._refits += 1
-        self.model = fit_again(kind, from_rows(list(self._rows)), self.seed + self._refits, self.threads)
-        return True
+        return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.threads)
+
+
+def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, threads: int) -> LengthModel:
+    return fit_again(kind, from_rows(rows), seed, threads)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ranker.segments import Array, segment_reduce
+from ranker.segments import Array, sum_between
 from ranker.text import BUCKETS, Packed, ngrams, pack
 
 DIMENSIONS = {"word": 12, "char": 6}
@@ -32,10 +32,10 @@ class Projection:
 
     def apply(self, packed: Packed) -> Array:
         """Columns [N, len(names)], float32."""
-        count, parts = len(packed.size), []
-        for kind, (prompt, bucket) in ngrams(packed).items():
-            total = segment_reduce(np.add, self.tables[kind][bucket], prompt, count, 0.0)
-            norm = segment_reduce(np.add, self.weights[kind][bucket], prompt, count, 0.0)
+        parts = []
+        for kind, (begin, bucket) in ngrams(packed).items():
+            total = sum_between(self.tables[kind][bucket], begin)
+            norm = sum_between(self.weights[kind][bucket], begin)
             parts.append(total / np.sqrt(np.maximum(norm, 1e-9))[:, None])
         return np.concatenate(parts, axis=1)
 
@@ -46,7 +46,8 @@ def fit_projection(texts: list[str], seed: int) -> Projection:
     if len(texts) > FIT_PROMPTS:
         texts = [texts[i] for i in np.sort(rng.choice(len(texts), FIT_PROMPTS, replace=False))]
     tables, weights = {}, {}
-    for kind, (prompt, bucket) in ngrams(pack(texts)).items():
+    for kind, (begin, bucket) in ngrams(pack(texts)).items():
+        prompt = np.repeat(np.arange(len(texts)), np.diff(begin))
         counts = np.bincount(prompt * BUCKETS + bucket, minlength=len(texts) * BUCKETS).reshape(len(texts), BUCKETS)
         idf = np.log((1 + len(texts)) / (1 + np.count_nonzero(counts, axis=0))).astype(np.float32) + 1
         matrix = counts.astype(np.float32) * idf

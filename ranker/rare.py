@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ranker.segments import Array, last_of, segment_reduce
-from ranker.text import LETTER, Packed, hash_runs, number_logs, pack
+from ranker.text import Packed, hash_runs, pack
 
 SLOTS = 1 << 16
 """Slots of the table; a mix's wording has some thousand words, so few rare ones share a slot with a common one."""
@@ -21,7 +21,7 @@ COMMON = 0.02
 
 RARE = (
     *("rare_words", "rare_word_max", "rare_word_sum", "rare_word_last"),
-    *("rare_numbers", "rare_number_max", "rare_number_log_sum"),
+    *("rare_numbers", "rare_number_max", "rare_number_log_sum", "common_share"),
 )
 
 
@@ -33,24 +33,29 @@ class RareWords:
     """Whether the words of a slot are common [SLOTS], bool."""
 
     def apply(self, packed: Packed) -> Array:
-        """The columns `RARE` [N, 7], float32; numbers as log(1 + x), NaN for what a prompt has not."""
+        """The columns `RARE` [N, 8], float32; numbers as log(1 + x), NaN for what a prompt has not.
+
+        `common_share` is the share of the words that are common: low for prompts unlike those of the training.
+        """
         count = len(packed.size)
-        start, length, slot = _words(packed)
-        rare = ~self.common[slot]
-        owner, length = packed.prompt[start[rare]], length[rare]
+        word, number = _slots(packed)
+        _, length, owner = packed.letters
+        words = np.bincount(owner, minlength=count)
+        rare = ~self.common[word]
+        owner, length = owner[rare], length[rare]
         columns = [
             np.bincount(owner, minlength=count),
             segment_reduce(np.maximum, length, owner, count, np.nan),
             segment_reduce(np.add, length, owner, count, 0.0),
             last_of(length, owner, count, np.nan),
         ]
-        start, logs, slot = _numbers(packed)
-        rare = ~self.common[slot]
-        owner, logs = packed.prompt[start[rare]], logs[rare]
+        rare = ~self.common[number]
+        owner, logs = packed.digits[2][rare], packed.number_logs[rare]
         columns += [
             np.bincount(owner, minlength=count),
             segment_reduce(np.maximum, logs, owner, count, np.nan),
             segment_reduce(np.add, logs, owner, count, 0.0),
+            np.where(words > 0, 1 - columns[0] / np.maximum(words, 1), np.nan),
         ]
         return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)
 
@@ -58,26 +63,17 @@ class RareWords:
 def fit_rare_words(texts: list[str]) -> RareWords:
     """Counts in how many distinct prompts each word is; one that is in a single prompt is rare in any case."""
     packed = pack(texts)
-    (words, _, word_slot), (numbers, _, number_slot) = _words(packed), _numbers(packed)
-    prompt = packed.prompt[np.concatenate((words, numbers))]
-    slot = np.concatenate((word_slot, number_slot))
-    seen = np.unique(prompt * SLOTS + slot) % SLOTS
+    prompt = np.concatenate((packed.letters[2], packed.digits[2]))
+    seen = np.unique(prompt * SLOTS + np.concatenate(_slots(packed))) % SLOTS
     return RareWords(np.bincount(seen, minlength=SLOTS) >= max(2.0, COMMON * len(texts)))
 
 
-def _words(packed: Packed) -> tuple[Array, Array, Array]:
-    """Starts, lengths and slots of the runs of letters."""
-    start, length, hashed = hash_runs(packed.data, LETTER[packed.data])
-    return start, length, _slot(hashed)
-
-
-def _numbers(packed: Packed) -> tuple[Array, Array, Array]:
-    """Starts, logs and slots of the runs of digits."""
-    start, _, log = number_logs(packed.data)
-    return start, log, _slot(hash_runs(packed.data, (packed.data >= 48) & (packed.data <= 57))[2])
-
-
-def _slot(hashed: Array) -> Array:
+def _slots(packed: Packed) -> tuple[Array, Array]:
+    """Slots of the runs of letters, and of those of digits."""
+    starts, lengths, _ = (np.concatenate(parts) for parts in zip(packed.letters, packed.digits, strict=True))
+    hashed = hash_runs(packed.data, starts, lengths)
     with np.errstate(over="ignore"):
         mixed = (hashed ^ (hashed >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93)
-    return (mixed >> np.uint64(48)).astype(np.int64)
+    slot = (mixed >> np.uint64(48)).astype(np.int64)
+    words = len(packed.letters[0])
+    return slot[:words], slot[words:]

@@ -17,8 +17,39 @@ class Figures:
 
 
 @dataclass
+class Captured:
+    """What dispatching by one kind of forecast comes to, in simulated generation."""
+
+    makespan: float
+    """Share of least-loaded dispatch's time."""
+    captured: float | None
+    """Share of the saving that true lengths give; None where they give next to none."""
+
+
+@dataclass
+class Dispatch:
+    """Simulated generation of held-out prompts, dispatched by forecasts."""
+
+    setting: str
+    """The batches and the instances, in words."""
+    oracle: float
+    """With the true lengths: share of least-loaded dispatch's time."""
+    forecasts: dict[str, Captured]
+    """By the names of `ranker.held_out`."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Dispatch:
+        """What `asdict` made of it."""
+        forecasts = {name: Captured(**figures) for name, figures in values["forecasts"].items()}
+        return cls(**values | {"forecasts": forecasts})
+
+
+@dataclass
 class Report:
-    """A training report; figures are means over the folds of a split by prompt."""
+    """A training report.
+
+    A ranking's figures are of held-out samples, at most four of each prompt; all folds of a split by prompt together.
+    """
 
     samples: int
     prompts: int
@@ -38,8 +69,10 @@ class Report:
     """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where
     the quantile is the cap."""
     messages: list[str] = field(default_factory=list)
+    dispatch: list[Dispatch] = field(default_factory=list)
+    """What dispatching by forecasts for new prompts saves, by fleet; empty where it was not simulated (a refit)."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Figures of others, such as the share of the oracle's saving that a simulated dispatch captures."""
+    """Figures of others."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -59,5 +92,6 @@ class Report:
                 "candidates": {name: Figures(**f) for name, f in values["candidates"].items()},
                 "baselines": {name: Figures(**f) for name, f in values["baselines"].items()},
                 "with_history": Figures(**history) if history else None,
+                "dispatch": [Dispatch.from_json(dispatch) for dispatch in values.get("dispatch", [])],
             }
         )

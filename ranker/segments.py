@@ -20,6 +20,15 @@ def segment_reduce(ufunc: np.ufunc, values: Array, segment: Array, count: int, e
     return out
 
 
+def sum_between(values: Array, begin: Array) -> Array:
+    """Sums of `values` [M, ...] from begin[i] to begin[i + 1], [N, ...] for `begin` [N + 1]; 0 where none is."""
+    out = np.zeros((len(begin) - 1, *values.shape[1:]), dtype=values.dtype)
+    present = begin[1:] > begin[:-1]
+    if present.any():
+        out[present] = np.add.reduceat(values, begin[:-1][present], axis=0)
+    return out
+
+
 def last_of(values: Array, segment: Array, count: int, empty: float) -> Array:
     """The last of each segment's `values` [M] (segments ascending) as [count]; `empty` where none is."""
     out = np.full(count, empty)
@@ -34,6 +43,8 @@ def first_of(values: Array, segment: Array, count: int, empty: float) -> Array:
 
 def runs(mask: Array) -> tuple[Array, Array]:
     """Starts and lengths of the runs of True in `mask` [M]."""
-    edges = np.diff(np.concatenate(([0], mask.view(np.int8), [0])))
-    starts = np.flatnonzero(edges == 1)
-    return starts, np.flatnonzero(edges == -1) - starts
+    if not len(mask):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    edges = np.concatenate(([0] if mask[0] else [], changes, [len(mask)] if mask[-1] else [])).astype(np.int64)
+    return edges[::2], edges[1::2] - edges[::2]

@@ -9,6 +9,7 @@ the text after the last colon, where many prompts put the problem itself after i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from ranker.segments import Array, first_of, last_of, runs, segment_reduce
 
 HALF = 2048
 """Bytes read at each end of a prompt; what lies between (a long document) is left out, and only its size counts."""
+
+EDGE = 256
+"""Bytes at each end of a prompt whose n-grams count: they tell what kind of prompt it is, and every one costs time."""
 
 BUCKETS = 2048
 """Hash buckets of each kind of n-gram: a projection table of some 100 KB, with few collisions in a task mix."""
@@ -36,14 +40,21 @@ _CLASSES = {
     "other": b"#$@\\_~",
     "beyond_ascii": bytes(range(128, 256)),
 }
-_TABLE = {name: np.isin(np.arange(256), list(members)) for name, members in _CLASSES.items()}
-LETTER = _TABLE["upper"] | _TABLE["lower"] | _TABLE["beyond_ascii"]
-_ALNUM = LETTER | _TABLE["digit"]
+_NAMES = tuple(_CLASSES)
+_CODE = np.full(256, len(_NAMES), dtype=np.uint8)
+for _number, _members in enumerate(_CLASSES.values()):
+    _CODE[list(_members)] = _number
+_WIDTH = 16
+"""Codes per prompt in a count of classes: the classes, and one for all other bytes."""
+_DIGIT = np.isin(_CODE, [_NAMES.index("digit")])
+_LETTER = np.isin(_CODE, [_NAMES.index(name) for name in ("upper", "lower", "beyond_ascii")])
+_ALNUM = _LETTER | _DIGIT
 _FOLD = np.arange(256, dtype=np.uint64)  # letters in lower case, and all digits alike: "3021" and "7755" are one word
 _FOLD[65:91] += 32
 _FOLD[48:58] = 48
-with np.errstate(over="ignore"):
-    _POWERS = np.cumprod(np.full(2 * HALF + 1, 1099511628211, dtype=np.uint64))
+_BASE = 1099511628211
+_UNBASE = pow(_BASE, -1, 1 << 64)
+_TENS = 10.0 ** np.arange(301)
 
 _TAIL_CLASSES = ("digit", "operator", "comma", "space", "newline", "open")
 STRUCTURE = (
@@ -64,77 +75,128 @@ class Packed:
 
     data: Array
     """Bytes [M], uint8."""
-    prompt: Array
-    """The prompt that each byte is of [M]."""
+    begin: Array
+    """The place of each prompt's first byte, and M [N + 1]."""
     size: Array
     """Bytes of each whole prompt [N]."""
+    edges: Array
+    """Bytes [M'] of the same prompts, of which only `EDGE` at each end are left, each followed by a zero byte."""
+    edges_begin: Array
+    """The same as `begin` for `edges` [N + 1]."""
+
+    @cached_property
+    def letters(self) -> tuple[Array, Array, Array]:
+        """Starts, lengths and prompts of the runs of letters."""
+        return self._runs(_LETTER)
+
+    @cached_property
+    def digits(self) -> tuple[Array, Array, Array]:
+        """Starts, lengths and prompts of the runs of digits."""
+        return self._runs(_DIGIT)
+
+    @cached_property
+    def number_logs(self) -> Array:
+        """log(1 + value) of each run of digits."""
+        start, length, _ = self.digits
+        if not len(start):
+            return np.zeros(0)
+        before = np.cumsum(length) - length
+        index = np.arange(int(length.sum())) + np.repeat(start - before, length)
+        power = np.minimum(np.repeat(start + length, length) - 1 - index, 300)  # 10**308 is the largest float
+        value = np.add.reduceat((self.data[index] - 48.0) * _TENS[power], before)
+        return np.log1p(np.minimum(value, 1e300))
+
+    def owner(self, place: Array) -> Array:
+        """The prompt that each place [K] is in."""
+        return np.searchsorted(self.begin, place, side="right") - 1
+
+    def _runs(self, table: Array) -> tuple[Array, Array, Array]:
+        start, length = runs(table[self.data])
+        return start, length, self.owner(start)
 
 
 def pack(texts: list[str]) -> Packed:
     """Joins prompts."""
     encoded = [text.encode("utf-8", "replace").replace(b"\0", b" ") for text in texts]
     size = np.array([len(item) for item in encoded], dtype=np.int64)
-    kept = [item if len(item) <= 2 * HALF else item[:HALF] + item[-HALF:] for item in encoded]
-    data = np.frombuffer(b"".join(item + b"\0" for item in kept), dtype=np.uint8)
-    prompt = np.repeat(np.arange(len(texts)), np.minimum(size, 2 * HALF) + 1)
-    return Packed(data, prompt, size)
+    data, begin = _join([item if len(item) <= 2 * HALF else item[:HALF] + item[-HALF:] for item in encoded])
+    edges, edges_begin = data, begin
+    if (size > 2 * EDGE).any():
+        short = [item if len(item) <= 2 * EDGE else item[:EDGE] + b" " + item[-EDGE:] for item in encoded]
+        edges, edges_begin = _join(short)
+    return Packed(data, begin, size, edges, edges_begin)
+
+
+def _join(items: list[bytes]) -> tuple[Array, Array]:
+    """Bytes [M] of items with a zero byte after each, and where each begins, and M [N + 1]."""
+    data = np.frombuffer(b"".join([item + b"\0" for item in items]), dtype=np.uint8)
+    return data, np.cumsum([0, *(len(item) + 1 for item in items)])
 
 
 def structure(packed: Packed) -> Array:
     """The columns `STRUCTURE` [N, len(STRUCTURE)], float32; NaN for what a prompt has not (no number)."""
-    data, prompt, count = packed.data, packed.prompt, len(packed.size)
-    masks = {name: table[data] for name, table in _TABLE.items()}
-    columns = {"bytes": np.log1p(packed.size)}
-    for name, mask in masks.items():
-        columns[f"count_{name}"] = np.bincount(prompt[mask], minlength=count)
-
-    tail = _tail(packed, masks["colon"])
-    columns["tail_bytes"] = np.bincount(prompt[tail], minlength=count)
+    count = len(packed.size)
+    tail = _tail(packed)
+    code = _CODE[packed.data]
+    # one count for all: of each prompt before its tail, and in it
+    bounds = np.stack((packed.begin[:-1], tail), axis=1).reshape(-1)
+    key = np.repeat(np.arange(2 * count) * _WIDTH, np.diff(bounds, append=len(code)))
+    key += code
+    classes = np.bincount(key, minlength=2 * count * _WIDTH).reshape(count, 2, _WIDTH)
+    columns = {"bytes": np.log1p(packed.size), "tail_bytes": packed.begin[1:] - tail}
+    for number, name in enumerate(_NAMES):
+        columns[f"count_{name}"] = classes[:, 0, number] + classes[:, 1, number]
     for name in _TAIL_CLASSES:
-        columns[f"tail_{name}"] = np.bincount(prompt[tail & masks[name]], minlength=count)
+        columns[f"tail_{name}"] = classes[:, 1, _NAMES.index(name)]
 
-    start, length = runs(LETTER[data])
-    owner = prompt[start]
+    start, length, owner = packed.letters
     columns["words"] = np.bincount(owner, minlength=count)
     columns["word_mean"] = segment_reduce(np.add, length, owner, count, np.nan) / np.maximum(columns["words"], 1)
     columns["word_max"] = segment_reduce(np.maximum, length, owner, count, np.nan)
     columns["word_last"] = last_of(length, owner, count, np.nan)
-    inside = tail[start]
+    inside = start >= tail[owner]
     columns["tail_words"] = np.bincount(owner[inside], minlength=count)
     columns["tail_word_max"] = segment_reduce(np.maximum, length[inside], owner[inside], count, np.nan)
 
-    start, length = runs((data != 10) & (data != 0))
-    columns["line_max"] = segment_reduce(np.maximum, length, prompt[start], count, 0.0)
-    step = masks["open"].astype(np.int64) - masks["close"]
-    depth = np.cumsum(step)
-    before = first_of(depth - step, prompt, count, 0.0)
-    columns["depth_max"] = segment_reduce(np.maximum, depth, prompt, count, 0.0) - before
-
-    columns |= _numbers(packed, tail) | _quoted(packed)
+    ends = np.flatnonzero((packed.data == 10) | (packed.data == 0))
+    line = np.diff(ends, prepend=-1) - 1
+    columns["line_max"] = segment_reduce(np.maximum, line, packed.owner(ends), count, 0.0)
+    columns |= _depth(packed, code) | _numbers(packed, tail) | _quoted(packed)
     return np.stack([np.asarray(columns[name], dtype=np.float32) for name in STRUCTURE], axis=1)
 
 
-def _tail(packed: Packed, colon: Array) -> Array:
-    """Bytes [M] after the last colon that is followed by a letter or digit; all bytes of a prompt without one."""
-    place = np.arange(len(packed.data))
+def _depth(packed: Packed, code: Array) -> dict[str, Array]:
+    """How deep brackets are nested."""
     count = len(packed.size)
-    content = np.flatnonzero(_ALNUM[packed.data])
-    last_content = last_of(content, packed.prompt[content], count, -1.0)
-    colons = np.flatnonzero(colon)
-    colons = colons[colons < last_content[packed.prompt[colons]]]
-    begin = last_of(colons, packed.prompt[colons], count, -1.0)
-    after: Array = place > begin[packed.prompt]
-    return after
+    opening = _NAMES.index("open")
+    place = np.flatnonzero((code == opening) | (code == _NAMES.index("close")))
+    owner = packed.owner(place)
+    step = np.where(code[place] == opening, 1, -1)
+    depth = np.cumsum(step)
+    before = first_of(depth - step, owner, count, 0.0)
+    return {"depth_max": np.maximum(segment_reduce(np.maximum, depth, owner, count, 0.0) - before, 0.0)}
+
+
+def _tail(packed: Packed) -> Array:
+    """Where the tail begins [N]: after the last colon that is followed by a letter or digit; else with the prompt."""
+    count = len(packed.size)
+    content = np.full(count, -1)
+    for start, _, owner in (packed.letters, packed.digits):
+        content = np.maximum(content, last_of(start, owner, count, -1))
+    colons = np.flatnonzero(packed.data == 58)
+    owner = packed.owner(colons)
+    followed = colons < content[owner]
+    return np.maximum(packed.begin[:-1], 1 + last_of(colons[followed], owner[followed], count, -1).astype(np.int64))
 
 
 def _numbers(packed: Packed, tail: Array) -> dict[str, Array]:
-    """Columns of the numbers written in digits (a decimal fraction counts as two)."""
+    """Columns of the numbers written in digits (a decimal fraction counts as two); tails begin at `tail` [N]."""
     count = len(packed.size)
-    start, length, log = number_logs(packed.data)
-    owner = packed.prompt[start]
+    start, length, owner = packed.digits
+    log = packed.number_logs
     numbers = np.bincount(owner, minlength=count)
     log_sum = segment_reduce(np.add, log, owner, count, 0.0)
-    inside = tail[start]
+    inside = start >= tail[owner]
     return {
         "numbers": numbers,
         "number_max": segment_reduce(np.maximum, log, owner, count, np.nan),
@@ -150,36 +212,41 @@ def _numbers(packed: Packed, tail: Array) -> dict[str, Array]:
     }
 
 
-def number_logs(data: Array) -> tuple[Array, Array, Array]:
-    """Starts, lengths and log(1 + value) of the runs of digits in bytes [M]."""
-    digit = _TABLE["digit"][data]
-    start, length = runs(digit)
-    if not len(start):
-        return start, length, np.zeros(0)
-    index = np.flatnonzero(digit)
-    power = np.minimum(np.repeat(start + length, length) - 1 - index, 300)  # 10**308 is the largest float
-    value = np.add.reduceat((data[index] - 48.0) * 10.0**power, np.cumsum(length) - length)
-    return start, length, np.log1p(np.minimum(value, 1e300))
+def hash_runs(data: Array, start: Array, length: Array, fold: Array | None = None) -> Array:
+    """64-bit hashes of runs of bytes [M], mapped by `fold` [256]: polynomials in `_BASE`, modulo 2**64.
 
-
-def hash_runs(data: Array, mask: Array, fold: Array | None = None) -> tuple[Array, Array, Array]:
-    """Starts, lengths and 64-bit hashes of the runs of True in `mask` [M], of bytes [M] mapped by `fold` [256]."""
-    start, length = runs(mask)
-    if not len(start):
-        return start, length, np.zeros(0, dtype=np.uint64)
-    index = np.flatnonzero(mask)
-    place = index - np.repeat(start, length)
-    values = data[index].astype(np.uint64) if fold is None else fold[data[index]]
+    A run's polynomial is the difference of two running sums over all bytes, over the power of its first place; the base
+    is odd and so has an inverse.
+    """
+    values = data.astype(np.uint64) if fold is None else fold[data]
+    values += np.uint64(1)
     with np.errstate(over="ignore"):
-        hashed = np.add.reduceat((values + np.uint64(1)) * _POWERS[place], np.cumsum(length) - length)
-    return start, length, hashed
+        values *= _powers(_BASE, len(data))
+        sums = np.cumsum(values)
+        whole = sums[start + length - 1] - sums[start] + values[start]
+        hashed: Array = whole * _powers(_UNBASE, len(data))[start]
+    return hashed
+
+
+_KEPT: dict[int, Array] = {}
+
+
+def _powers(base: int, count: int) -> Array:
+    """The first powers of a base [count], modulo 2**64; kept, as every batch needs them."""
+    kept = _KEPT.get(base)
+    if kept is None or len(kept) < count:
+        kept = np.full(2 * count, base, dtype=np.uint64)
+        kept[0] = 1
+        with np.errstate(over="ignore"):
+            _KEPT[base] = kept = np.cumprod(kept)
+    return kept[:count]
 
 
 def _quoted(packed: Packed) -> dict[str, Array]:
     """Columns of what stands between pairs of double quotes or backticks (apostrophes are no quotes)."""
     count = len(packed.size)
     place = np.flatnonzero((packed.data == 34) | (packed.data == 96))
-    owner = packed.prompt[place]
+    owner = packed.owner(place)
     sizes = np.bincount(owner, minlength=count)
     rank = np.arange(len(place)) - (np.cumsum(sizes) - sizes)[owner]
     opening = np.flatnonzero((rank % 2 == 0) & (rank + 1 < sizes[owner]))
@@ -193,26 +260,36 @@ def _quoted(packed: Packed) -> dict[str, Array]:
 
 
 def ngrams(packed: Packed) -> dict[str, tuple[Array, Array]]:
-    """Hashed n-grams as (prompt [K] ascending, bucket [K]): `word` (words and pairs) and `char` (three bytes)."""
-    data, prompt = packed.data, packed.prompt
-    folded = _FOLD[data] + np.uint64(1)
-    start, _, hashed = hash_runs(data, _ALNUM[data], _FOLD)
-    words: tuple[Array, Array] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-    if len(start):
-        with np.errstate(over="ignore"):
-            pair = hashed[:-1] * np.uint64(31) + hashed[1:] * np.uint64(17) + np.uint64(7)
-        owner = prompt[start]
-        together = owner[:-1] == owner[1:]
-        owners = np.concatenate((owner, owner[:-1][together]))
-        buckets = np.concatenate((_bucket(hashed), _bucket(pair[together])))
-        order = np.argsort(owners, kind="stable")
-        words = owners[order], buckets[order]
-    if len(data) < 3:
-        return {"word": words, "char": (np.zeros(0, np.int64), np.zeros(0, np.int64))}
+    """Hashed n-grams of the prompts' edges as (begin [N], bucket [K]): `word` (words and pairs), `char` (three bytes).
+
+    The n-grams of prompt i are those from begin[i] to begin[i + 1].
+    """
+    data, begin = packed.edges, packed.edges_begin
+    start, length = runs(_ALNUM[data])
+    hashed = hash_runs(data, start, length, _FOLD)
+    # a word and the pair of it and the next one stand together; the last word of a prompt stands for its own pair
     with np.errstate(over="ignore"):
-        three = folded[:-2] + folded[1:-1] * _POWERS[0] + folded[2:] * _POWERS[1]
-    inside = (prompt[:-2] == prompt[2:]) & (data[2:] != 0)
-    return {"word": words, "char": (prompt[:-2][inside], _bucket(three[inside]))}
+        pair = hashed * np.uint64(31) + np.append(hashed[1:], np.uint64(0)) * np.uint64(17) + np.uint64(7)
+    words = np.searchsorted(start, begin)
+    last = words[1:][words[1:] > words[:-1]] - 1
+    kept = np.ones((len(start), 2), dtype=bool)
+    kept[last, 1] = False
+    word = _bucket(np.stack((hashed, pair), axis=1)[kept])
+    pairs_before = np.concatenate(([0], np.cumsum(words[1:] > words[:-1])))
+    folded = _FOLD[data] + np.uint64(1)
+    powers = _powers(_BASE, 3)[1:]
+    with np.errstate(over="ignore"):
+        three = folded[:-2] + folded[1:-1] * powers[0] + folded[2:] * powers[1]
+    size = np.diff(begin) - 1
+    inside = np.ones(len(data), dtype=bool)
+    inside[begin[1:] - 1] = False  # the zero byte, and the two bytes before it, begin no three bytes of one prompt
+    inside[begin[1:] - 1 - np.minimum(size, 1)] = False
+    inside[begin[1:] - 1 - np.minimum(size, 2)] = False
+    char = _bucket(three[inside[: len(three)]])
+    return {
+        "word": (2 * words - pairs_before, word),
+        "char": (np.concatenate(([0], np.cumsum(np.maximum(size - 2, 0)))), char),
+    }
 
 
 def _bucket(hashed: Array) -> Array:

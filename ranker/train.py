@@ -16,16 +16,20 @@ from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
 from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at
 from ranker.features import FeatureSchema, assemble, fit_schema, text_features
+from ranker.held_out import MODEL, HeldOut, hold_out, units
 from ranker.history import PROMPT, SIBLINGS, simulate
 from ranker.model import LengthModel
 from ranker.report import Figures, Report
 from ranker.segments import Array
+from ranker.unfamiliar import COLUMNS, fit_unfamiliar
 
 FOLDS = 3
 MIN_PROMPTS = 9
 """Fewest distinct prompts: three in each fold."""
 COMPARE_ROWS, FIT_ROWS = 16_000, 60_000
 """Most samples for the comparison of kinds, and for the kept model: some tens of seconds in all on two cores."""
+REPEATS = 4
+"""Most samples of a prompt that count for the figures of a ranking."""
 HIDE_ALL, HIDE_PROMPT = 0.3, 0.2
 """Shares of prompts whose rows are trained on without any history, and without that of the prompt and its siblings."""
 MARGIN = 0.005
@@ -59,7 +63,24 @@ class Table:
         return self.schema.names.index("task")
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training gives."""
+
+    model: LengthModel
+    report: Report
+    """The same object as the model's."""
+    held_out: HeldOut | None
+    """Forecasts for prompts that were not seen, for further figures; None where no split by prompt was possible."""
+
+
 def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthModel, Report]:
+    """The model and the report of `train_and_hold_out`."""
+    trained = train_and_hold_out(rollouts, seed, threads)
+    return trained.model, trained.report
+
+
+def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> Trained:
     """Trains and measures; deterministic for a seed and a number of threads.
 
     With fewer than `MIN_PROMPTS` distinct prompts no split by prompt is possible: the model then gives all requests
@@ -67,14 +88,14 @@ def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthMo
     """
     rollouts = _subsample(rollouts, FIT_ROWS, seed, "trained on")
     if len(rollouts.texts) < MIN_PROMPTS or len(np.unique(rollouts.output_length)) < 2:
-        return _constant(rollouts, seed)
+        return Trained(*_constant(rollouts, seed), None)
     few = _subsample(rollouts, COMPARE_ROWS, seed, "kinds of models compared on")
     table = tabulate(few, seed)
     scores, rounds = {}, {}
     for kind in KINDS:
         scores[kind.name], rounds[kind.name] = _held_out(kind, table, seed, threads)
-    length = few.output_length
-    candidates = {name: _figures(score, length, table.fold, seed) for name, (score, _) in scores.items()}
+    length, counted = few.output_length, _counted(few, seed)
+    candidates = {name: _figures(score, length, counted, seed) for name, (score, _) in scores.items()}
     kept = KINDS[0]
     for kind in KINDS[1:]:
         if _mean(candidates[kind.name]) > _mean(candidates[kept.name]) + MARGIN:
@@ -82,6 +103,7 @@ def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthMo
     cold, warm = scores[kept.name]
     history = simulate(few)
     known = bool(np.isfinite(history).any())
+    held_out = hold_out(few, table.cold, table.categorical, cold, table.fold, seed, threads)
     report = Report(
         samples=len(rollouts),
         prompts=len(rollouts.texts),
@@ -90,16 +112,14 @@ def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthMo
         kind=kept.name,
         criterion=CRITERION,
         candidates=candidates,
-        with_history=_figures(warm, length, table.fold, seed) if known else None,
-        baselines={
-            n: _figures(s, length, table.fold, seed) for n, s in baselines(few, history, table.fold, seed).items()
-        },
+        with_history=_figures(warm, length, counted, seed) if known else None,
+        baselines={n: _figures(s, length, counted, seed) for n, s in baselines(few, history, table.fold, seed).items()},
         ceiling=_named(noise_ceiling(rollouts, FRACTIONS, seed)),
-        coverage=_coverage(table, cold, length, rollouts, seed, threads),
+        coverage=_coverage(held_out, table.fold),
         messages=list(dict.fromkeys([*rollouts.notes, *few.notes])),
     )
     whole = table if few is rollouts else tabulate(rollouts, seed)
-    return _final(kept, rollouts, whole, rounds[kept.name], report, seed, threads), report
+    return Trained(_final(kept, rollouts, whole, rounds[kept.name], report, seed, threads), report, held_out)
 
 
 def refit(name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1) -> LengthModel:
@@ -179,35 +199,43 @@ def _final(
     spread = fit_spread(features, score, residual, table.categorical, seed, threads)
     sizes = predict_spread(spread, features, score, threads)
     distribution = fit_distribution(score, sizes, table.log)
+    names = table.schema.names
+    columns = table.cold[:, [names.index(name) for name in COLUMNS]]
+    unfamiliar = fit_unfamiliar(columns, table.cold[:, table.categorical], table.log)
     longest = int(rollouts.output_length.max())
-    return LengthModel(kind.name, table.schema, scorer, spread, distribution, rollouts.cap, longest, report)
+    return LengthModel(kind.name, table.schema, scorer, spread, unfamiliar, distribution, rollouts.cap, longest, report)
 
 
-def _coverage(
-    table: Table, score: Array, length: Array, rollouts: Rollouts, seed: int, threads: int
-) -> dict[str, float]:
-    """Coverage of the quantiles on folds that neither the score nor its spread was fitted on."""
-    parts = []
-    limit = rollouts.cap or 2 * int(rollouts.output_length.max())
-    for fold in range(FOLDS):
-        rest, out = table.fold != fold, table.fold == fold
-        _, centres, medians = fit_medians(score[rest], table.log[rest])
-        residual = table.log[rest] - np.interp(score[rest], centres, medians)
-        booster = fit_spread(table.cold[rest], score[rest], residual, table.categorical, seed, threads)
-        sizes = predict_spread(booster, table.cold, score, threads)
-        distribution = fit_distribution(score[rest], sizes[rest], table.log[rest])
-        # 1e-6: a quantile that is exactly a length may be a rounding error below it
-        parts.append(coverage(LEVELS, distribution.quantiles(score[out], sizes[out], limit) * (1 + 1e-6), length[out]))
+def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
+    """Coverage of the model's quantiles; means over folds [N]."""
+    # 1e-6: a quantile that is exactly a length may be a rounding error below it
+    quantiles = held.forecasts[MODEL] * (1 + 1e-6)
+    parts = [coverage(held.levels, quantiles[fold == f], held.length[fold == f]) for f in np.unique(fold)]
     return {level: float(np.mean([part[level] for part in parts])) for level in parts[0]}
 
 
-def _figures(score: Array, length: Array, fold: Array, seed: int) -> Figures:
-    """Means over folds, as each fold has a model of its own."""
-    folds = [fold == f for f in np.unique(fold)]
-    recall = {f"{x:g}": float(np.mean([recall_at(score[f], length[f], x, seed) for f in folds])) for x in FRACTIONS}
-    filled = np.where(np.isnan(score), -np.inf, score)
-    taus = np.array([kendall_tau(filled[f], length[f]) for f in folds])
-    return Figures(recall, float(taus.mean()) if np.isfinite(taus).all() else None)
+def _counted(rollouts: Rollouts, seed: int) -> Array:
+    """Whether a sample counts for recall and tau [N]: at most `REPEATS` of each prompt in each step of a run.
+
+    The ceiling counts all prompts alike, too; and a prompt with many samples is a lump that makes figures a matter of
+    luck: the whole of it is among the longest, or nothing.
+    """
+    unit = units(rollouts)
+    order = np.lexsort((np.random.default_rng(seed).random(len(unit)), unit))
+    sizes = np.bincount(unit)
+    rank = np.empty(len(unit), dtype=np.int64)
+    rank[order] = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
+    few: Array = rank < REPEATS
+    return few
+
+
+def _figures(score: Array, length: Array, counted: Array, seed: int) -> Figures:
+    """Of all folds together [N]: the models of all folds predict the same thing."""
+    score, length = score[counted], length[counted]
+    tau = kendall_tau(np.where(np.isnan(score), -np.inf, score), length)
+    return Figures(
+        {f"{x:g}": recall_at(score, length, x, seed) for x in FRACTIONS}, float(tau) if np.isfinite(tau) else None
+    )
 
 
 def _mean(figures: Figures) -> float:
@@ -256,4 +284,4 @@ def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
     )
     longest = int(rollouts.output_length.max())
     schema = fit_schema(rollouts.texts, [], seed)
-    return LengthModel("constant", schema, None, None, distribution, rollouts.cap, longest, report), report
+    return LengthModel("constant", schema, None, None, None, distribution, rollouts.cap, longest, report), report

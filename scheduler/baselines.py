@@ -4,52 +4,37 @@ from __future__ import annotations
 
 import heapq
 import random
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from scheduler.policy import Assignment, Fleet, Progress, Request
 
 
 class LeastLoaded(Fleet):
-    """Data-parallel load balance: first come first served, to the instance with the fewest running requests.
-
-    Siblings follow their group to the instance that already has it, as long as that instance is not more than
-    `affinity` requests fuller than the emptiest one: a shared prompt is computed once per instance.
-    """
+    """Data-parallel load balance: everything is placed by load (see `Fleet`)."""
 
     def __init__(self, affinity: int = 0) -> None:
-        super().__init__()
-        self.affinity = affinity
+        super().__init__(affinity)
         self._waiting: deque[Request] = deque()
-        self._groups: dict[str, str] = {}  # group -> instance that has it
 
     @property
     def waiting(self) -> int:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def leave(self, instance: str) -> list[str]:
-        """See `Fleet`."""
-        self._groups = {group: where for group, where in self._groups.items() if where != instance}
-        return super().leave(instance)
-
     def submit(self, requests: Iterable[Request]) -> None:
         """Requests wait to be placed."""
         self._waiting.extend(requests)
 
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._waiting = self.without(self._waiting, request_ids)
+        super().withdraw(request_ids)
+
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Places waiting requests while there are free slots."""
-        decisions = []
-        while self._waiting and (emptiest := self.emptiest()) is not None:
-            request = self._waiting.popleft()
-            home = self.instances.get(self._groups.get(request.group_id, ""))
-            stays = home is not None and home.free > 0 and len(home.running) <= len(emptiest.running) + self.affinity
-            chosen = home if stays and home is not None else emptiest
-            self._groups[request.group_id] = chosen.name
-            decisions.append(self.start(request, chosen))
-        if not self._waiting and not self.where:
-            self._groups.clear()  # nothing is under way: no group can have more siblings to place
-        return decisions
+        return self.place_by_load(self._waiting)
 
 
 class LongestFirst(Fleet):
@@ -69,8 +54,13 @@ class LongestFirst(Fleet):
         """Requests wait to be placed."""
         for request in requests:
             self._count += 1
-            expected = request.forecast.mean if request.forecast else 0.0
-            heapq.heappush(self._heap, (-expected, self._count, request))
+            heapq.heappush(self._heap, (-request.expected, self._count, request))
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._heap = [entry for entry in self._heap if entry[2].request_id not in request_ids]
+        heapq.heapify(self._heap)
+        super().withdraw(request_ids)
 
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Places waiting requests while there are free slots."""
@@ -80,7 +70,7 @@ class LongestFirst(Fleet):
         return decisions
 
 
-class _InTurn(Fleet):
+class _InTurn(Fleet, ABC):
     """Each request is bound to an instance when it is submitted, whatever that instance has to do; first come first
     served inside an instance."""
 
@@ -95,8 +85,9 @@ class _InTurn(Fleet):
         """Requests without a slot."""
         return sum(map(len, self._queues.values()))
 
+    @abstractmethod
     def _choose(self, names: list[str]) -> str:
-        raise NotImplementedError
+        """The instance that the next request is bound to."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Binds requests to instances.
@@ -117,11 +108,15 @@ class _InTurn(Fleet):
         waiting = [request.request_id for request in self._queues.pop(instance, ())]
         return super().leave(instance) + waiting
 
-    def finished(self, request_id: str) -> None:
-        """See `Fleet`."""
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._queues = {name: self.without(queue, request_ids) for name, queue in self._queues.items()}
+        super().withdraw(request_ids)
+
+    def _release(self, request_id: str) -> None:
         if request_id in self.where:
             self._ready.add(self.where[request_id].name)
-        super().finished(request_id)
+        super()._release(request_id)
 
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Places waiting requests while their instances have free slots."""

@@ -69,6 +69,20 @@ class StepCurve:
         values = [value for value, count in blocks for _ in range(count)]
         return cls(tuple(sizes), tuple(values), per_context_token, per_prefill_token)
 
+    @classmethod
+    def mean(cls, curves: Sequence[StepCurve]) -> StepCurve:
+        """Of several measurements of the same kind of instance: at every batch size that one of them has.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not curves:
+            raise ValueError("there is no step curve to take the mean of")
+        sizes = sorted({size for curve in curves for size in curve.batches})
+        points = {size: float(np.mean([curve.base(size) for curve in curves])) for size in sizes}
+        context = float(np.mean([curve.per_context_token for curve in curves]))
+        return cls.measured(points, context, float(np.mean([curve.per_prefill_token for curve in curves])))
+
     def to_json(self) -> dict[str, Any]:
         """For a calibration file: what `from_json` reads."""
         points = {str(batch): seconds for batch, seconds in zip(self.batches, self.seconds, strict=True)}
@@ -130,6 +144,10 @@ PAPER_7B_H800 = StepCurve(
 """Per-token latency of a 7B model on an H800 with vLLM (StreamRL, arXiv 2504.15930, PTL row)."""
 
 
+UNKNOWN_CURVE = StepCurve((1, 2), (1.0, 1.05))
+"""Stands in for an instance whose step time nobody has measured: small batches are hardly faster (memory-bound)."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What a decode step moves and computes."""
@@ -147,6 +165,9 @@ class ModelShape:
         """Bytes of KV cache per token of context."""
         return self.layers * self.kv_width * self.bytes_per_number
 
+
+QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
+"""Qwen2.5-7B (its config.json)."""
 
 MEMORY_EFFICIENCY = 0.8
 """Share of peak bandwidth that decode kernels reach (0.75 to 0.9 in vendors' and vLLM's own measurements)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -13,6 +14,8 @@ Floats = npt.NDArray[np.float64]
 
 MIDPOINTS = (np.arange(16) + 0.5) / 16
 """Levels at which a forecast is cut into equally likely lengths."""
+NORMAL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in MIDPOINTS])
+"""[16]: quantiles of the standard normal at `MIDPOINTS`."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,42 @@ class Forecast:
         logs = np.log(np.maximum(np.asarray(values, dtype=np.float64), 1.0))
         return cls(tuple(np.exp(np.interp(MIDPOINTS, np.asarray(levels, dtype=np.float64), logs)).tolist()))
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Expected length in tokens."""
         return sum(self.lengths) / len(self.lengths)
+
+    @cached_property
+    def sixteen(self) -> Floats:
+        """[16] the same as 16 equally likely lengths (fewer values are repeated in proportion)."""
+        values = np.asarray(self.lengths)
+        return values[(MIDPOINTS * len(values)).astype(int)] if len(values) != len(MIDPOINTS) else values
+
+    @classmethod
+    def lognormal(cls, log_mean: float, log_sd: float) -> Forecast:
+        """A length whose logarithm is normal, cut at `MIDPOINTS`."""
+        return cls(tuple(np.exp(log_mean + log_sd * NORMAL_SCORES).tolist()))
+
+    def given_siblings(self, lengths: Sequence[float], likeness: float) -> Forecast:
+        """The forecast after siblings (completions of the same prompt) have ended at these lengths.
+
+        With log lengths normal around a mean that siblings share, k siblings of mean y move this forecast's log mean m
+        to m + w (y - m), w = k r / (1 + (k - 1) r), and leave 1 - r w of its log variance: the shrinkage estimate of
+        one-way random effects. A length that is known stays as it is.
+
+        Args:
+            lengths: of the siblings, in tokens.
+            likeness: r, the intraclass correlation of log lengths around their forecasts: 0 says that siblings tell
+                nothing that the forecast does not know, 1 that all have one length.
+        """
+        if not lengths or len(self.lengths) == 1:
+            return self
+        logs = np.log(np.maximum(self.lengths, 1.0))
+        mean, count = logs.mean(), len(lengths)
+        weight = count * likeness / (1 + (count - 1) * likeness)
+        told = np.log(np.maximum(lengths, 1.0)).mean()
+        spread = np.sqrt(max(0.0, 1 - likeness * weight))
+        return Forecast(tuple(np.exp(mean + weight * (told - mean) + spread * (logs - mean)).tolist()))
 
     def beyond(self, produced: float, limit: float = np.inf) -> Forecast:
         """The forecast of what is *left* of a request that has produced so many tokens and goes on.
@@ -52,9 +87,6 @@ class Forecast:
         left = tuple(length - produced for length in self.lengths if length > produced)
         room = max(1.0, limit - produced)
         return Forecast(tuple(min(room, max(1.0, more)) for more in left or (0.5 * produced, 1.5 * produced)))
-
-
-_NORMAL = np.asarray([NormalDist().inv_cdf(level) for level in MIDPOINTS])
 
 
 def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf) -> Floats:
@@ -73,23 +105,34 @@ def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf) -> F
     if each == 1:
         return np.repeat(values.T, count, axis=0)
     scores = np.random.default_rng(seed).standard_normal((count, len(values)))
-    left = np.clip(np.searchsorted(_NORMAL, scores) - 1, 0, each - 2)
+    left = np.clip(np.searchsorted(NORMAL_SCORES, scores) - 1, 0, each - 2)
     logs = np.log(np.maximum(np.sort(values, axis=1), 1.0))
     rows = np.arange(len(values))
     low, high = logs[rows, left], logs[rows, left + 1]
-    share = (scores - _NORMAL[left]) / (_NORMAL[left + 1] - _NORMAL[left])
+    share = (scores - NORMAL_SCORES[left]) / (NORMAL_SCORES[left + 1] - NORMAL_SCORES[left])
     return np.clip(np.exp(low + share * (high - low)), 1.0, limit)
 
 
 def stack(forecasts: Sequence[Forecast]) -> Floats:
-    """[n, 16]: forecasts as 16 equally likely lengths each (fewer values are repeated in proportion)."""
-    rows = np.empty((len(forecasts), len(MIDPOINTS)))
-    for row, forecast in zip(rows, forecasts, strict=True):
-        values = forecast.lengths
-        if len(values) == len(MIDPOINTS):
-            row[:] = values
-        elif len(values) == 1:
-            row[:] = values[0]
-        else:
-            row[:] = np.asarray(values)[(MIDPOINTS * len(values)).astype(int)]
-    return rows
+    """[n, 16]: forecasts as 16 equally likely lengths each."""
+    return np.asarray([forecast.sixteen for forecast in forecasts]).reshape(-1, len(MIDPOINTS))
+
+
+def equally_likely(forecasts: Sequence[Forecast]) -> Floats:
+    """[n, v] what plans are made from: v = 1 if every length is known, otherwise 16 (see `stack`)."""
+    if all(len(forecast.lengths) == 1 for forecast in forecasts):
+        return np.asarray([forecast.lengths for forecast in forecasts]).reshape(-1, 1)
+    return stack(forecasts)
+
+
+def same_width(parts: Sequence[Floats]) -> list[Floats]:
+    """Arrays of `equally_likely`, so that they can be joined: known lengths are repeated beside uncertain ones."""
+    widest = max(part.shape[1] for part in parts if len(part)) if any(map(len, parts)) else 1
+    return [
+        part
+        if part.shape[1] == widest
+        else np.repeat(part[:, :1], widest, axis=1)
+        if len(part)
+        else np.empty((0, widest))
+        for part in parts
+    ]

@@ -6,26 +6,25 @@ Both give every instance a queue, longest first. Ours also corrects itself while
 * when an instance has nothing left at all, running requests of the instance that is predicted to end last move over, if
   that makes both end clearly earlier, the reading in of the moved tokens included.
 
-Forecasts are those of what is left of a request, given what it has produced. Without trusted forecasts (`None`) ours is
-least-loaded dispatch.
+Forecasts are those of what is left of a request, given what it has produced. A request without one (`None`: nothing is
+known, or nothing that is trusted) is not planned and never moved: it waits in one queue for all instances, and is
+placed by load when no planned request can use the slot. So without forecasts ours *is* least-loaded dispatch.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from scheduler.cost import StepCurve
-from scheduler.forecast import Forecast, stack
-from scheduler.planning import Plan, Worker, even, expected_time, plan
+from scheduler.forecast import equally_likely, same_width
+from scheduler.planning import Plan, Worker, plan
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Progress, Request
+from scheduler.remaining import Remaining
 
-UNKNOWN_CURVE = StepCurve((1, 2), (1.0, 1.05))
-"""Stands in for an instance whose step time nobody has measured: small batches are hardly faster (memory-bound)."""
 MOVE_GAIN = 0.1
 """A running request moves only if the later of both ends comes earlier by this share of what is left: predictions are
 not that good, and each move costs a pause."""
@@ -35,11 +34,11 @@ MOVES_LOOKED_AT = 8
 """Numbers of requests (halves, quarters, ...) that a move is tried with."""
 
 
-class Planned(Fleet):
+class Planned(Fleet, ABC):
     """Keeps a queue per instance and fills slots from it. Subclasses say what the queues are."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, affinity: int = 0) -> None:
+        super().__init__(affinity)
         self.queues: dict[str, deque[tuple[Request, str]]] = {}
         """Waiting requests with their route, by instance."""
         self._new: list[Request] = []
@@ -58,17 +57,24 @@ class Planned(Fleet):
         self._new.extend(request for request, _ in self.queues.pop(instance, ()))
         return super().leave(instance)
 
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._new = [request for request in self._new if request.request_id not in request_ids]
+        for name, queue in self.queues.items():
+            self.queues[name] = deque(entry for entry in queue if entry[0].request_id not in request_ids)
+        super().withdraw(request_ids)
+
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Plans what is new, then fills slots from the queues."""
         if self._new and self.instances:
             everything = [request for queue in self.queues.values() for request, _ in queue] + self._new
             self._new = []
             self.queues = {name: deque() for name in self.instances}
-            self.make_queues(everything)
-        decisions = self._fill()
-        return decisions + self.correct(produced)
+            self.make_queues(everything, produced)
+        return self.fill() + self.correct(produced)
 
-    def _fill(self) -> list[Assignment]:
+    def fill(self) -> list[Assignment]:
+        """Gives free slots to what waits."""
         decisions = []
         for name, queue in self.queues.items():
             instance = self.instances[name]
@@ -77,9 +83,9 @@ class Planned(Fleet):
                 decisions.append(self.start(request, instance, route))
         return decisions
 
-    def make_queues(self, requests: Sequence[Request]) -> None:
-        """Puts every request into a queue."""
-        raise NotImplementedError
+    @abstractmethod
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+        """Puts every request into a queue; `produced` as for `decide`."""
 
     def correct(self, produced: Progress | None) -> list[Assignment]:
         """Decisions beyond the plan, after slots were filled."""
@@ -88,7 +94,7 @@ class Planned(Fleet):
 
 def longest_first(requests: Sequence[Request]) -> list[Request]:
     """By expected length; requests without a forecast last, in their order."""
-    return sorted(requests, key=lambda request: -(request.forecast.mean if request.forecast else 0.0))
+    return sorted(requests, key=lambda request: -request.expected)
 
 
 class Algorithm2(Planned):
@@ -106,11 +112,11 @@ class Algorithm2(Planned):
             raise ValueError(f"combine must be 'sum' or 'max', got {combine!r}")
         self.combine, self.tail_share = combine, tail_share
 
-    def make_queues(self, requests: Sequence[Request]) -> None:
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
         """See the class."""
         ordered = longest_first(requests)
         names = list(self.instances)
-        lengths = np.asarray([request.forecast.mean if request.forecast else 0.0 for request in ordered])
+        lengths = np.asarray([request.expected for request in ordered])
         tail_size = math.ceil(self.tail_share * len(ordered))
         tail_instances = 0
         if len(names) > 1:
@@ -136,7 +142,7 @@ class Algorithm2(Planned):
         for name in names:
             instance = self.instances[name]
             batch = max(1, min(share, instance.slots))
-            step = float((instance.curve or UNKNOWN_CURVE).base(batch))
+            step = float(instance.assumed_curve.base(batch))
             slowest = max(slowest, step * length * math.ceil(share / batch))
         return slowest
 
@@ -144,38 +150,59 @@ class Algorithm2(Planned):
 class SkewAware(Planned):
     """Ours: the cheapest plan of `planning.py`, corrected while it runs (see the module)."""
 
-    def __init__(self, migrate: bool = True, longest: float = math.inf) -> None:
+    def __init__(self, migrate: bool = True, longest: float = math.inf, affinity: int = 0) -> None:
         """
         Args:
             migrate: whether running requests may move.
             longest: no request produces more tokens than this (the run's limit).
+            affinity: of requests without a forecast, see `Fleet`.
         """
-        super().__init__()
+        super().__init__(affinity)
         self.migrate, self.longest = migrate, longest
         self.plan: Plan | None = None
         """The newest plan, for whoever wants to show it."""
+        self._unplanned: deque[Request] = deque()
+        """Waiting requests without a forecast."""
         self._corrected_at = -1
         """Unfinished requests when `correct` last looked."""
+        self._looked_at: dict[str, Remaining] = {}
+        """What is left of running requests, by instance; see `_remaining`."""
+        self._ends: dict[str, float] = {}
 
-    def make_queues(self, requests: Sequence[Request]) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance's slot."""
+        return super().waiting + len(self._unplanned)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """See `Planned`; requests without a forecast are kept out of the plan."""
+        for request in requests:
+            (self._unplanned if request.forecast is None else self._new).append(request)
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._unplanned = self.without(self._unplanned, request_ids)
+        super().withdraw(request_ids)
+
+    def fill(self) -> list[Assignment]:
+        """From the plan, then by load."""
+        return super().fill() + self.place_by_load(self._unplanned)
+
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
         """See the class."""
-        names = list(self.instances)
-        if any(request.forecast is None for request in requests):
-            self.plan = None
-            for name, dealt in zip(names, even(len(requests), len(names)), strict=True):
-                self.queues[name].extend((requests[number], REGULAR) for number in dealt)
-            return
+        # of like instances the first gets the longest requests: those of the pool for them
+        names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
+        instances = [self.instances[name] for name in names]
         ordered = longest_first(requests)
         forecasts = [request.forecast for request in ordered if request.forecast is not None]
-        known = all(len(forecast.lengths) == 1 for forecast in forecasts)
-        values = np.asarray([f.lengths for f in forecasts]) if known else stack(forecasts)
-        self.plan = plan(values, [self._worker(self.instances[name]) for name in names], limit=self.longest)
+        self._changed(*self.instances.values())
+        running = [self._remaining(instance, produced).values for instance in instances]
+        waiting, *beside = same_width([equally_likely(forecasts), *running])
+        workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
+        self.plan = plan(waiting, workers, limit=self.longest, running=beside)
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR
             self.queues[name].extend((ordered[number], route) for number in hand)
-
-    def _worker(self, instance: Instance) -> Worker:
-        return Worker(instance.name, instance.curve or UNKNOWN_CURVE, instance.slots)
 
     def correct(self, produced: Progress | None) -> list[Assignment]:
         """Brings instances that have a free slot and nothing waiting closer to the one that would be last."""
@@ -183,6 +210,8 @@ class SkewAware(Planned):
         if len(self.instances) < 2 or abs(unfinished - self._corrected_at) < max(1, unfinished * CORRECT_EVERY):
             return []
         self._corrected_at = unfinished
+        self._looked_at.clear()
+        self._ends.clear()
         idle = [i for i in self.instances.values() if i.free > 0 and not self.queues.get(i.name)]
         decisions: list[Assignment] = []
         for target in sorted(idle, key=lambda instance: len(instance.running)):
@@ -199,80 +228,77 @@ class SkewAware(Planned):
     def _take_waiting(self, target: Instance, donor: Instance, produced: Progress | None) -> list[Assignment]:
         """Requests from the end of the donor's queue (its shortest)."""
         queue = self.queues[donor.name]
-        there = self._rests(donor, produced) + [self._rest(request, 0.0) for request, _ in queue]
-        candidates = there[: len(there) - len(queue) - 1 : -1] if queue else []
-        count = self._best_count(
-            target, donor, self._rests(target, produced), candidates, lambda n: there[: len(there) - n], moved=False
-        )
+        going = Remaining.of([request for request, _ in reversed(queue)], [0.0] * len(queue), self.longest)
+        running = self._remaining(donor, produced)
+        count = self._best_count(target, donor, self._remaining(target, produced), going, running, moved=False)
         taken = [queue.pop() for _ in range(count)]
+        self._changed(target, donor)
         return [self.start(request, target, route) for request, route in taken]
 
     def _take_running(self, target: Instance, produced: Progress) -> list[Assignment]:
         """Running requests, longest first, of the instance that would be last."""
-        donors = [instance for instance in self.instances.values() if len(instance.running) > 1]
+        donors = [
+            instance
+            for instance in self.instances.values()
+            if len(instance.running) > 1 and any(request.forecast for request in instance.running.values())
+        ]
         if not donors:
             return []
-        last = max(donors, key=lambda donor: _time(self._rests(donor, produced), donor))
-        rests = sorted(self._rests(last, produced), key=lambda rest: -rest.forecast.mean)
-        count = self._best_count(target, last, [], rests, lambda n: rests[n:], moved=True)
-        return [self.start(rest.request, target, TAIL) for rest in rests[:count]]
+        last = max(donors, key=lambda donor: self._end(donor, produced))
+        rests = self._remaining(last, produced)
+        order = np.argsort(-rests.values.mean(axis=1), kind="stable")
+        known = np.asarray([request.forecast is not None for request in rests.requests])
+        going, fixed = rests.take(order[known[order]]), rests.take(order[~known[order]])
+        count = self._best_count(target, last, rests.take([]), going, fixed, moved=True)
+        self._changed(target, last)
+        return [self.start(request, target, TAIL) for request in going.requests[:count]]
 
     def _best_count(
         self,
         target: Instance,
         donor: Instance,
-        here: list[_Rest],
-        candidates: list[_Rest],
-        stays: Callable[[int], list[_Rest]],
+        here: Remaining,
+        going: Remaining,
+        fixed: Remaining,
         moved: bool,
     ) -> int:
-        """How many of the candidates, in their order, should go from donor to target: 0 unless the later of both ends
-        then comes clearly earlier.
+        """How many requests should go from donor to target: 0 unless the later of both ends then comes earlier, and for
+        running requests clearly so.
 
         Args:
             target: where they would go.
             donor: where they are.
             here: the target's requests.
-            candidates: in the order in which they would go.
-            stays: the donor's requests when so many of the candidates have gone.
+            going: may go, in this order.
+            fixed: the donor's others.
             moved: they run already, so the target has to read them in.
         """
-        best, chosen = _time(stays(0), donor) * (1 - MOVE_GAIN), 0
-        most = min(len(candidates), target.free)
-        per_token = (target.curve or UNKNOWN_CURVE).per_prefill_token if moved else 0.0
+        best, chosen = (fixed + going).time_on(donor) * (1 - (MOVE_GAIN if moved else 0.0)), 0
+        most = min(len(going), target.free)
+        per_token = target.assumed_curve.per_prefill_token if moved else 0.0
         for count in sorted({max(1, most >> shift) for shift in range(MOVES_LOOKED_AT)}) if most else ():
-            reading = per_token * sum(rest.context for rest in candidates[:count])
-            later = max(reading + _time(here + candidates[:count], target), _time(stays(count), donor))
-            if later < best:
+            gone, stays = going.take(range(count)), fixed + going.take(range(count, len(going)))
+            reading = per_token * float(gone.contexts.sum())
+            later = reading + (here + gone).time_on(target)
+            if later < best and (later := max(later, stays.time_on(donor))) < best:
                 best, chosen = later, count
         return chosen
 
-    def _rests(self, instance: Instance, produced: Progress | None) -> list[_Rest]:
-        """Of an instance's running requests."""
-        return [self._rest(r, produced(r.request_id) if produced else 0.0) for r in instance.running.values()]
+    def _remaining(self, instance: Instance, produced: Progress | None) -> Remaining:
+        """Of an instance's running requests; the same all through a look."""
+        if instance.name not in self._looked_at:
+            running = list(instance.running.values())
+            done = [produced(request.request_id) if produced else 0.0 for request in running]
+            self._looked_at[instance.name] = Remaining.of(running, done, self.longest)
+        return self._looked_at[instance.name]
 
-    def _rest(self, request: Request, produced: float) -> _Rest:
-        forecast = request.forecast or Forecast.exactly(1.0)
-        return _Rest(request, forecast.beyond(produced, self.longest), request.prompt_tokens + produced)
+    def _end(self, instance: Instance, produced: Progress | None) -> float:
+        """Expected seconds until an instance's running requests have ended; the same all through a look."""
+        if instance.name not in self._ends:
+            self._ends[instance.name] = self._remaining(instance, produced).time_on(instance)
+        return self._ends[instance.name]
 
-
-@dataclass(frozen=True)
-class _Rest:
-    """What is left of a request."""
-
-    request: Request
-    forecast: Forecast
-    context: float
-    """Tokens that it has: prompt and produced."""
-
-
-def _time(rests: Sequence[_Rest], instance: Instance) -> float:
-    """Expected seconds until an instance has finished these."""
-    if not rests:
-        return 0.0
-    forecasts = [rest.forecast for rest in rests]
-    known = all(len(forecast.lengths) == 1 for forecast in forecasts)
-    values = np.asarray([f.lengths for f in forecasts]) if known else stack(forecasts)
-    curve = instance.curve or UNKNOWN_CURVE
-    reading = curve.per_context_token * sum(rest.context * rest.forecast.mean for rest in rests)
-    return expected_time(values, curve, instance.slots) + reading
+    def _changed(self, *instances: Instance) -> None:
+        for instance in instances:
+            self._looked_at.pop(instance.name, None)
+            self._ends.pop(instance.name, None)

@@ -13,7 +13,7 @@ The run ends when its last instance does, and a thousand uncertain lengths hold 
 their mean makespan over scenarios, joint draws of all lengths; the cheapest wins, so none is predicted worse than even
 dealing:
 
-* `even`: dealt out in turn, as balancing loads does;
+* `even`: dealt out in turn while there are slots, then in proportion to them, as balancing loads does;
 * `greedy`: the longest first, each to where the most loaded instance grows least;
 * `blocks`: cut into stretches, each served by one or more like instances (the long tail gets its own), by dynamic
   programming over the cuts; every order of instance types;
@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, permutations
+from itertools import groupby, islice, permutations, repeat
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +87,13 @@ def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
     if each == 1 and count > slots:
         return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots) + float(context)
     flat = np.sort(values, axis=None)[::-1]
-    steps = step_cost(np.arange(len(flat) + 1) / each, curve, slots, None if each == 1 else count)
-    return float(np.diff(steps) @ flat + context)
+    return float(_steps(curve, slots, count, each) @ flat + context)
+
+
+@lru_cache(maxsize=512)
+def _steps(curve: StepCurve, slots: int, count: int, each: int) -> Floats:
+    """[count * each] what every value counts, longest first (see the module)."""
+    return np.diff(step_cost(np.arange(count * each + 1) / each, curve, slots, None if each == 1 else count))
 
 
 def _context(curve: StepCurve, lengths: Floats) -> Floats:
@@ -117,14 +123,27 @@ def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int
     return cost
 
 
-def plan(values: Floats, workers: Sequence[Worker], seed: int = 0, limit: float = np.inf) -> Plan:
-    """The cheapest plan.
+def marginal_costs(worker: Worker, count: int) -> Floats:
+    """[count] seconds per step that the k-th of so many requests adds to an instance (see the module)."""
+    return np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots))
+
+
+def plan(
+    values: Floats,
+    workers: Sequence[Worker],
+    seed: int = 0,
+    limit: float = np.inf,
+    running: Sequence[Floats] | None = None,
+) -> Plan:
+    """The cheapest plan, beside what the workers do already.
 
     Args:
         values: [n, v] equally likely lengths of each request, requests sorted by mean, longest first.
-        workers: at least one.
+        workers: at least one. Of like ones the first gets the longest requests.
         seed: of the scenarios.
         limit: no request is longer than this (the run's token limit).
+        running: for each worker [its running requests, v] what is left of them; None: all are idle. Every plan is timed
+            together with them; `blocks` and `packed` do not look at them.
 
     Raises:
         ValueError: there is no worker.
@@ -132,59 +151,101 @@ def plan(values: Floats, workers: Sequence[Worker], seed: int = 0, limit: float 
     if not workers:
         raise ValueError("nothing can be planned: the list of instances is empty")
     known = values.shape[1] == 1
-    drawn = scenarios(values, 1 if known else SCENARIOS, seed, limit)
-    plans = [_costed("even", even(len(values), len(workers)), drawn, workers)]
+    beside = [values[:0]] * len(workers) if running is None else list(running)
+    drawn = scenarios(np.concatenate([values, *beside]), 1 if known else SCENARIOS, seed, limit)
+    ends = len(values) + np.cumsum([len(part) for part in beside])
+    timed = _Timed(
+        drawn, workers, [range(end - len(part), end) for part, end in zip(beside, ends.tolist(), strict=True)]
+    )
+    plans = [timed("even", even(len(values), [worker.slots for worker in workers], [len(part) for part in beside]))]
     if len(values) and len(workers) > 1:
-        plans.append(_costed("greedy", greedy(values.mean(axis=1), workers), drawn, workers))
-        plans.extend(_costed("blocks", queues, drawn, workers, tail) for queues, tail in blocks(values, workers))
+        plans.append(timed("greedy", greedy(values.mean(axis=1), workers, [part.mean(axis=1) for part in beside])))
+        plans.extend(timed("blocks", queues, tail) for queues, tail in blocks(values, workers))
         if known:
-            plans.extend(_costed("packed", queues, drawn, workers) for queues in packed(values[:, 0], workers))
+            plans.extend(timed("packed", queues) for queues in packed(values[:, 0], workers))
     return min(plans, key=lambda candidate: candidate.makespan)
 
 
-def _costed(
-    kind: str,
-    queues: Sequence[Sequence[int]],
-    drawn: Floats,
-    workers: Sequence[Worker],
-    tail: frozenset[int] = frozenset(),
-) -> Plan:
-    """drawn: [scenarios, n]."""
-    latest = np.zeros(len(drawn))
-    for queue, worker in zip(queues, workers, strict=True):
-        lengths = drawn[:, list(queue)]
-        if len(drawn) == 1:
-            times = np.asarray([expected_time(lengths.T, worker.curve, worker.slots)])
-        else:
-            marginal = np.diff(step_cost(np.arange(len(queue) + 1), worker.curve, worker.slots))
-            times = np.sort(lengths, axis=1)[:, ::-1] @ marginal + _context(worker.curve, lengths).sum(axis=1)
-        latest = np.maximum(latest, times)
-    return Plan(kind, tuple(tuple(queue) for queue in queues), float(latest.mean()), tail)
+@dataclass(frozen=True)
+class _Timed:
+    """Times plans on the same scenarios."""
+
+    drawn: Floats
+    """[scenarios, n + running]."""
+    workers: Sequence[Worker]
+    running: Sequence[range]
+    """For each worker, the columns of what it does already."""
+
+    def __call__(self, kind: str, queues: Sequence[Sequence[int]], tail: frozenset[int] = frozenset()) -> Plan:
+        latest = np.zeros(len(self.drawn))
+        for queue, beside, worker in zip(queues, self.running, self.workers, strict=True):
+            lengths = self.drawn[:, [*queue, *beside]]
+            if len(self.drawn) == 1:
+                times = np.asarray([expected_time(lengths.T, worker.curve, worker.slots)])
+            else:
+                marginal = marginal_costs(worker, lengths.shape[1])
+                times = np.sort(lengths, axis=1)[:, ::-1] @ marginal + _context(worker.curve, lengths).sum(axis=1)
+            latest = np.maximum(latest, times)
+        return Plan(kind, tuple(tuple(queue) for queue in queues), float(latest.mean()), tail)
 
 
-def even(count: int, workers: int) -> list[list[int]]:
-    """Deals 0 .. count - 1 out in turn, there and back, so that sums stay level."""
-    queues: list[list[int]] = [[] for _ in range(workers)]
-    for start in range(0, count, workers):
-        hand = range(start, min(start + workers, count))
-        for seat, request in enumerate(hand):
-            queues[seat if start // workers % 2 == 0 else workers - 1 - seat].append(request)
+def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None) -> list[list[int]]:
+    """Deals 0 .. count - 1 out in turn, there and back, so that sums stay level: to every instance with a slot left;
+    when all slots are taken, in proportion to them (a slot that falls free takes in the next request).
+
+    Args:
+        count: of requests.
+        slots: [workers] most requests of each at once; for like idle instances any one number will do.
+        running: [workers] slots that are taken already; None: none.
+    """
+    queues: list[list[int]] = [[] for _ in slots]
+    request = 0
+    for number, hand in enumerate(_hands(slots, running or [0] * len(slots))):
+        if request >= count:
+            break
+        for seat in hand if number % 2 == 0 else reversed(hand):
+            if request < count:
+                queues[seat].append(request)
+                request += 1
     return queues
 
 
-def greedy(means: Floats, workers: Sequence[Worker]) -> list[list[int]]:
-    """Each request, longest first, to where the most loaded instance grows least (LPT with marginal step times)."""
-    count = len(means)
-    marginal = np.stack([np.diff(step_cost(np.arange(count + 1), w.curve, w.slots)) for w in workers])
+def _hands(slots: Sequence[int], running: Sequence[int]) -> Iterator[list[int]]:
+    """Without end: the seats that get a request each, hand by hand (see `even`)."""
+    for level in range(max(slots)):
+        yield [seat for seat, (most, taken) in enumerate(zip(slots, running, strict=True)) if taken <= level < most]
+    shares = [most // gcd(*slots) for most in slots]
+    turns = sorted(((turn + 1) / share, seat) for seat, share in enumerate(shares) for turn in range(share))
+    yield from repeat([seat for _, seat in turns])
+
+
+def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] | None = None) -> list[list[int]]:
+    """Each request, longest first, to where the most loaded instance grows least (LPT with marginal step times).
+
+    Args:
+        means: [n] expected lengths.
+        workers: instances.
+        running: for each worker the expected rests of what it does already; None: nothing.
+    """
+    beside = running or [means[:0]] * len(workers)
+    count = len(means) + max(map(len, beside))
+    marginal = np.stack([marginal_costs(worker, count) for worker in workers])
     queues: list[list[int]] = [[] for _ in workers]
-    loads, ranks = np.zeros(len(workers)), np.zeros(len(workers), dtype=int)
-    index = np.arange(len(workers))
+    loads = np.asarray(
+        [expected_time(part[:, None], w.curve, w.slots) for part, w in zip(beside, workers, strict=True)]
+    )
+    # by worker, what its next request will add; only the chosen one's changes
+    upcoming = [iter(row) for row in marginal.tolist()]
+    rates = np.asarray([next(islice(row, len(part), None), 0.0) for row, part in zip(upcoming, beside, strict=True)])
     context = np.asarray([worker.curve.per_context_token / 2 for worker in workers])
-    for request, length in enumerate(means):
-        grown = loads + marginal[index, ranks] * length + context * length * length
+    reads = bool(context.any())
+    for request, length in enumerate(means.tolist()):
+        grown = loads + rates * length
+        if reads:
+            grown += context * (length * length)
         chosen = int(grown.argmin())
         loads[chosen] = grown[chosen]
-        ranks[chosen] += 1
+        rates[chosen] = next(upcoming[chosen], 0.0)
         queues[chosen].append(request)
     return queues
 
@@ -193,7 +254,7 @@ def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int
     """Stretches of one instance each, as long as a makespan allows; the makespan is bisected. One plan for each order
     of instance types."""
     count = len(lengths)
-    costs = {worker: np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots)) for worker in set(workers)}
+    costs = {worker: marginal_costs(worker, count) for worker in set(workers)}
     for order in _orders(workers):
 
         def fill(limit: float, order: list[int] = order) -> list[list[int]] | None:
@@ -243,16 +304,9 @@ def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[lis
     )
     grid = np.unique(grid)
     width, middle = np.diff(grid, prepend=0.0), grid - np.diff(grid, prepend=0.0) / 2
-    ordered = np.sort(values, axis=1)
-    alive = (
-        np.stack(
-            [
-                len(part) * each - np.searchsorted(np.sort(part, axis=None), middle, "left")
-                for part in np.split(ordered, cuts[1:-1])
-            ]
-        )
-        / each
-    )  # [buckets, grid]
+    buckets = [np.sort(bucket, axis=None) for bucket in np.split(values, cuts[1:-1])]
+    ended = np.stack([np.searchsorted(bucket, middle, "left") for bucket in buckets]) / each
+    alive = np.diff(cuts)[:, None] - ended  # [buckets, grid]
     sums = np.concatenate([np.zeros((1, len(grid))), np.cumsum(alive, axis=0)])
     first, last = np.triu_indices(len(cuts), k=1)
     stretch = sums[last] - sums[first]  # [pairs, grid]
@@ -313,7 +367,7 @@ def _best_cuts(
         seats = [seat for unit in units[start:used] for seat in unit]
         if begin < cut:
             parts.append(seats)
-            for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), len(seats)), strict=True):
+            for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), [1] * len(seats)), strict=True):
                 queues[seat] = [int(cuts[begin]) + request for request in hand]
         used, cut = int(start), int(begin)
     tail = frozenset(parts[-1]) if len(parts) > 1 else frozenset()
@@ -325,12 +379,13 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
     beside even dealing. Dynamic programming over every cut; needs all requests to fit into the slots' refills."""
     values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
     count = len(values)
-    plans = [_costed("even", even(count, len(workers)), values[None], workers)]
+    timed = _Timed(values[None], workers, [range(0)] * len(workers))
+    plans = [timed("even", even(count, [worker.slots for worker in workers]))]
     for order in _orders(workers):
         best, choices = np.where(np.arange(count + 1) == 0, 0.0, np.inf), []
         for seat in order:
             worker = workers[seat]
-            marginal = np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots))
+            marginal = marginal_costs(worker, count)
             matrix = np.full((count + 1, count + 1), np.inf)
             for begin in range(count + 1):
                 matrix[begin, begin] = best[begin]
@@ -344,5 +399,5 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
         for seat, choice in zip(reversed(order), reversed(choices), strict=True):
             begin = int(choice[end])
             queues[seat], end = list(range(begin, end)), begin
-        plans.append(_costed("partition", queues, values[None], workers))
+        plans.append(timed("partition", queues))
     return min(plans, key=lambda candidate: candidate.makespan)

@@ -9,11 +9,12 @@ instance has a free slot, so a policy keeps the choice until it matters. It may 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler.cost import StepCurve
+from scheduler.cost import UNKNOWN_CURVE, StepCurve
 from scheduler.forecast import Forecast
 
 REGULAR, TAIL = "regular", "tail"
@@ -33,6 +34,11 @@ class Request:
     forecast: Forecast | None = None
     """Of its output length; None: nothing is known, or nothing that is trusted."""
     prompt_tokens: int = 0
+
+    @property
+    def expected(self) -> float:
+        """Expected output length in tokens; 0 without a forecast, so that it sorts after all others."""
+        return self.forecast.mean if self.forecast else 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ class Instance:
     running: dict[str, Request] = field(default_factory=dict)
 
     @property
+    def assumed_curve(self) -> StepCurve:
+        """Its step time, or a guess."""
+        return self.curve or UNKNOWN_CURVE
+
+    @property
     def free(self) -> int:
         """Slots without a request."""
         return self.slots - len(self.running)
@@ -77,8 +88,17 @@ class DispatchPolicy(Protocol):
     def submit(self, requests: Iterable[Request]) -> None:
         """Requests wait to be placed."""
 
-    def finished(self, request_id: str) -> None:
-        """A request has ended; its slot is free."""
+    def finished(self, request_id: str, length: float | None = None) -> None:
+        """A request has ended; its slot is free.
+
+        Args:
+            request_id: which.
+            length: tokens that it has produced, where the caller knows: its siblings' forecasts may learn from it.
+        """
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """These are wanted no more, whether they wait or run (put off to a later round, aborted); their slots are free.
+        Unknown ones are ignored."""
 
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Places as many waiting requests as there are slots; each is returned once and counts as running.
@@ -93,14 +113,22 @@ class DispatchPolicy(Protocol):
 
 
 class Fleet:
-    """The bookkeeping that policies share: instances, who runs where, and which instance is emptiest."""
+    """The bookkeeping that policies share: instances, who runs where, which instance is emptiest, and placing by load.
 
-    def __init__(self) -> None:
+    Placing by load is first come first served, to the instance with the fewest running requests. Siblings follow their
+    group to the instance that already has it, as long as that instance is not more than `affinity` requests fuller than
+    the emptiest one: a shared prompt is computed once per instance.
+    """
+
+    def __init__(self, affinity: int = 0) -> None:
+        self.affinity = affinity
         self.instances: dict[str, Instance] = {}
         self.where: dict[str, Instance] = {}
         """Instance of every running request."""
         self._by_load: list[tuple[int, str]] = []
         """Heap of (running, name), with entries that are out of date: see `emptiest`."""
+        self._homes: dict[str, str] = {}
+        """Instance that a group was last placed on by load."""
 
     def join(self, instance: str, slots: int, curve: StepCurve | None = None, pool: str = REGULAR) -> None:
         """An instance is ready for work.
@@ -113,30 +141,40 @@ class Fleet:
         if instance in self.instances:
             raise ValueError(f"instance {instance} has joined already")
         self.instances[instance] = Instance(instance, slots, curve, pool)
-        heapq.heappush(self._by_load, (0, instance))
+        self._note_load(self.instances[instance])
 
     def leave(self, instance: str) -> list[str]:
         """An instance is gone; returns the requests that it had, for the caller to submit again."""
         gone = self.instances.pop(instance)
+        self._homes = {group: home for group, home in self._homes.items() if home != instance}
         for request_id in gone.running:
             del self.where[request_id]
         return sorted(gone.running)
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, length: float | None = None) -> None:
         """A request has ended; one that is unknown (its instance left) is ignored."""
+        self._release(request_id)
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """Frees the slots of those that run; a policy takes those that wait out of its own queues."""
+        for request_id in request_ids:
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        """Frees a request's slot."""
         instance = self.where.pop(request_id, None)
         if instance is not None:
             del instance.running[request_id]
-            heapq.heappush(self._by_load, (len(instance.running), instance.name))
+            self._note_load(instance)
 
     def start(self, request: Request, instance: Instance, route: str = REGULAR) -> Assignment:
         """Gives a request a slot; one that runs elsewhere leaves its slot there."""
         moved = request.request_id in self.where
         if moved:
-            self.finished(request.request_id)
+            self._release(request.request_id)
         instance.running[request.request_id] = request
         self.where[request.request_id] = instance
-        heapq.heappush(self._by_load, (len(instance.running), instance.name))
+        self._note_load(instance)
         return Assignment(request.request_id, instance.name, route, moved)
 
     def emptiest(self) -> Instance | None:
@@ -148,3 +186,30 @@ class Fleet:
                 return instance
             heapq.heappop(self._by_load)  # out of date, or full: then it comes back when a request ends
         return None
+
+    def place_by_load(self, waiting: deque[Request]) -> list[Assignment]:
+        """Starts requests from the queue's head while there are free slots (see the class)."""
+        decisions = []
+        while waiting and (emptiest := self.emptiest()) is not None:
+            request = waiting.popleft()
+            home = self.instances.get(self._homes.get(request.group_id, ""))
+            stays = home is not None and home.free > 0 and len(home.running) <= len(emptiest.running) + self.affinity
+            chosen = home if stays and home is not None else emptiest
+            self._homes[request.group_id] = chosen.name
+            decisions.append(self.start(request, chosen))
+        if not waiting and not self.where:
+            self._homes.clear()  # nothing is under way: no group can have more siblings to place
+        return decisions
+
+    @staticmethod
+    def without(waiting: Iterable[Request], request_ids: Set[str]) -> deque[Request]:
+        """A queue, in its order, less these."""
+        return deque(request for request in waiting if request.request_id not in request_ids)
+
+    def _note_load(self, instance: Instance) -> None:
+        if len(self._by_load) > 64 + 8 * len(self.instances):
+            # a policy that never asks for the emptiest would let entries that are out of date pile up
+            self._by_load = [(len(other.running), other.name) for other in self.instances.values()]
+            heapq.heapify(self._by_load)
+        else:
+            heapq.heappush(self._by_load, (len(instance.running), instance.name))

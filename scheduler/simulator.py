@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,8 @@ class SimulatedRequest:
     """Seconds."""
     forecast: Forecast | None = None
     """What the policy is told."""
+    kept: float = 0.0
+    """Tokens of its `length` that it has from before it was withdrawn; they are read in when it is admitted."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ class Simulation:
             self.engines[spec.name] = _Engine(spec, spec.curve.table(spec.slots).tolist())
         self.where: dict[str, _Engine] = {}
         self.requests: dict[str, SimulatedRequest] = {}
+        self.placed: dict[str, str] = {}
+        """Instance on which each request ended."""
         self.moves = 0
         self._events: list[tuple[float, int, str]] = []  # (end, engine's epoch, engine)
 
@@ -202,37 +206,78 @@ class Simulation:
             RuntimeError: the policy leaves requests waiting although nothing runs.
         """
         arriving = sorted(requests, key=lambda request: request.arrival)
-        self.requests = {request.request_id: request for request in arriving}
-        if len(self.requests) != len(arriving):
-            raise ValueError("two simulated requests have one id")
         ends: dict[str, float] = {}
-        placed: dict[str, str] = {}
-        position, now = 0, 0.0
+        position = 0
         while len(ends) < len(arriving):
             arrival = arriving[position].arrival if position < len(arriving) else math.inf
-            self._drop_outdated()
-            if self._events and self._events[0][0] <= arrival:
-                now, _, name = heapq.heappop(self._events)
-                self._finish(self.engines[name], now, ends, placed)
-            elif position < len(arriving):
-                now, first = arrival, position
-                while position < len(arriving) and arriving[position].arrival == now:
-                    position += 1
-                self.policy.submit(
-                    Request(r.request_id, r.group_id, r.forecast, r.prompt_tokens) for r in arriving[first:position]
-                )
+            if self.next_end() <= arrival < math.inf or position == len(arriving):
+                now, request_id = self.finish_next()
+                ends[request_id] = now
             else:
-                raise RuntimeError(f"{self.policy.waiting} requests wait, nothing runs, and the policy places none")
-            self._place(now)
+                first = position
+                while position < len(arriving) and arriving[position].arrival == arrival:
+                    position += 1
+                self.submit(arriving[first:position], arrival)
         busy = {name: engine.busy for name, engine in self.engines.items()}
         tokens = sum(request.length for request in arriving)
-        return Outcome(max(ends.values(), default=0.0), ends, placed, busy, self.moves, tokens)
+        return Outcome(max(ends.values(), default=0.0), ends, self.placed, busy, self.moves, tokens)
 
-    def _drop_outdated(self) -> None:
+    def submit(self, requests: Sequence[SimulatedRequest], now: float) -> None:
+        """Gives the policy requests; their `arrival` is not looked at.
+
+        Raises:
+            ValueError: two requests of one id.
+        """
+        for request in requests:
+            if request.request_id in self.requests:
+                raise ValueError(f"two simulated requests have one id, {request.request_id!r}")
+            self.requests[request.request_id] = request
+        self.policy.submit(
+            Request(
+                r.request_id,
+                r.group_id,
+                r.forecast.beyond(r.kept) if r.forecast and r.kept else r.forecast,
+                r.prompt_tokens + round(r.kept),
+            )
+            for r in requests
+        )
+        self._place(now)
+
+    def next_end(self) -> float:
+        """When the next request ends if nothing is submitted or withdrawn before; infinite: nothing runs."""
         while self._events and self.engines[self._events[0][2]].epoch != self._events[0][1]:
             heapq.heappop(self._events)
+        return self._events[0][0] if self._events else math.inf
 
-    def _finish(self, engine: _Engine, now: float, ends: dict[str, float], placed: dict[str, str]) -> None:
+    def finish_next(self) -> tuple[float, str]:
+        """Goes on to the next end: (time, request).
+
+        Raises:
+            RuntimeError: nothing runs.
+        """
+        if self.next_end() == math.inf:
+            raise RuntimeError(f"{self.policy.waiting} requests wait, nothing runs, and the policy places none")
+        now, _, name = heapq.heappop(self._events)
+        request_id = self._finish(self.engines[name], now)
+        self._place(now)
+        return now, request_id
+
+    def withdraw(self, request_ids: Set[str], now: float) -> dict[str, float]:
+        """Takes requests out that wait or run; returns the tokens that each has, those of `kept` included."""
+        kept, changed = {}, {}
+        for request_id in sorted(request_ids):
+            kept[request_id] = self.requests.pop(request_id).kept
+            if (engine := self.where.pop(request_id, None)) is not None:
+                engine.advance(now)
+                kept[request_id] = engine.remove(request_id)
+                changed[engine.spec.name] = engine
+        self.policy.withdraw(request_ids)
+        for engine in changed.values():
+            self._plan(engine)
+        self._place(now)
+        return kept
+
+    def _finish(self, engine: _Engine, now: float) -> str:
         engine.advance(now)
         upcoming = engine.next_end()
         assert upcoming is not None
@@ -240,9 +285,10 @@ class Simulation:
         engine.steps = max(engine.steps, engine.running[request_id].end_step)  # rounding
         engine.remove(request_id)
         del self.where[request_id]
-        ends[request_id], placed[request_id] = now, engine.spec.name
-        self.policy.finished(request_id)
+        self.placed[request_id] = engine.spec.name
+        self.policy.finished(request_id, self.requests[request_id].length)
         self._plan(engine)
+        return request_id
 
     def _place(self, now: float) -> None:
         def produced(request_id: str) -> float:
@@ -251,13 +297,13 @@ class Simulation:
                 return 0.0  # placed by this very decision
             engine.advance(now)
             running = engine.running[request_id]
-            return running.request.length - max(0.0, running.end_step - engine.steps)
+            return running.request.length - max(0.0, running.end_step - engine.steps) - running.request.kept
 
         changed: dict[str, _Engine] = {}
         for decision in self.policy.decide(produced):
             request = self.requests[decision.request_id]
             target = self.engines[decision.instance]
-            tokens = 0.0
+            tokens = request.kept
             if decision.moved:
                 source = self.where[decision.request_id]
                 source.advance(now)

@@ -58,9 +58,7 @@ def command(
         engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
         try:
             await engine.warm_up()
-            curve = await measure(
-                engine, chosen.max_batch, run.model.max_context, engine.vocabulary, repeats, click.echo
-            )
+            curve = await measure(engine, chosen.max_batch, run.model.max_context, repeats, click.echo)
         finally:
             engine.close()
         return curve.to_json() | {

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    import numpy as np
+    from matplotlib.axes import Axes
 
     from scheduler.cost import StepCurve
-    from scheduler.simulator import Outcome, SimulatedRequest
+    from scheduler.pipeline import PipelineOutcome, Stages
+    from scheduler.simulator import Outcome, SimulatedInstance
+    from streamrl.simulation.workload import Workload
 
-
-@dataclass(frozen=True)
-class Workload:
-    """What is to be generated, and where its lengths come from."""
-
-    source: str
-    batches: list[list[SimulatedRequest]]
-    """Simulated one after the other: a run's steps."""
-    longest: float
-    """Most tokens of a request."""
+SCHEDULES = ("sync", "stream", "one_step_off", "async")
 
 
 @click.command(name="simulate")
@@ -46,6 +39,20 @@ class Workload:
 @click.option("--curve", type=click.Path(path_type=Path), help="Instead: what `streamrl calibrate` measured.")
 @click.option("--policy", "policies", multiple=True, help="Several; all unless given.")
 @click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per hour and instance.")
+@click.option("--iterations", type=click.IntRange(1), help="Simulate whole iterations, so many: see below.")
+@click.option("--schedule", "schedules", multiple=True, type=click.Choice(SCHEDULES), help="Several; all unless given.")
+@click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Of async, in steps.")
+@click.option("--over-issue", type=click.FloatRange(1), help="Tail-batched rounds as well, issuing so much more.")
+@click.option("--train-rate", type=click.FloatRange(0, min_open=True), metavar="TOKENS/S", help="Of the trainer.")
+@click.option(
+    "--weights-gb", default=15.2, show_default=True, type=click.FloatRange(0), help="10^9 bytes of a version."
+)
+@click.option(
+    "--link-gbit", default=80.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Per second."
+)
+@click.option("--link-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="The link's delay.")
+@click.option("--reward-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds for a reward.")
+@click.option("--trainer-price", default=0.0, type=click.FloatRange(0), help="USD per hour of the trainer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("simulation.svg"), show_default=True, help="Plot.")
 def command(
@@ -61,71 +68,183 @@ def command(
     curve: Path | None,
     policies: tuple[str, ...],
     price: float,
+    iterations: int | None,
+    schedules: tuple[str, ...],
+    max_staleness: int,
+    over_issue: float | None,
+    train_rate: float | None,
+    weights_gb: float,
+    link_gbit: float,
+    link_ms: float,
+    reward_s: float,
+    trainer_price: float,
     seed: int,
     out: Path,
 ) -> None:
-    """Compare dispatch policies on the same requests, without a GPU.
+    """Compare dispatch policies, or with --iterations whole schedules, on the same requests, without a GPU.
 
     Policies are told the true lengths, unless --noise or --ranker gives them forecasts. Makespans are of generation
     alone; "saved" is against least-loaded, "USD/1k" per thousand samples.
+
+    With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights; each
+    of the schedules runs under each of the policies (least-loaded and skew-aware unless given). A bubble is time in
+    which the instances, or the trainer, had nothing to do; staleness counts groups by steps.
 
     \b
     Examples:
       streamrl simulate --requests 1024 --instances 16 --noise 0.4
       streamrl simulate --trace runs/demo --ranker ranker.lgb --policy least-loaded --policy skew-aware
+      streamrl simulate --iterations 10 --train-rate 60000 --schedule stream --schedule async --max-staleness 2
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from rich.console import Console
-    from rich.table import Table
-
-    from scheduler.policies import POLICIES, make_policy
-    from scheduler.simulator import SimulatedInstance, simulate
+    from scheduler.pipeline import Link, Stages
+    from scheduler.policies import POLICIES
+    from scheduler.simulator import SimulatedInstance
     from streamrl.errors import UserError
+    from streamrl.simulation.workload import draw, replay
 
-    names = list(dict.fromkeys(["least-loaded", *(policies or POLICIES)]))
-    for name in names:
+    for name in policies:
         if name not in POLICIES:
             raise UserError(f"--policy {name}: there is no such policy; expected one of {', '.join(POLICIES)}")
     if ranker is not None and trace is None:
         raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
-    workload = _replay(trace, ranker, noise, seed) if trace else _draw(lengths, requests, limit, noise, seed)
+    if iterations is not None and train_rate is None:
+        raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
+    # tail-batched rounds issue more than they train, and may have as much again put off at the end
+    batches = 1 if iterations is None else round(iterations * (over_issue or 1)) + 3
+    workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
     fleet = [SimulatedInstance(f"i{n}", _curve(curve, device), slots) for n in range(instances)]
+    if iterations is None or train_rate is None:
+        _compare_policies(workload, fleet, list(dict.fromkeys(["least-loaded", *(policies or POLICIES)])), price, out)
+    else:
+        stages = Stages(train_rate, 0.0, reward_s, weights_gb, Link(link_gbit, link_ms / 1e3))
+        rows = _run_schedules(
+            workload,
+            fleet,
+            stages,
+            iterations,
+            policies or ("least-loaded", "skew-aware"),
+            schedules or SCHEDULES,
+            max_staleness,
+            over_issue,
+        )
+        _compare_schedules(rows, workload, instances, price * instances + trainer_price, out)
+    click.echo(f"plot written to {out}")
+
+
+def _compare_policies(
+    workload: Workload, fleet: Sequence[SimulatedInstance], names: Sequence[str], price: float, out: Path
+) -> None:
+    """Generation alone, under each policy."""
+    from scheduler.policies import make_policy
+    from scheduler.simulator import simulate
+
     outcomes = {
         name: [simulate(make_policy(name, workload.longest), batch, fleet) for batch in workload.batches]
         for name in names
     }
-    count = sum(map(len, workload.batches))
-    click.echo(f"{count} requests ({workload.source}) on {instances} instances")
-    table = Table()
-    for column in ("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k"):
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    total = sum(map(len, workload.batches))
+    click.echo(f"{total} requests ({workload.source}) on {len(fleet)} instances")
     spans = {name: sum(outcome.makespan for outcome in some) for name, some in outcomes.items()}
+    rows = []
     for name, some in outcomes.items():
         busy = sum(sum(outcome.busy.values()) for outcome in some)
-        cost = price * instances * spans[name] / 3600 / count * 1000
-        table.add_row(
-            name,
-            f"{spans[name]:.1f} s",
-            f"{1 - spans[name] / spans['least-loaded']:+.1%}",
-            f"{1 - busy / (instances * spans[name]):.1%}",
-            str(sum(outcome.moves for outcome in some)),
-            f"{sum(outcome.tokens for outcome in some) / spans[name]:.0f}",
-            f"{cost:.4f}" if price else "-",
+        cost = price * len(fleet) * spans[name] / 3600 / total * 1000
+        rows.append(
+            (
+                name,
+                f"{spans[name]:.1f} s",
+                f"{1 - spans[name] / spans['least-loaded']:+.1%}",
+                f"{1 - busy / (len(fleet) * spans[name]):.1%}",
+                str(sum(outcome.moves for outcome in some)),
+                f"{sum(outcome.tokens for outcome in some) / spans[name]:.0f}",
+                f"{cost:.4f}" if price else "-",
+            )
         )
+    _print_table(("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k"), rows)
+    _plot(outcomes, _draw_running, out)
+
+
+def _run_schedules(
+    workload: Workload,
+    fleet: Sequence[SimulatedInstance],
+    stages: Stages,
+    iterations: int,
+    policies: Sequence[str],
+    schedules: Sequence[str],
+    max_staleness: int,
+    over_issue: float | None,
+) -> dict[tuple[str, str], PipelineOutcome]:
+    """Whole iterations, by (schedule, policy)."""
+    from scheduler.pipeline import Pipeline
+    from scheduler.policies import make_policy
+    from scheduler.schedules import make_schedule
+    from scheduler.tail_batching import TailBatching
+
+    batch = len({request.group_id for request in workload.batches[0]})
+    wanted = iterations * batch
+    groups = workload.groups(round(wanted * (over_issue or 1)) + 2 * batch)
+    outcomes = {}
+    for name in schedules:
+        for factor in (None, over_issue) if over_issue and name in ("sync", "stream") else (None,):
+            for policy in policies:
+                schedule = make_schedule(name, max_staleness if name == "async" else None)
+                rounds = TailBatching(batch, factor) if factor else None
+                run = Pipeline(make_policy(policy, workload.longest), fleet, stages, schedule, batch, rounds)
+                label = f"{name}+tail" if factor else name
+                outcomes[label, policy] = run.run(groups if factor else groups[:wanted], iterations)
+    return outcomes
+
+
+def _compare_schedules(
+    outcomes: dict[tuple[str, str], PipelineOutcome], workload: Workload, instances: int, price: float, out: Path
+) -> None:
+    """price: USD per hour of everything."""
+    first = next(iter(outcomes.values()))
+    click.echo(
+        f"{len(first.published)} iterations of {first.samples // len(first.published)} requests ({workload.source}) "
+        f"on {instances} instances and one trainer"
+    )
+    rows = [
+        (
+            schedule,
+            policy,
+            f"{outcome.total / len(outcome.published):.1f} s",
+            f"{outcome.generation_bubble:.1%}",
+            f"{outcome.training_bubble:.1%}",
+            f"{outcome.samples_per_second:.2f}",
+            ", ".join(f"{steps}: {groups}" for steps, groups in outcome.staleness.items()),
+            f"{outcome.cost_per_1k(price):.4f}" if price else "-",
+        )
+        for (schedule, policy), outcome in outcomes.items()
+    ]
+    titles = ("schedule", "policy", "step", "bubble", "trainer", "samples/s", "staleness", "USD/1k")
+    _print_table(titles, rows, left=2)
+    _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """The first columns flush left."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
-    _plot(outcomes, out)
-    click.echo(f"plot written to {out}")
 
 
 def _curve(path: Path | None, device: str) -> StepCurve:
     """Measured steps from a file, or a 7B model's roofline."""
-    from scheduler.cost import ModelShape, StepCurve, roofline
+    from scheduler.cost import QWEN_7B, StepCurve, roofline
     from scheduler.hardware import device as find
     from streamrl.errors import UserError
 
     if path is None:
         try:
-            return roofline(ModelShape(7.6e9, 28, 2 * 4 * 128, 3584), find(device))
+            return roofline(QWEN_7B, find(device))
         except ValueError as error:
             raise UserError(f"--device {device}: {error}") from error
     try:
@@ -134,121 +253,35 @@ def _curve(path: Path | None, device: str) -> StepCurve:
         raise UserError(f"--curve {path}: {error}; streamrl calibrate writes such a file") from error
 
 
-def _draw(lengths: str, count: int, limit: int, noise: float, seed: int) -> Workload:
+def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:
+    """How many requests still run, over time."""
     import numpy as np
 
-    from streamrl.errors import UserError
-
-    rng = np.random.default_rng(seed)
-    kind, _, numbers = lengths.partition(":")
-    try:
-        values = [float(number) for number in numbers.split(",")]
-        drawn = {
-            "lognormal": lambda: rng.lognormal(values[0], values[1], count),
-            "uniform": lambda: rng.uniform(values[0], values[1], count),
-            "constant": lambda: np.full(count, values[0]),
-        }[kind]()
-    except (ValueError, KeyError, IndexError) as error:
-        raise UserError(
-            f"--lengths {lengths}: expected lognormal:MU,SIGMA, uniform:LOW,HIGH or constant:N, e.g. lognormal:7.6,0.8"
-        ) from error
-    drawn = np.clip(drawn, 1, limit).round()
-    groups = [str(number // 8) for number in range(count)]
-    return Workload(f"{lengths}, at most {limit}", [_requests(drawn, groups, [0] * count, noise, limit, rng)], limit)
+    starts = np.cumsum([0.0, *(outcome.makespan for outcome in some[:-1])])
+    ends = np.concatenate([start + outcome.ends() for start, outcome in zip(starts, some, strict=True)])
+    axis.step(np.sort(ends), np.arange(len(ends))[::-1], where="post", label=name)
+    axis.set_ylabel("requests still to finish")
 
 
-def _replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workload:
-    """A run's steps: true lengths, groups and prompts' lengths from its rollouts."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from ranker.errors import RankerError
-    from ranker.model import LengthModel
-    from scheduler.forecast import Forecast
-    from scheduler.simulator import SimulatedRequest
-    from streamrl.errors import UserError
-
-    folder = trace / "rollouts" if (trace / "rollouts").is_dir() else trace
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
-    if not files:
-        raise UserError(f"--trace {trace}: no rollouts (*.parquet) there; expected a run's folder")
-    try:
-        model = LengthModel.load(ranker) if ranker else None
-        tables = [pq.read_table(file) for file in files]
-    except (RankerError, OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"--trace {trace}: {error}") from error
-    batches = []
-    longest = 1.0
-    rng = np.random.default_rng(seed)
-    for file, table in zip(files, tables, strict=True):
-        if missing := {"output_length", "prompt"} - set(table.column_names):
-            raise UserError(f"{file}: no column {', '.join(sorted(missing))}; expected a run's rollouts")
-        lengths = np.maximum(np.asarray(table["output_length"].to_numpy(), dtype=np.float64), 1.0)
-        longest = max(longest, float(lengths.max(initial=1.0)))
-        groups = [str(g) for g in table["group_id"].to_pylist()] if "group_id" in table.column_names else []
-        groups = groups or [str(number) for number in range(len(lengths))]
-        known = "prompt_tokens" in table.column_names
-        prompts = [len(p) for p in table["prompt_tokens"].to_pylist()] if known else [0] * len(lengths)
-        batch = _requests(lengths, groups, prompts, noise, longest, rng)
-        if model is not None:
-            tasks = table["task"].to_pylist() if "task" in table.column_names else None
-            predicted = model.predict(table["prompt"].to_pylist(), tasks)
-            batch = [
-                SimulatedRequest(
-                    r.request_id,
-                    r.length,
-                    r.group_id,
-                    r.prompt_tokens,
-                    forecast=Forecast.from_quantiles(predicted.levels, row),
-                )
-                for r, row in zip(batch, predicted.quantiles, strict=True)
-            ]
-        batches.append(batch)
-    return Workload(f"{trace}, {len(batches)} steps", [batch for batch in batches if batch], longest)
+def _draw_steps(axis: Axes, name: str, outcome: PipelineOutcome) -> None:
+    """How many steps are done, over time."""
+    axis.step([0.0, *outcome.published], range(len(outcome.published) + 1), where="post", label=name)
+    axis.set_ylabel("steps whose weights generation has")
 
 
-def _requests(
-    lengths: np.ndarray, groups: list[str], prompts: list[int], noise: float, longest: float, rng: np.random.Generator
-) -> list[SimulatedRequest]:
-    """Requests whose forecasts are their true lengths, or log-normal around a value that is off by `noise`."""
-    import numpy as np
-
-    from scheduler.forecast import MIDPOINTS, Forecast
-    from scheduler.simulator import SimulatedRequest
-
-    if noise:
-        levels = np.linspace(-2.2, 2.2, len(MIDPOINTS))
-        centres = lengths * np.exp(noise * rng.standard_normal(len(lengths)))
-        told = np.clip(centres[:, None] * np.exp(noise * levels), 1, longest)
-        forecasts = [Forecast(tuple(row)) for row in told.tolist()]
-    else:
-        forecasts = [Forecast.exactly(length) for length in lengths.tolist()]
-    return [
-        SimulatedRequest(str(number), float(length), group, prompt, forecast=forecast)
-        for number, (length, group, prompt, forecast) in enumerate(
-            zip(lengths, groups, prompts, forecasts, strict=True)
-        )
-    ]
-
-
-def _plot(outcomes: dict[str, list[Outcome]], out: Path) -> None:
-    """How many requests still run, over time, under each policy."""
+def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
+    """One line per outcome; `draw(axis, name, outcome)` draws it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
     from streamrl.errors import UserError
 
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, some in outcomes.items():
-        starts = np.cumsum([0.0, *(outcome.makespan for outcome in some[:-1])])
-        ends = np.concatenate([start + outcome.ends() for start, outcome in zip(starts, some, strict=True)])
-        axis.step(np.sort(ends), np.arange(len(ends))[::-1], where="post", label=name)
+    for name, outcome in outcomes.items():
+        draw(axis, name, outcome)
     axis.set_xlabel("seconds")
-    axis.set_ylabel("requests still to finish")
     axis.set_ylim(bottom=0)
     axis.legend()
     try:

@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ranker.report import Figures, Report
+    from ranker.report import Dispatch, Figures, Report
 
 
 @click.command(name="train-ranker")
@@ -48,8 +48,9 @@ def command(
 
     from ranker.data import read_rollouts
     from ranker.errors import RankerError
-    from ranker.train import train
+    from ranker.train import train_and_hold_out
     from streamrl.errors import UserError
+    from streamrl.simulation.ranker_saving import dispatch_saving
 
     paths = [*rollouts, *more]
     if not paths:
@@ -62,8 +63,11 @@ def command(
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; expected a file's name")
     try:
-        model, report = train(read_rollouts(paths), seed, threads)
-        model.save(out)
+        trained = train_and_hold_out(read_rollouts(paths), seed, threads)
+        report = trained.report
+        if trained.held_out is not None:
+            report.dispatch = dispatch_saving(trained.held_out, seed)
+        trained.model.save(out)
     except RankerError as error:
         raise UserError(str(error)) from error
     text = json.dumps(report.to_json(), indent=1)
@@ -109,10 +113,40 @@ def _show(report: Report, console: Console) -> None:
         pairs = "  ".join(f"{level}: {share:.2f}" for level, share in report.coverage.items())
         console.print(f"share of lengths at most the predicted quantile  {pairs}", highlight=False)
         console.print(f"kept by: {report.criterion}", highlight=False)
+    for dispatch in report.dispatch:
+        _show_dispatch(dispatch, console)
     for name, value in report.extra.items():
         console.print(f"{name}: {value:.3f}", highlight=False)
     for message in report.messages:
         console.print(f"note: {message}", highlight=False, markup=False)
+
+
+def _show_dispatch(dispatch: Dispatch, console: Console) -> None:
+    """What dispatching by forecasts saves, as a table and a line."""
+    from rich.table import Table
+
+    names = {
+        "model": "this ranker's distributions",
+        "prompt_characters": "lengths of prompts about as long",
+        "task": "lengths of the task",
+        "other_samples": "hindsight: the prompt's other samples",
+    }
+    table = Table(title="Simulated generation of prompts not seen in training", title_justify="left")
+    table.add_column("dispatched by")
+    for name in ("time", "of the oracle's saving"):
+        table.add_column(name, justify="right")
+    table.add_row("least load", "1.000", "")
+    shares = {}
+    for name, figures in dispatch.forecasts.items():
+        shares[name] = "" if figures.captured is None else f"{100 * figures.captured:.0f} %"
+        table.add_row(names.get(name, name), f"{figures.makespan:.3f}", shares[name])
+    table.add_row("oracle: the true lengths", f"{dispatch.oracle:.3f}", "100 %" if any(shares.values()) else "")
+    console.print(table)
+    console.print(f"on average of {dispatch.setting}:", highlight=False)
+    model = dispatch.forecasts["model"]
+    line = f"least-loaded 1.00, ours with these forecasts {model.makespan:.2f}, oracle {dispatch.oracle:.2f}"
+    end = f": captured {shares['model']}" if shares["model"] else ": next to nothing can be saved here"
+    console.print(line + end, highlight=False)
 
 
 def _cells(figures: Figures) -> list[str]:

@@ -122,6 +122,34 @@ class OptimizerConfig(StrictModel):
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, slower")
 
 
+class RankerConfig(StrictModel):
+    """Predicts output lengths from prompts; learns from the run's own rollouts as they come."""
+
+    path: str | None = Field(
+        None, description="a file of `streamrl train-ranker` to begin with; none: nothing is known at the start"
+    )
+    refit_every: int = Field(1, ge=0, description="optimizer steps between refits on the newest rollouts (0: never)")
+    window: int = Field(20_000, ge=100, description="newest samples that a refit learns from")
+
+
+class DispatchConfig(StrictModel):
+    """Which request goes to which instance."""
+
+    policy: Literal[
+        "random",
+        "round-robin",
+        "least-loaded",
+        "longest-first",
+        "algorithm2",
+        "algorithm2-max",
+        "skew-aware-static",
+        "skew-aware",
+    ] = Field(
+        "skew-aware",
+        description="policies of `streamrl simulate`; skew-aware is least-loaded as long as no ranking is trusted",
+    )
+
+
 class WeightSyncConfig(StrictModel):
     """How new weights reach the instances."""
 
@@ -178,6 +206,8 @@ class RunConfig(StrictModel):
     )
     batch: BatchConfig = Field(default_factory=BatchConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    ranker: RankerConfig = Field(default_factory=RankerConfig)
+    dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -52,6 +52,16 @@ class Batch:
         return sum(group.completion_tokens for group in self.groups.values())
 
     @property
+    def predicted_lengths(self) -> list[int]:
+        """What was predicted of each sample, tokens; empty without predictions."""
+        return [
+            round(group.predicted_length)
+            for group in self.groups.values()
+            if group.predicted_length is not None
+            for _ in range(group.size)
+        ]
+
+    @property
     def samples_trained(self) -> int:
         """Samples whose gradient is in, or that have none."""
         return sum(group.size for group in self.groups.values() if group.complete) - sum(

@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from scheduler.simulator import SimulatedInstance
 from streamrl.control.batch import Batch
+from streamrl.control.lengths import COLUMNS, Lengths, StepLengths
 from streamrl.control.prompts import GroupSource, samples_of
 from streamrl.control.schedules import Progress, make_schedule
 from streamrl.control.step_metrics import StepTimes, step_metrics
 from streamrl.control.telemetry import Telemetry
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import sample_from_wire
+from streamrl.generation.messages import fleet_from_wire, groups_to_wire, sample_from_wire
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
@@ -47,7 +49,8 @@ class Controller:
         self.waits = WaitRegistry("controller")
         self.hub = Hub("controller", self.waits, lost_after_s=self.limits.heartbeat_s)
         self.schedule = make_schedule(context.run)
-        self.telemetry = Telemetry(context, self.hub)
+        self.lengths = Lengths(context.run)
+        self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / "ledger.sqlite")
         self.rollouts = RolloutStore(context.run_dir / "rollouts")
         self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
@@ -68,6 +71,8 @@ class Controller:
         """Answers of trainers and services by kind and peer."""
         self._step_ended = time.time()
         self._spans: list[tuple[str, float, float]] = []
+        self._learning: dict[int, asyncio.Task[StepLengths]] = {}
+        """What is learned from the output lengths of a step, by step."""
 
     async def run(self) -> None:
         """Runs all steps.
@@ -86,7 +91,7 @@ class Controller:
                 elif batch and batch.trained:
                     await self._optimizer_step(batch)
                     await self._publish_weights()
-                    self._record(batch)
+                    self._record(batch, await self._learned(batch))
                     await self._checkpoint_if_due()
                 elif batch and batch.in_flight == 0 and self.schedule.may_train(progress):
                     await self._feed_trainer(batch)
@@ -130,6 +135,7 @@ class Controller:
             self.groups.restore(state["prompts"])
         undone = self.ledger.rewind(self.step + 1)
         self.rollouts.rewind(self.step + 1)
+        self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         self.telemetry.metrics.rewind(self.step)
         self.telemetry.step = self.step
         log.info("resumed after step %d; %d trained samples of later steps will be made again", self.step, undone)
@@ -157,12 +163,13 @@ class Controller:
         )
         self.batches[self.issued] = self.telemetry.batch = batch
         self.telemetry.detail = f"step {self.issued}"
-        for number, group in enumerate(groups):
-            samples = samples_of(group, self.config.seed)
-            self.ledger.issue(group.step, group.group_id, [sample_id for sample_id, _ in samples])
-            body = {"group_id": group.group_id, "step": group.step, "t_queued": now, "samples": samples}
-            service = self.services[number % len(self.services)]
-            await self.hub.send(service, "generate", body, {"prompt_tokens": group.prompt_tokens})
+        self.lengths.predict(groups)
+        samples = [samples_of(group, self.config.seed) for group in groups]
+        for group, some in zip(groups, samples, strict=True):
+            self.ledger.issue(group.step, group.group_id, [sample_id for sample_id, _ in some])
+        for number, service in enumerate(self.services):
+            mine = slice(number, None, len(self.services))
+            await self.hub.send(service, "generate", *groups_to_wire(groups[mine], samples[mine], now))
 
     async def _feed_trainer(self, batch: Batch) -> None:
         """Sends the trainer its next micro-batch, if one is ready."""
@@ -209,7 +216,12 @@ class Controller:
         self._weight_bytes = made["bytes"] * len(self.services)
         self.serving_version = made["number"]
 
-    def _record(self, batch: Batch) -> None:
+    async def _learned(self, batch: Batch) -> StepLengths:
+        """What the step's output lengths have told; the work began when its last sample had come."""
+        async with self.waits.deadline(f"the ranker to learn from step {batch.step}", self.limits.training_s):
+            return await self._learning.pop(batch.step)
+
+    def _record(self, batch: Batch, lengths: StepLengths) -> None:
         """The step is done everywhere: rollouts to Parquet, ledger, metrics, trace."""
         now = time.time()
         groups = list(batch.groups.values())
@@ -228,6 +240,7 @@ class Controller:
             self.groups.too_long,
             self.config.algorithm.kl_coef > 0,
             self.telemetry.memory_gb,
+            lengths,
         )
         self.telemetry.step_done(row, batch, self._spans)
         self._step_ended, self._spans = now, []
@@ -241,6 +254,10 @@ class Controller:
         self._answers["checkpoint_done"] = {}
         for trainer in self.trainers:
             await self.hub.send(trainer, "checkpoint", {"step": self.step, "state": {"prompts": self.groups.state()}})
+
+    def _fleet(self) -> list[SimulatedInstance]:
+        """All instances, as their services have told."""
+        return [i for service in self.services for i in fleet_from_wire(self.hub.peers[service].meta["fleet"])]
 
     # -- messages
 
@@ -312,6 +329,10 @@ class Controller:
             scored.append(batch.score(body["sample_id"], float(body["reward"]), body["error"], normalize))
         if scored:
             self.ledger.score(scored)
+        for batch in self.batches.values():
+            if batch.complete == len(batch.groups) and batch.step not in self._learning:
+                work = self.lengths.learn(list(batch.groups.values()), self._fleet())
+                self._learning[batch.step] = asyncio.ensure_future(work)
         for delivery in deliveries:
             delivery.ack()
 

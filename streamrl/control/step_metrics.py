@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.control.batch import Batch
+from streamrl.control.lengths import StepLengths
 from streamrl.observe.metrics import MetricsRow
 
 Span = tuple[float, float]
@@ -49,6 +50,7 @@ def step_metrics(
     prompts_too_long: int,
     has_reference: bool,
     memory_gb: float | None,
+    predictions: StepLengths,
 ) -> MetricsRow:
     """The row of a finished step.
 
@@ -61,6 +63,7 @@ def step_metrics(
         prompts_too_long: prompts skipped since the start.
         has_reference: there is a KL term.
         memory_gb: memory of all processes now, GiB.
+        predictions: how the step's output lengths compare with what was predicted.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -125,4 +128,9 @@ def step_metrics(
         reward_by_task=by_task(rewards),
         output_length_by_task=by_task(lengths),
         process_memory_gb=memory_gb,
+        ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
+        ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
+        dispatch_by_prediction=any(group.forecast is not None for group in batch.groups.values()),
+        dispatch_saved=predictions.saving.saved if predictions.saving else None,
+        dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )

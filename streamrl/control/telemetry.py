@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from streamrl.control.batch import Batch
+from streamrl.control.lengths import Lengths
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
 from streamrl.observe.metrics import MetricsRow, MetricsWriter
@@ -25,8 +26,8 @@ MEMORY_EVERY_S = 5.0
 class Telemetry:
     """Writes a run's status, metrics and trace; the controller is their only writer while it lives."""
 
-    def __init__(self, context: RoleContext, hub: Hub) -> None:
-        self.context, self.hub = context, hub
+    def __init__(self, context: RoleContext, hub: Hub, lengths: Lengths) -> None:
+        self.context, self.hub, self.lengths = context, hub, lengths
         self.state = "starting"
         self.error: str | None = None
         self.step = 0
@@ -79,9 +80,11 @@ class Telemetry:
                     "samples_trained": batch.samples_trained,
                     "tokens_generated": sum(batch.lengths),
                     "lengths": batch.lengths,
+                    "predicted_lengths": batch.predicted_lengths,
                 }
                 if batch
                 else {},
+                "ranker": self.lengths.state(),
                 "latest": self._latest.model_dump() if self._latest else None,
                 "waits": self._waits(),
                 "error": self.error,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
-from streamrl.rollouts.types import Sample, SampleRequest
+from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.vllm_plugin import BACKEND
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,7 +45,9 @@ class Engine:
         self.pool, self.run, self.instance, self.site = pool, run, instance, site
         self.running = 0
         self.tokens = 0
-        """Tokens generated since the start, of finished samples."""
+        """Tokens generated since the start, of requests that have ended here."""
+        self._kept: dict[str, int] = {}
+        """Tokens that running requests had when they came from another instance."""
         model = resolve_model(run.model.path)
         self.backend = weight_backend(run, cuda)
         hardware: dict[str, Any] = (
@@ -104,8 +108,11 @@ class Engine:
             await asyncio.gather(*(self._generate(request, max_tokens=3) for request in requests))
         await self._llm.reset_prefix_cache()
 
-    async def generate(self, request: SampleRequest, route: str) -> Sample:
-        """Draws one completion.
+    async def generate(self, request: SampleRequest, route: str) -> Sample | PartialSample:
+        """Draws one completion, or the rest of one that another instance began.
+
+        Returns:
+            The finished sample; what there is of it if it was taken off by `release`.
 
         Raises:
             RuntimeError: vLLM failed (its own message follows).
@@ -118,30 +125,48 @@ class Engine:
             self.running -= 1
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
         self.tokens += len(tokens)
         # vLLM's own times are monotonic seconds of this host
         first = output.metrics.first_token_ts if output.metrics else 0.0
-        return Sample(
+        partial = PartialSample(
             sample_id=request.sample_id,
+            completion_tokens=tokens,
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            token_versions=_token_versions(completion.weight_versions, len(tokens)),
+            t_dispatched=t_dispatched,
+            t_first_token=t_dispatched + max(0.0, first - started) if first else t_dispatched,
+        )
+        if request.kept is not None:
+            partial = join(request.kept, partial)
+        if completion.finish_reason == "abort":
+            return partial
+        return Sample(
+            **partial.__dict__,
             group_id=request.group_id,
             step=request.step,
-            completion_tokens=tokens,
-            logprobs=np.asarray(
-                [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)],
-                dtype=np.float32,
-            ),
-            token_versions=_token_versions(completion.weight_versions, len(tokens)),
             finish_reason="length" if completion.finish_reason == "length" else "stop",
             site=self.site,
             instance=self.instance,
             pool=self.pool.name,
             route=route,
             t_queued=request.t_queued,
-            t_dispatched=t_dispatched,
-            t_first_token=t_dispatched + max(0.0, first - started) if first else t_dispatched,
             t_finished=time.time(),
-            text=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+            text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
         )
+
+    async def release(self, sample_id: str) -> None:
+        """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""
+        await self._llm.abort(sample_id)
+
+    def produced(self) -> dict[str, int]:
+        """Tokens that each running request has produced, here and elsewhere."""
+        states = self._llm.output_processor.request_states.values()
+        return {
+            state.external_req_id: self._kept.get(state.external_req_id, 0) + state.detokenizer.num_output_tokens()
+            for state in states
+            if state.detokenizer is not None
+        }
 
     async def time(self, requests: list[SampleRequest], tokens: int) -> float:
         """Seconds in which all requests together produce exactly so many tokens each (for calibration)."""
@@ -155,12 +180,17 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self.run.sampling
+        prompt, seed, kept = request.prompt_tokens, request.seed, 0
+        if request.kept is not None:
+            kept = len(request.kept.completion_tokens)
+            prompt = np.concatenate([prompt, request.kept.completion_tokens])
+            seed = _seed_after(seed, kept)
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=min(max_tokens, self.run.model.max_context - len(request.prompt_tokens)),
-            seed=request.seed,
+            max_tokens=min(max_tokens, self.run.model.max_context - len(request.prompt_tokens)) - kept,
+            seed=seed,
             stop=None if to_the_end else sampling.stop or None,
             stop_token_ids=[] if to_the_end else self._stop_ids,
             ignore_eos=to_the_end,
@@ -168,10 +198,15 @@ class Engine:
             detokenize=bool(sampling.stop) and not to_the_end,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_tokens.tolist())
         last = None
-        async for output in self._llm.generate(prompt, params, request.sample_id):
-            last = output
+        if kept:
+            self._kept[request.sample_id] = kept
+        try:
+            tokens = TokensPrompt(prompt_token_ids=prompt.tolist())
+            async for output in self._llm.generate(tokens, params, request.sample_id):
+                last = output
+        finally:
+            self._kept.pop(request.sample_id, None)
         if last is None or not last.finished:
             raise RuntimeError(f"vLLM ended {request.sample_id} without a result")
         return last
@@ -201,6 +236,7 @@ class Engine:
     def close(self) -> None:
         """Ends vLLM's processes."""
         self._llm.shutdown()
+        del self._llm  # its own clean-up at interpreter exit would come too late
 
 
 def weight_backend(run: RunConfig, cuda: bool) -> str:
@@ -220,6 +256,26 @@ def _end_tokens(model: str, tokenizer: Any) -> list[int]:
         configured = GenerationConfig.from_pretrained(model).eos_token_id
         ids |= set(configured if isinstance(configured, list) else [configured])
     return sorted(i for i in ids if i is not None)
+
+
+def join(kept: PartialSample, more: PartialSample) -> PartialSample:
+    """One sample's tokens from two instances, in order; the times are the first one's."""
+
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(kept, name), getattr(more, name)])
+
+    return replace(
+        kept,
+        completion_tokens=both("completion_tokens"),
+        logprobs=both("logprobs"),
+        token_versions=both("token_versions"),
+    )
+
+
+def _seed_after(seed: int, produced: int) -> int:
+    """Seed of the rest of a sample: with the first one's, the rest would be drawn with the same noise again."""
+    digest = hashlib.sha256(f"{seed}/{produced}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
 
 
 def _token_versions(spans: Any, length: int) -> np.ndarray:

@@ -7,9 +7,11 @@ import logging
 import time
 from typing import Any
 
+from streamrl.generation.calibrate import measure_quickly
 from streamrl.generation.engine import UNNAMED_VERSION, Engine
 from streamrl.generation.messages import request_from_wire, sample_to_wire
 from streamrl.launch.context import RoleContext
+from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights.store import store_directory
@@ -45,6 +47,7 @@ class Instance:
                     {"directory": str(store_directory(self.context.run_dir))}, UNNAMED_VERSION
                 )
             await self.engine.warm_up()
+            self.curve = await measure_quickly(self.engine, self.pool.max_batch, self.context.run.model.max_context)
             await self._serve()
         finally:
             self.engine.close()
@@ -54,6 +57,7 @@ class Instance:
             "pool": self.pool.name,
             "slots": self.pool.max_batch,
             "world_size": self.pool.gpus_per_replica,
+            "curve": self.curve.to_json(),
         }
         limits = self.context.run.deadlines
         self.link = Link(self.context.name, "instance", self.waits, meta, lost_after_s=limits.heartbeat_s)
@@ -73,7 +77,11 @@ class Instance:
                 request = request_from_wire(delivery.body, delivery.arrays)
                 delivery.ack()
                 sample = await self.engine.generate(request, delivery.body["route"])
-                await self.link.send("sample", *sample_to_wire(sample))
+                kind = "released" if isinstance(sample, PartialSample) else "sample"
+                await self.link.send(kind, *sample_to_wire(sample))
+            case "release":
+                delivery.ack()
+                await self.engine.release(str(delivery.body["sample_id"]))
             case "apply_weights":
                 delivery.ack()
                 await self._apply(int(delivery.body["number"]), str(delivery.body["content_hash"]))
@@ -126,4 +134,5 @@ class Instance:
             "running": self.engine.running,
             "tokens_per_s": (tokens - before) / max(now - then, 1e-3),
             "weight_version": self.version,
+            "produced": self.engine.produced(),
         }

@@ -1,33 +1,102 @@
-"""How requests and finished samples look on the wire: (body, arrays) and back."""
+"""How requests and samples look on the wire: (body, arrays) and back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from streamrl.rollouts.types import Sample, SampleRequest
+from scheduler.cost import StepCurve
+from scheduler.simulator import SimulatedInstance
+from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
 
-_SAMPLE_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
+_TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
+_KEPT = "kept."
+"""Prefix of the arrays of what a request has produced already."""
+
+
+def groups_to_wire(
+    groups: Sequence[Group], samples: Sequence[list[tuple[str, int]]], t_queued: float
+) -> tuple[dict[str, Any], Arrays]:
+    """Groups of one step that are issued together, so that they can be dispatched as a whole.
+
+    Args:
+        groups: of one step.
+        samples: (sample id, seed) of each group's completions.
+        t_queued: unix seconds.
+    """
+    described = [
+        {"group_id": group.group_id, "step": group.step, "samples": some, "forecast": group.forecast}
+        for group, some in zip(groups, samples, strict=True)
+    ]
+    prompts = [group.prompt_tokens for group in groups]
+    arrays = {
+        "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
+        "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
+    }
+    return {"t_queued": t_queued, "groups": described}, arrays
+
+
+def groups_from_wire(
+    body: dict[str, Any], arrays: Arrays
+) -> list[tuple[list[SampleRequest], tuple[float, ...] | None]]:
+    """For each group the requests of its completions, and its forecast.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such message.
+    """
+    ends = np.cumsum(arrays["prompt_lengths"])
+    prompts = np.split(np.asarray(arrays["prompt_tokens"]), ends[:-1])
+    found = []
+    for group, prompt in zip(body["groups"], prompts, strict=True):
+        requests = [
+            SampleRequest(sample_id, group["group_id"], prompt, seed, group["step"], body["t_queued"])
+            for sample_id, seed in group["samples"]
+        ]
+        found.append((requests, None if group["forecast"] is None else tuple(group["forecast"])))
+    return found
 
 
 def request_to_wire(request: SampleRequest) -> tuple[dict[str, Any], Arrays]:
-    """One request."""
-    body = {key: value for key, value in request.__dict__.items() if key != "prompt_tokens"}
-    return body, {"prompt_tokens": request.prompt_tokens}
+    """One request, with what it has produced already."""
+    body = {key: value for key, value in request.__dict__.items() if key not in ("prompt_tokens", "kept")}
+    arrays = {"prompt_tokens": request.prompt_tokens}
+    if request.kept is not None:
+        kept, kept_arrays = sample_to_wire(request.kept)
+        body["kept"] = kept
+        arrays |= {_KEPT + name: array for name, array in kept_arrays.items()}
+    return body, arrays
 
 
 def request_from_wire(body: dict[str, Any], arrays: Arrays) -> SampleRequest:
-    """One request; the body may hold more keys than a request has."""
-    keys = SampleRequest.__dataclass_fields__.keys() - {"prompt_tokens"}
-    return SampleRequest(prompt_tokens=arrays["prompt_tokens"], **{key: body[key] for key in keys})
+    """One request; the body may hold more keys than a request has.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not one.
+    """
+    kept = None
+    if body.get("kept") is not None:
+        kept = partial_from_wire(body["kept"], {n.removeprefix(_KEPT): a for n, a in arrays.items() if _KEPT in n})
+    keys = {field.name for field in fields(SampleRequest)} - {"prompt_tokens", "kept"}
+    return SampleRequest(prompt_tokens=arrays["prompt_tokens"], kept=kept, **{key: body[key] for key in keys})
 
 
-def sample_to_wire(sample: Sample) -> tuple[dict[str, Any], Arrays]:
-    """One finished sample."""
-    body = {key: value for key, value in sample.__dict__.items() if key not in _SAMPLE_ARRAYS}
-    return body, {name: getattr(sample, name) for name in _SAMPLE_ARRAYS}
+def partial_from_wire(body: dict[str, Any], arrays: Arrays) -> PartialSample:
+    """What a request has produced so far.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not that.
+    """
+    return PartialSample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
+
+
+def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arrays]:
+    """One sample, finished or not."""
+    body = {key: value for key, value in sample.__dict__.items() if key not in _TOKEN_ARRAYS}
+    return body, {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
 
 
 def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
@@ -36,4 +105,18 @@ def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
     Raises:
         ValueError, KeyError, TypeError: it is not one.
     """
-    return Sample(**(body | {name: np.asarray(arrays[name]) for name in _SAMPLE_ARRAYS}))
+    return Sample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
+
+
+def fleet_to_wire(fleet: Sequence[SimulatedInstance]) -> list[dict[str, Any]]:
+    """A site's instances with their step times."""
+    return [instance.__dict__ | {"curve": instance.curve.to_json()} for instance in fleet]
+
+
+def fleet_from_wire(values: Sequence[dict[str, Any]]) -> list[SimulatedInstance]:
+    """A site's instances with their step times.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not that.
+    """
+    return [SimulatedInstance(**(value | {"curve": StepCurve.from_json(value["curve"])})) for value in values]

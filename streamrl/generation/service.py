@@ -1,7 +1,7 @@
 """The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
 
-controller <- sample -  service  <- sample -  instances
-           - generate ->         - generate ->
+controller <- sample -  service  <- sample, released -   instances
+           - generate ->         - generate, release ->
            - weights  ->  relay  - apply_weights ->
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from scheduler.baselines import LeastLoaded
-from scheduler.policy import Request
+from scheduler.cost import StepCurve
+from scheduler.policies import make_policy
+from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import request_from_wire, request_to_wire
+from streamrl.generation.dispatcher import Dispatcher
+from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
-from streamrl.rollouts.types import SampleRequest
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint import Hub, Link
 from streamrl.weights.relay import WeightRelay
 from streamrl.weights.store import WeightStore, store_directory
 
@@ -35,10 +37,11 @@ class GenerationService:
         self.site = site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
-        self.policy = LeastLoaded(affinity=context.run.batch.samples_per_prompt)
-        self.requests: dict[str, SampleRequest] = {}
-        """Requests without a finished sample, by sample id."""
         self.hub = Hub(context.name, self.waits, lost_after_s=self.limits.heartbeat_s)
+        run = context.run
+        policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+        self.instances: tuple[str, ...] = ()
+        self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
         self.controller = self._link("service")
         self.relay = WeightRelay(
             self._link("relay"), WeightStore(store_directory(context.run_dir)), self.limits.weights_s
@@ -62,8 +65,11 @@ class GenerationService:
             if spec.role == "instance" and spec.site == self.site
         }
         await self.hub.wait_for(expected, self.limits.startup_s)
-        for name in sorted(expected):
-            self.policy.join(name, int(self.hub.peers[name].meta["slots"]))
+        self.instances = tuple(sorted(expected))
+        fleet = self._fleet(self.instances)
+        for instance in fleet:
+            self.dispatcher.policy.join(instance.name, instance.slots, instance.curve, instance.pool)
+        self.controller.meta = {"fleet": fleet_to_wire(fleet)}
         self.controller.state = self._state
         await self.relay.link.connect(self.context.addresses.publisher, self.limits.startup_s)
         await self.controller.connect(self.context.addresses.controller, self.limits.startup_s)
@@ -81,7 +87,7 @@ class GenerationService:
             delivery = await self.controller.receive()
             match delivery.kind:
                 case "generate":
-                    await self._accept(delivery)
+                    await self.dispatcher.submit(groups_from_wire(delivery.body, delivery.arrays))
                 case "weights":
                     tasks.create_task(self._update_weights(delivery.body))
                 case "weight_call":
@@ -90,31 +96,44 @@ class GenerationService:
                     log.warning("service ignores %r of the controller", other)
             delivery.ack()
 
-    async def _accept(self, delivery: Delivery) -> None:
-        """A group's prompt and the samples to draw from it."""
-        shared = {key: value for key, value in delivery.body.items() if key != "samples"}
-        for sample_id, seed in delivery.body["samples"]:
-            request = request_from_wire(shared | {"sample_id": sample_id, "seed": seed}, delivery.arrays)
-            self.requests[sample_id] = request
-            self.policy.submit([Request(sample_id, request.group_id)])
-        await self._dispatch()
+    def _fleet(self, names: Sequence[str]) -> list[SimulatedInstance]:
+        """The instances with what each measured when it started; like ones get the same step times, their mean, so
+        that plans do not take noise for a difference."""
+        metas = {name: self.hub.peers[name].meta for name in names}
+        pools = {pool.name: pool for pool in self.context.cluster.sites[self.site].generation}
 
-    async def _dispatch(self) -> None:
-        for decision in self.policy.decide():
-            body, arrays = request_to_wire(self.requests[decision.request_id])
-            await self.hub.send(decision.instance, "generate", body | {"route": decision.route}, arrays)
+        def kind(name: str) -> tuple[str, int, int]:
+            pool = pools[metas[name]["pool"]]
+            return pool.gpu, pool.gpus_per_replica, pool.threads
+
+        measured = {name: StepCurve.from_json(meta["curve"]) for name, meta in metas.items()}
+        return [
+            SimulatedInstance(
+                name,
+                StepCurve.mean([measured[other] for other in names if kind(other) == kind(name)]),
+                int(metas[name]["slots"]),
+                metas[name]["pool"],
+            )
+            for name in names
+        ]
+
+    def _produced(self, sample_id: str) -> float:
+        """As the instances' heartbeats have told, so up to a second old."""
+        told = (peer.state.get("produced", {}).get(sample_id, 0) for peer in self.hub.peers.values())
+        return max(told, default=0)
 
     async def _from_instances(self) -> None:
         while True:
             delivery = await self.hub.receive()
             match delivery.kind:
                 case "sample":
-                    sample_id = delivery.body["sample_id"]
-                    self.policy.finished(sample_id)
-                    self.requests.pop(sample_id, None)
                     # the instance forgets the sample only when the controller has committed it
                     await self.controller.send("sample", delivery.body, delivery.arrays, on_ack=delivery.ack)
-                    await self._dispatch()
+                    length = len(delivery.arrays["completion_tokens"])
+                    await self.dispatcher.finished(delivery.body["sample_id"], length)
+                case "released":
+                    await self.dispatcher.released(partial_from_wire(delivery.body, delivery.arrays))
+                    delivery.ack()
                 case "applied":
                     delivery.ack()
                     if (future := self._applied.get(delivery.peer)) is not None and not future.done():
@@ -135,7 +154,7 @@ class GenerationService:
         started = time.time()
         manifest = await self.relay.fetch(number, content_hash)
         fetched = time.time()
-        instances = sorted(self.policy.instances)
+        instances = list(self.instances)
         loop = asyncio.get_running_loop()
         self._applied = {name: loop.create_future() for name in instances}
         for name in instances:
@@ -158,7 +177,7 @@ class GenerationService:
     async def _weight_call(self, body: dict[str, Any]) -> None:
         """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
         loop = asyncio.get_running_loop()
-        instances = sorted(self.policy.instances)
+        instances = list(self.instances)
         call = str(body["call"])
         rank = int(body["payload"].get("rank_offset", 0))
         for name in instances:
@@ -175,10 +194,16 @@ class GenerationService:
         await self.controller.send("weight_answer", {"call": call})
 
     def _state(self) -> dict[str, Any]:
+        requests, waiting = len(self.dispatcher.requests), self.dispatcher.policy.waiting
         return {
-            "state": "dispatching" if self.requests else "idle",
-            "waiting": self.policy.waiting,
-            "running": len(self.requests) - self.policy.waiting,
-            "instances": {name: peer.state for name, peer in self.hub.peers.items()},
+            "state": "dispatching" if requests else "idle",
+            "waiting": waiting,
+            "running": requests - waiting,
+            "moves": self.dispatcher.moves,
+            # per-request progress stays here
+            "instances": {
+                name: {key: value for key, value in peer.state.items() if key != "produced"}
+                for name, peer in self.hub.peers.items()
+            },
             "refused": self.hub.malformed + self.hub.unknown,
         }

@@ -62,7 +62,8 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
         return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
 
     home = cluster.trainer_site
-    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller"), SAME_HASHES))
+    controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
+    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller"), controller_env))
     trainer = cluster.sites[home].trainer
     assert trainer is not None
     specs.append(

@@ -44,6 +44,7 @@ def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> list[str]:
         lambda: check_packages(cluster),
         lambda: check_model(run),
         lambda: check_tasks(run),
+        lambda: check_ranker(run),
         lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0),
         lambda: check_ports(cluster),
         lambda: check_disk(run, runs_root),
@@ -93,6 +94,16 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
             Scorer([task], run.seed)
         except UserError as error:
             yield f"tasks.{index}: {error}"
+
+
+def check_ranker(run: RunConfig) -> Iterable[str]:
+    """The ranker to begin with can be read."""
+    from streamrl.control.lengths import load_ranker
+
+    try:
+        load_ranker(run)
+    except UserError as error:
+        yield str(error)
 
 
 def check_gpus(cluster: ClusterConfig, present: int) -> Iterable[str]:

@@ -57,6 +57,7 @@ class PlainLines:
         self._roles: dict[str, tuple[str, str]] = {}
         self._state = ""
         self._stale_told = 0.0
+        self._ranker_note = ""
 
     def lines(self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float) -> list[str]:
         """Lines that are new since the last call. `now`: unix seconds."""
@@ -71,6 +72,9 @@ class PlainLines:
             left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
             found.append(step_line(row, rows[index - 1] if index else None, steps, left))
         if status is not None:
+            if status.ranker.note != self._ranker_note:
+                self._ranker_note = status.ranker.note
+                found.append(status.ranker.note)
             found += self._stale_lines(status, now)
         return found
 

@@ -60,9 +60,16 @@ class MetricsRow(BaseModel):
     weight_version: int | None = Field(None, description="version that this step made")
     weight_bytes_sent: int | None = None
     weight_sync_exposed_s: float | None = Field(None, description="time generation waited for new weights")
-    ranker_recall_at_20: float | None = Field(None, description="None until there is a ranker")
-    ranker_kendall_tau: float | None = Field(None, description="None until there is a ranker")
+    ranker_recall_at_20: float | None = Field(None, description="of the longest 20 %; None until there is a ranker")
+    ranker_kendall_tau: float | None = Field(None, description="predictions against lengths; None until there are any")
 
+    dispatch_by_prediction: bool | None = Field(None, description="predictions were trusted, dispatch went by them")
+    dispatch_saved: float | None = Field(
+        None,
+        description="share of least-loaded's generation time saved, simulated from the step's lengths and the "
+        "instances' measured step times",
+    )
+    dispatch_captured: float | None = Field(None, description="the same as a share of what known lengths would save")
     groups_total: int | None = None
     groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
     samples_total: int | None = None

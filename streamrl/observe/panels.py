@@ -86,19 +86,30 @@ def step_progress(status: RunStatus) -> Table:
 
 
 def length_histogram(status: RunStatus) -> Text:
-    """Output lengths finished in this step, as one row of blocks with its scale."""
-    lengths = status.progress.lengths
-    counts, width = histogram(lengths, HISTOGRAM_BINS)
+    """Output lengths finished in this step, as one row of blocks with its scale; above it, on the same scale, what was
+    predicted of all of the step's."""
+    lengths, predicted = status.progress.lengths, status.progress.predicted_lengths
+    longest = max([*lengths, *predicted], default=0)
+    counts, width = histogram(lengths, HISTOGRAM_BINS, longest)
+    text = Text()
+    if predicted:
+        text.append("predicted  ")
+        text.append(_blocks(histogram(predicted, HISTOGRAM_BINS, longest)[0]), style="magenta")
+        text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(predicted)}, max {max(predicted)}\n")
     if not lengths:
-        return Text("lengths    none finished in this step yet", style="dim")
+        return text.append("lengths    none finished in this step yet", style="dim")
+    text.append("lengths    ")
+    text.append(_blocks(counts), style="cyan")
+    return text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(lengths)}, max {max(lengths)}")
+
+
+def _blocks(counts: Sequence[int]) -> str:
     # A bin without samples is blank, so that it is not mistaken for a small one.
-    shown = bars([0, *[count or None for count in counts]])[1:]
-    ordered = sorted(lengths)
-    return Text.assemble(
-        "lengths    ",
-        (shown, "cyan"),
-        f"  0..{width * HISTOGRAM_BINS}, p50 {ordered[len(ordered) // 2]}, max {ordered[-1]}",
-    )
+    return bars([0, *[count or None for count in counts]])[1:]
+
+
+def _median(values: Sequence[int]) -> int:
+    return sorted(values)[len(values) // 2]
 
 
 def _grid_of(columns: Sequence[str], left: int) -> Table:
@@ -174,11 +185,25 @@ def waits_text(status: RunStatus, now: float) -> Text:
     return Text("\n".join(lines), style="yellow")
 
 
+def ranker_text(status: RunStatus) -> Text:
+    """How well lengths were predicted, what dispatch does with it, and what that is worth."""
+    ranker, latest = status.ranker, status.latest
+    if ranker.recall_at_20 is None and not ranker.trusted:
+        return Text("ranker     nothing predicted and finished yet: dispatch by load", style="dim")
+    text = Text("ranker     ")
+    text.append("trusted" if ranker.trusted else "not trusted", style="green" if ranker.trusted else "yellow")
+    text.append(f"  recall@20 {fixed(ranker.recall_at_20)}, tau {fixed(ranker.kendall_tau)}")
+    text.append("; dispatch by predicted length" if ranker.trusted else "; dispatch by load")
+    if latest is not None and latest.dispatch_by_prediction and latest.dispatch_saved is not None:
+        text.append(f", saved {100 * latest.dispatch_saved:.1f} % of generation (simulated)")
+    return text
+
+
 def render(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> RenderableType:
     """The whole view. `now`: unix seconds."""
     parts: list[RenderableType] = [header(status, rows, now), ""]
     if status.state in ("running", "stopping"):
-        parts += [step_progress(status), length_histogram(status), ""]
+        parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
     if status.roles:
         parts += [roles_table(status, now), ""]
     if rows:
@@ -205,6 +230,10 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, train {fixed(row.train_time_s, 1)})",
         f"{samples}{fixed(row.samples_per_s, 1)}/s",
     ]
+    if row.ranker_recall_at_20 is not None:
+        parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
+    if row.dispatch_by_prediction and row.dispatch_saved is not None:
+        parts.append(f"dispatch saved {100 * row.dispatch_saved:.1f}% (simulated)")
     if row.groups_no_gradient:
         parts.append(f"{row.groups_no_gradient} groups without gradient")
     if row.reward_errors:

@@ -26,6 +26,9 @@ from streamrl.observe.timeline import Track, Window
 WIDTH = 9.0
 """Inches; the page scales figures to its width."""
 
+MOST_POINTS = 2000
+"""Newest samples of each kind that a scatter plot shows."""
+
 # Placeholders that no series uses; replaced by CSS in the SVG text.
 _INK = "#010203"
 _GRID = "#040506"
@@ -166,6 +169,33 @@ def length_histogram_figure(rollouts: Rollouts) -> Figure:
     right.set_ylim(len(tasks) - 0.4, -1.1)
     _label(right, "% of samples", "", "ended by")
     _legend(right, columns=max(1, len(reasons)))
+    return figure
+
+
+def prediction_figure(rows: Sequence[MetricsRow], rollouts: Rollouts) -> Figure:
+    """How well lengths were ranked in each step, and every predicted length against what came."""
+    figure, (left, right) = _new(1, 2)
+    for name, label, colour in (
+        ("ranker_recall_at_20", "recall of the longest 20 %", BLUE),
+        ("ranker_kendall_tau", "Kendall's tau", ORANGE),
+        ("dispatch_saved", "generation time saved (simulated)", GREEN),
+    ):
+        _curve(left, rows, name, label, colour)
+    left.set_ylim(min(0.0, left.get_ylim()[0]), 1.35)  # room for the legend above the curves
+    _label(left, "optimizer step", "", "ranking, and what dispatch made of it")
+    _legend(left)
+    predicted, actual = rollouts.predicted_length, rollouts.output_length
+    for route, colour in (("regular", BLUE), ("tail", PINK)):
+        mask = (rollouts.route == route) & ~np.isnan(predicted)
+        shown = np.flatnonzero(mask)[-MOST_POINTS:]
+        if len(shown):
+            right.scatter(predicted[shown], actual[shown], s=6, alpha=0.4, lw=0, color=colour, label=f"route {route}")
+    longest = float(actual.max())
+    right.plot([1, longest], [1, longest], color=_INK, lw=0.8, ls=":", label="as predicted")
+    right.set_xscale("log")
+    right.set_yscale("log")
+    _label(right, "predicted length, tokens", "actual length, tokens", "each sample")
+    _legend(right)
     return figure
 
 

@@ -34,6 +34,9 @@ _COLUMNS = [
     "finish_reason",
     "reward",
     "reward_error",
+    "pool",
+    "route",
+    "predicted_length",
 ]
 _TEXT_COLUMNS = ["prompt", "prompt_tokens", "completion", "completion_tokens"]
 
@@ -52,6 +55,10 @@ class Rollouts:
     """NaN where the sample was never scored."""
     reward_error: npt.NDArray[np.object_]
     """A message, or None."""
+    pool: npt.NDArray[np.object_]
+    route: npt.NDArray[np.object_]
+    predicted_length: npt.NDArray[np.float64]
+    """Tokens, before it was dispatched; NaN where nothing was predicted."""
     place: list[tuple[Path, int]] = field(repr=False)
     """File and row of each sample, to read its text."""
 
@@ -150,7 +157,10 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
     def integers(name: str) -> npt.NDArray[np.int64]:
         return np.array([record.get(name) or 0 for record in records], dtype=np.int64)
 
-    rewards = [record.get("reward") for record in records]
+    def numbers(name: str) -> npt.NDArray[np.float64]:
+        values = [record.get(name) for record in records]
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
     return Rollouts(
         sample_id=np.array(list(latest), dtype=object),
         group_id=objects("group_id", ""),
@@ -158,8 +168,11 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
         step=integers("step"),
         output_length=integers("output_length"),
         finish_reason=objects("finish_reason", "(none)"),
-        reward=np.array([np.nan if value is None else value for value in rewards], dtype=np.float64),
+        reward=numbers("reward"),
         reward_error=objects("reward_error", None),
+        pool=objects("pool", ""),
+        route=objects("route", ""),
+        predicted_length=numbers("predicted_length"),
         place=[(path, index) for _, path, index in latest.values()],
     )
 

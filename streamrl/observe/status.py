@@ -56,6 +56,9 @@ class Progress(StatusModel):
     samples_trained: int = 0
     tokens_generated: int = 0
     lengths: list[int] = Field(default_factory=list, description="output lengths finished in this step, tokens")
+    predicted_lengths: list[int] = Field(
+        default_factory=list, description="what was predicted of each of this step's samples"
+    )
 
 
 class WaitStatus(StatusModel):
@@ -65,6 +68,15 @@ class WaitStatus(StatusModel):
     waiting_for: str
     since: float
     limit_s: float
+
+
+class RankerStatus(StatusModel):
+    """How far output lengths can be told before; over the newest steps."""
+
+    trusted: bool = False
+    recall_at_20: float | None = None
+    kendall_tau: float | None = None
+    note: str = Field("", description="the newest change of trust, and what follows")
 
 
 class RunStatus(StatusModel):
@@ -82,6 +94,7 @@ class RunStatus(StatusModel):
     hardware: str = ""
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
     progress: Progress = Field(default_factory=Progress)
+    ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None

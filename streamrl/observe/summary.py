@@ -80,11 +80,12 @@ def bars(values: Sequence[float | None]) -> str:
     return "".join(map(block, values))
 
 
-def histogram(lengths: Sequence[int], bins: int) -> tuple[list[int], int]:
-    """Counts in equally wide bins from 0 on, and a bin's width in tokens (the bins reach the maximum)."""
-    if not lengths:
+def histogram(lengths: Sequence[int], bins: int, longest: int = 0) -> tuple[list[int], int]:
+    """Counts in equally wide bins from 0 on, and a bin's width in tokens (the bins reach the maximum, or `longest`)."""
+    top = max([longest, *lengths])
+    if not top:
         return [0] * bins, 0
-    width = max(lengths) // bins + 1
+    width = top // bins + 1
     counts = [0] * bins
     for length in lengths:
         counts[length // width] += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +37,7 @@ SCHEMA = pa.schema(
         ("pool", pa.string()),
         ("route", pa.string()),
         ("predicted_rank", pa.float64()),
+        ("predicted_length", pa.float64()),
         *[(name, pa.float64()) for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished")],
         *[(name, pa.float64()) for name in ("t_received", "t_trained")],
     ]
@@ -69,6 +72,17 @@ class RolloutStore:
             raise RunFailed(f"cannot write rollouts to {target}: {error}") from error
         return target
 
+    def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
+        """Some columns of the newest samples, whole steps, at least `most` if there are as many; oldest first."""
+        steps: list[list[dict[str, Any]]] = []
+        count = 0
+        for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):
+            if count >= most:
+                break
+            steps.append(pq.read_table(path, columns=list(columns)).to_pylist())
+            count += len(steps[-1])
+        return [row for step in reversed(steps) for row in step]
+
     def rewind(self, first_step: int) -> None:
         """Deletes the files of `first_step` and later."""
         for path in self.directory.glob("step_*.parquet"):
@@ -101,7 +115,8 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "instance": sample.instance,
         "pool": sample.pool,
         "route": sample.route,
-        "predicted_rank": None,
+        "predicted_rank": group.predicted_rank,
+        "predicted_length": group.predicted_length,
         "t_queued": sample.t_queued,
         "t_dispatched": sample.t_dispatched,
         "t_first_token": sample.t_first_token,

@@ -13,6 +13,22 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
+class PartialSample:
+    """What a request had produced when it was taken off an instance; it goes on from there on another."""
+
+    sample_id: str
+    completion_tokens: IntArray
+    """Sampled token ids, shape [C]."""
+    logprobs: FloatArray
+    """Shape [C], as in `Sample`."""
+    token_versions: IntArray
+    """Shape [C], as in `Sample`."""
+    t_dispatched: float
+    """Unix seconds at which its first instance took it."""
+    t_first_token: float
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One completion to be generated."""
 
@@ -25,6 +41,8 @@ class SampleRequest:
     """Optimizer step (0-based) that the sample is issued for."""
     t_queued: float
     """Unix seconds at which the controller issued it."""
+    kept: PartialSample | None = None
+    """What another instance has produced of it already."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,12 @@ class Group:
     prompt_tokens: IntArray
     size: int
     reward_input: dict[str, Any] = field(default_factory=dict)
+    predicted_rank: float | None = None
+    """Place of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
+    predicted_length: float | None = None
+    """Expected tokens of one completion."""
+    forecast: tuple[float, ...] | None = None
+    """Equally likely lengths that dispatch goes by; None: there is no prediction, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
     t_trained: float | None = None

@@ -52,9 +52,51 @@ def test_a_recorded_run_with_a_rankers_forecasts(
     assert "skew-aware" in shown and "round-robin" not in shown
 
 
+def rows(shown: str) -> dict[str, list[str]]:
+    """A table's cells by those of its first two columns."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    return {f"{row[0]}, {row[1]}": row[2:] for row in cells}
+
+
+def test_whole_iterations_by_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "64": 0.1}}))
+    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
+    stages = ["--train-rate", "160", "--reward-s", "1", "--weights-gb", "1", "--link-gbit", "8", "--link-ms", "500"]
+    prices = ["--price", "2", "--trainer-price", "1.6"]
+    chosen = ["--iterations", "3", "--policy", "least-loaded", "--over-issue", "1.5", "--out", tmp_path / "p.svg"]
+    assert streamrl(monkeypatch, "simulate", *some, *stages, *prices, *chosen) == 0
+    shown = capsys.readouterr().out
+    assert "3 iterations of 16 requests" in shown and (tmp_path / "p.svg").exists()
+    table = rows(shown)
+    # generation 10, reward 1, training 10, transfer 1.5
+    assert table["sync, least-loaded"][:3] == ["22.5 s", "55.6%", "55.6%"]
+    assert table["sync, least-loaded"][3:] == [f"{16 / 22.5:.2f}", "0: 6", "1.4063"]
+    # the first two batches are issued under the weights of the start
+    assert table["async, least-loaded"][4] == "0: 2, 1: 4"
+    assert set(table) == {
+        f"{name}, least-loaded" for name in ("sync", "sync+tail", "stream", "stream+tail", "one_step_off", "async")
+    }
+
+
+def test_a_recorded_run_is_repeated_for_more_iterations_than_it_has(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    some = ["--trace", run, "--iterations", "5", "--train-rate", "1000", "--schedule", "one_step_off"]
+    assert streamrl(monkeypatch, "simulate", *some, "--out", tmp_path / "p.svg") == 0
+    shown = capsys.readouterr().out
+    assert "5 iterations of 60 requests" in shown
+    assert set(rows(shown)) == {"one_step_off, least-loaded", "one_step_off, skew-aware"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--iterations", "3"], "--iterations needs --train-rate"),
         (["--lengths", "zipf:2"], "--lengths zipf:2: expected lognormal:MU,SIGMA"),
         (["--lengths", "lognormal:7"], "expected lognormal:MU,SIGMA"),
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),

@@ -45,6 +45,7 @@ def test_several_runs_make_one_ranker(
     for words in ("(kept)", "random", "task mean", "noise ceiling", str(out)):
         assert words in shown
     assert LengthModel.load(out).report.samples == 240
+    assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown
     assert "noise ceiling" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ranker.online import Trust
+from scheduler.saving import Saving
 from streamrl.config.run import RunConfig
 from streamrl.control.batch import Batch
+from streamrl.control.lengths import StepLengths
 from streamrl.control.prompts import GroupSource, samples_of
 from streamrl.control.schedules import Progress, make_schedule
 from streamrl.control.step_metrics import StepTimes, covered, step_metrics
@@ -183,9 +186,9 @@ def test_step_metrics_are_what_they_say() -> None:
         }
     )
     times = StepTimes(0.0, 10.0, 9.0, [(5.0, 8.0), (8.0, 9.0)])
-    row = step_metrics(
-        batch, times, ["here-regular-0", "idle"], {"grad_norm": 0.3, "learning_rate": 1e-3}, 7, 2, False, 1.5
-    )
+    result = {"grad_norm": 0.3, "learning_rate": 1e-3}
+    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
+    row = step_metrics(batch, times, ["here-regular-0", "idle"], result, 7, 2, False, 1.5, predictions)
     assert row.step_time_s == 10
     assert row.generate_time_s == pytest.approx(2.0)  # make_sample: dispatched at 2, finished at 4
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked
@@ -199,3 +202,6 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.output_length_p50, row.output_length_max) == (2.5, 3)
     assert (row.kl_mean, row.prompts_too_long, row.weight_bytes_sent) == (None, 2, 7)
     assert row.reward_by_task == {"task": 0.75}
+    assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
+    assert row.dispatch_by_prediction is False  # none of its groups has a forecast
+    assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))

@@ -30,7 +30,8 @@ sites:
   here:
     trainer: {ranks: RANKS, threads: 1}
     generation:
-      - {name: regular, replicas: 2, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
+      - {name: regular, replicas: 1, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
+      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}
     rewards: {workers: 1}
 """
 
@@ -140,13 +141,44 @@ def test_every_sample_is_trained_once_and_accounted_for(finished: tuple[Project,
     ledger = Ledger(run_dir / "ledger.sqlite")
     assert ledger.counts() == {"trained": 54}
     assert ledger.trained_ids() == sorted(str(row["sample_id"]) for row in rows)
-    assert {row["instance"] for row in rows} == {"here-regular-0", "here-regular-1"}
+    assert {row["instance"] for row in rows} == {"here-regular-0", "here-tail-0"}
     for row in rows:
         assert set(row["weight_versions"]) == {row["step"] - 1}  # on-policy: step k is sampled by version k - 1
         times = [
             row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received", "t_trained")
         ]
         assert times == sorted(times)
+
+
+def test_lengths_are_predicted_once_there_is_something_to_learn_from(finished: tuple[Project, str]) -> None:
+    rows = trained_rows(finished[0].run_dir())
+    assert {row["predicted_rank"] for row in rows if row["step"] == 1} == {None}
+    later = [row for row in rows if row["step"] > 1]
+    assert all(0 <= row["predicted_rank"] <= 1 and 1 <= row["predicted_length"] <= 16 for row in later)
+    assert all(row["route"] == "regular" for row in rows)  # 18 samples a step are too few to trust anything
+    first = read_metrics(finished[0].run_dir() / "metrics.jsonl")[0]
+    assert first.ranker_recall_at_20 is None and first.dispatch_by_prediction is False
+
+
+def test_a_ranker_that_is_wrong_here_is_used_and_then_distrusted(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    sums = ["what is " + " + ".join(["7"] * terms) + "?" for terms in range(2, 62)]
+    rows = [{"prompt": text, "output_length": 5 * len(text) + n} for text in sums for n in range(4)]
+    (tmp_path / "past.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = ["-m", "streamrl.cli.main", "train-ranker", "--rollouts", "past.jsonl", "--out", "ranker.lgb"]
+    subprocess.run([sys.executable, *train], cwd=tmp_path, check=True, timeout=200, capture_output=True)
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "answer": "e"}) for text in sums))
+    batch = {"prompts_per_step": 12, "samples_per_prompt": 3, "micro_batch_tokens": 512}
+    model = {"path": str(tmp_path / "model"), "max_context": 512}
+    changes = {"batch": batch, "ranker": {"path": str(tmp_path / "ranker.lgb"), "refit_every": 0}, "model": model}
+    output = project.launch(**changes)
+    assert "length predictions are trusted from the start" in output
+    assert "length predictions are not trusted any more after step" in output
+    assert "dispatch by load alone" in output
+    metrics = read_metrics(project.run_dir() / "metrics.jsonl")
+    assert metrics[0].dispatch_by_prediction and metrics[0].ranker_recall_at_20 is not None
+    assert not metrics[-1].dispatch_by_prediction
+    assert Ledger(project.run_dir() / "ledger.sqlite").counts() == {"trained": 3 * 36}
 
 
 def test_a_crashing_and_a_hanging_reward_cost_their_samples_only(finished: tuple[Project, str]) -> None:
@@ -175,7 +207,7 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
     assert (status.state, status.step, status.error) == ("done", 3, None)
     events = read_trace(run_dir / "trace.json")
     tracks = {e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    assert {"trainer", "here-regular-0", "here-regular-1"} <= tracks
+    assert {"trainer", "here-regular-0", "here-tail-0"} <= tracks
     assert sum(e["ph"] == "b" for e in events) == 54
     assert "<svg" in (run_dir / "report.html").read_text()
     assert "step 3/3" in output
@@ -278,11 +310,11 @@ def test_a_dead_instance_ends_the_run_with_its_name_and_last_words(tmp_path: Pat
         240,
         process,
     )
-    victim = next(p for p in psutil.Process(process.pid).children() if "here-regular-1" in p.cmdline())
+    victim = next(p for p in psutil.Process(process.pid).children() if "here-tail-0" in p.cmdline())
     victim.kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "here-regular-1 was killed by SIGKILL" in output
+    assert "here-tail-0 was killed by SIGKILL" in output
     status = read_status(run_dir)
     assert status.state == "failed"
-    assert "here-regular-1" in (status.error or "")
+    assert "here-tail-0" in (status.error or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.engine import Engine
-from streamrl.rollouts.types import Sample, SampleRequest
+from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
@@ -32,8 +33,27 @@ def request(number: int, seed: int = 0) -> SampleRequest:
     return SampleRequest(f"g.{number}-{seed}", "g", prompt, seed, 1, 0.0)
 
 
+async def sample(engine: Engine, asked: SampleRequest) -> Sample:
+    drawn = await engine.generate(asked, "regular")
+    assert isinstance(drawn, Sample)
+    return drawn
+
+
 async def sample_all(engine: Engine, count: int = 4) -> list[Sample]:
-    return [await engine.generate(request(n, seed=n), "regular") for n in range(count)]
+    return [await sample(engine, request(n, seed=n)) for n in range(count)]
+
+
+def exact(run: RunConfig) -> RunConfig:
+    return run.model_copy(update={"model": run.model.model_copy(update={"dtype": "float32"})})
+
+
+def assert_logprobs_are_the_models(folder: Path, prompt: np.ndarray, sample: Sample, temperature: float) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = np.concatenate([prompt, sample.completion_tokens])
+    with torch.no_grad():
+        logits = reference(input_ids=torch.tensor(ids)[None].long()).logits[0].float() / temperature
+    expected = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(ids)[1:, None].long())[len(prompt) - 1 :, 0]
+    assert float((expected - torch.tensor(sample.logprobs)).abs().max()) < 1e-3
 
 
 def assert_same(ours: list[Sample], theirs: list[Sample]) -> None:
@@ -93,12 +113,11 @@ def test_running_requests_continue_over_an_update_with_versions_per_token_and_lo
     store.commit(manifest, np.memmap(store.directory / "version_1.partial", dtype=np.uint8, mode="r"))
 
     async def body() -> list[Sample]:
-        exact = config(model, max_tokens=100, temperature=0.8)
-        exact = exact.model_copy(update={"model": exact.model.model_copy(update={"dtype": "float32"})})
-        engine = Engine(POOL, exact, cuda=False, instance="i", site="here")
+        run = exact(config(model, max_tokens=100, temperature=0.8))
+        engine = Engine(POOL, run, cuda=False, instance="i", site="here")
         try:
             await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            running = [asyncio.create_task(engine.generate(request(n, seed=n), "regular")) for n in range(4)]
+            running = [asyncio.create_task(sample(engine, request(n, seed=n))) for n in range(4)]
             await asyncio.sleep(0.15)
             await engine.pause(keep_kv=True)
             await engine.start_weight_update()
@@ -115,13 +134,46 @@ def test_running_requests_continue_over_an_update_with_versions_per_token_and_lo
     assert all(s.token_versions.tolist() == sorted(s.token_versions.tolist()) for s in samples)
 
     # the weights were replaced by equal ones, so one model explains every log-probability, at the temperature sampled
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for number, sample in enumerate(samples):
-        ids = np.concatenate([request(number).prompt_tokens, sample.completion_tokens])
-        with torch.no_grad():
-            logits = reference(input_ids=torch.tensor(ids)[None].long()).logits[0].float() / 0.8
-        expected = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(ids)[1:, None].long())[9:, 0]
-        assert float((expected - torch.tensor(sample.logprobs)).abs().max()) < 1e-3
+    for number, drawn in enumerate(samples):
+        assert_logprobs_are_the_models(model, request(number).prompt_tokens, drawn, 0.8)
+
+
+def test_a_request_that_is_taken_off_goes_on_with_its_tokens(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+
+    async def body() -> tuple[PartialSample, Sample, dict[str, int], Sample]:
+        engine = Engine(POOL, exact(config(model, max_tokens=100)), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(tmp_path)}, 3)
+            asked = request(0, seed=5)
+            running = asyncio.create_task(engine.generate(asked, "regular"))
+            while engine.produced().get(asked.sample_id, 0) < 5:
+                await asyncio.sleep(0.01)
+            await engine.release(asked.sample_id)
+            partial = await running
+            assert isinstance(partial, PartialSample)
+            assert not engine.produced()
+            again = asyncio.create_task(sample(engine, replace(asked, kept=partial)))
+            while not (produced := engine.produced()):
+                await asyncio.sleep(0.001)
+            whole = await again
+            await engine.release(asked.sample_id)  # it has ended: nothing happens
+            return partial, whole, produced, await sample(engine, request(1))
+        finally:
+            engine.close()
+
+    partial, whole, produced, _ = asyncio.run(body())
+    had = len(partial.completion_tokens)
+    assert 5 <= had < 100
+    assert produced[partial.sample_id] >= had
+    assert whole.output_length == 100 and whole.finish_reason == "length"
+    np.testing.assert_array_equal(whole.completion_tokens[:had], partial.completion_tokens)
+    np.testing.assert_array_equal(whole.logprobs[:had], partial.logprobs)
+    assert set(whole.token_versions.tolist()) == {3}
+    assert whole.t_dispatched == partial.t_dispatched and whole.t_first_token == partial.t_first_token
+    # the rest is not drawn with the noise of the beginning again
+    assert whole.completion_tokens[had : 2 * had].tolist() != partial.completion_tokens.tolist()
+    assert_logprobs_are_the_models(model, request(0).prompt_tokens, whole, 1.0)
 
 
 def test_a_stop_string_ends_a_completion_and_text_is_decoded(tmp_path: Path) -> None:

@@ -76,6 +76,41 @@ def test_the_picture_names_a_long_wait_and_a_silent_controller(make_run: RunMake
     assert "no update for 23s" in picture(run_dir, updated + 23)
 
 
+def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) -> None:
+    folder = make_run(2, rollouts=False, trace=False)
+
+    def shown(**ranker: object) -> str:
+        write_status(folder, make_status(2, 20, START + 79, ranker=ranker, latest=make_row(2).model_dump()))
+        return picture(folder, START + 80)
+
+    assert "nothing predicted and finished yet: dispatch by load" in shown()
+    measured = {"recall_at_20": 0.61, "kendall_tau": 0.42}
+    assert "trusted  recall@20 0.61, tau 0.42; dispatch by predicted length, saved 8.0 %" in shown(
+        trusted=True, **measured
+    )
+    assert "not trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=False, **measured)
+
+
+def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run: RunMaker) -> None:
+    progress = {"samples_total": 4, "samples_finished": 2, "lengths": [10, 20], "predicted_lengths": [10, 20, 30, 63]}
+    shown = picture(make_run(1, rollouts=False, trace=False, progress=progress), START + 60).splitlines()
+    above, below = (next(line for line in shown if name in line) for name in ("predicted ", "lengths "))
+    assert "0..64, p50 30, max 63" in above and "0..64, p50 20, max 20" in below
+    assert above.count("█") == 4 and below.count("█") == 2
+    assert below.index("█") == above.index("█")
+
+
+def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
+    screen = Screen(terminal=False)
+    MetricsWriter(tmp_path / "metrics.jsonl")
+    with screen.view(tmp_path) as view:
+        for note in ("", "trusted after step 3", "trusted after step 3", "not trusted any more"):
+            write_status(tmp_path, make_status(3, 20, START, roles={}, ranker={"note": note}))
+            view.refresh()
+    lines = [line for line in screen.take() if "trusted" in line]
+    assert lines == ["trusted after step 3", "not trusted any more"]
+
+
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)
@@ -122,7 +157,8 @@ def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> N
         (line,) = screen.take()
         assert line == (
             "step 1/20  reward 0.10  len p50 23 p90 90 max 96  loss 0.012  grad 1.6  gap 0.008  "
-            "step 18.1 s (gen 9.1, train 12.4)  64 samples 3.5/s  2 groups without gradient  "
+            "step 18.1 s (gen 9.1, train 12.4)  64 samples 3.5/s  recall@20 0.55  "
+            "dispatch saved 8.0% (simulated)  2 groups without gradient  "
             "1 reward errors  left 5m10s"
         )
         metrics.append(make_row(2))

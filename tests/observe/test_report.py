@@ -73,7 +73,7 @@ def page_of(run_dir: Path) -> tuple[Page, str]:
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
     page, text = page_of(make_run(12, state="done"))
     assert page.plots == [
-        *["reward", "lengths", "length-histogram", "step-time", "timeline-0", "timeline-1", "training"]
+        *["reward", "lengths", "length-histogram", "predictions", "step-time", "timeline-0", "timeline-1", "training"]
     ]
     assert page.captions == len(page.plots)
     assert page.fetched == []
@@ -83,6 +83,7 @@ def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_r
         "0.225 → 0.525 (+0.300, means of 6 steps)",
         "24 of 96 (25%)",
         "12 of 768 (2%)",
+        "12 of 12 steps were dispatched by predicted length; mean saving in them 8.0 % of generation time",
         "Timeout: no answer in 20 s",
         "letter_counting",
         "smollm2-135m # <resolved>",
@@ -102,6 +103,14 @@ def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own
         for target in re.findall(r'(?:url\(#|href="#)([^)"]+)', plot):
             assert f'id="{target}"' in plot
     assert len(page.ids) == len(set(page.ids))
+
+
+def test_without_predictions_nothing_is_said_of_them(make_run: RunMaker) -> None:
+    run_dir = make_run(2)
+    for path in (run_dir / "rollouts").glob("*.parquet"):
+        pq.write_table(pq.read_table(path).drop_columns(["predicted_length"]), path)
+    page, _ = page_of(run_dir)
+    assert "predictions" not in page.plots and "length-histogram" in page.plots
 
 
 def test_the_timeline_has_a_row_per_instance_and_the_trainer(make_run: RunMaker) -> None:
@@ -124,7 +133,9 @@ def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker) -> Non
 
 def test_one_step_is_enough_for_every_plot(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(1))
-    assert page.plots == ["reward", "lengths", "length-histogram", "step-time", "timeline-0", "training"]
+    assert page.plots == [
+        *["reward", "lengths", "length-histogram", "predictions", "step-time", "timeline-0", "training"]
+    ]
     assert "0.100 (one step)" in page.text
 
 

@@ -11,7 +11,8 @@ from ranker.data import from_rows
 from ranker.features import featurise, fit_schema
 from ranker.history import HISTORY, LiveHistory, Seen, simulate
 from ranker.rare import RARE, fit_rare_words
-from ranker.text import STRUCTURE, pack, structure
+from ranker.segments import runs
+from ranker.text import STRUCTURE, hash_runs, ngrams, pack, structure
 from tests.ranker.synthetic import small_reasoner
 
 ODD = ["", " ", "\0\0", "7", "héllo wörld ü", "x" * 20_000, "9" * 400, ":", "a:", '"', "``", "日本語 12", "\n\n", "((("]
@@ -45,6 +46,43 @@ def test_the_problem_is_told_from_the_wording_around_it() -> None:
     np.testing.assert_array_equal(rare[:, RARE.index("rare_words")], 1)
     expected = np.log1p(31 + np.arange(len(words)))
     np.testing.assert_allclose(rare[:, RARE.index("rare_number_max")], expected, rtol=1e-6)
+
+
+def test_tails_lines_and_brackets() -> None:
+    assert column("Sort this: 12, 5", "tail_bytes") == len(" 12, 5") + 1  # the zero byte that ends a prompt counts
+    assert column("Sort this: 12, 5", "tail_digit") == 3 and column("Sort this: 12, 5", "count_digit") == 3
+    assert column("no colon", "tail_bytes") == column("ends: ", "tail_bytes") + 2 == len("no colon") + 1
+    assert column("))((", "depth_max") == 0 and column("](", "depth_max") == 0
+    assert column("a\n\nlongest\nb", "line_max") == len("longest")
+
+
+def test_equal_words_hash_alike_wherever_they_are() -> None:
+    data = np.frombuffer(b"banana  anana banan banana x" * 3, dtype=np.uint8)
+    start, length = runs(data != 32)
+    hashed = hash_runs(data, start, length)
+    words = [bytes(data[s : s + n]) for s, n in zip(start, length, strict=True)]
+    assert len(set(words)) == 5
+    for i, one in enumerate(words):
+        for j, other in enumerate(words):
+            assert (hashed[i] == hashed[j]) == (one == other)
+
+
+def test_ngrams_of_a_long_prompt_are_those_of_its_ends() -> None:
+    ends = "What is it about? " * 30, " How many are there in all? " * 20
+    long = [ends[0] + filling * 500 + ends[1] for filling in ("some text ", "1 2 3 4 5 ")]
+    for begin, bucket in ngrams(pack(long)).values():
+        np.testing.assert_array_equal(bucket[: begin[1]], bucket[begin[1] :])
+    short = ngrams(pack(["some text and more", "1 + 2"]))
+    assert list(np.diff(short["word"][0])) == [7, 3] and list(np.diff(short["char"][0])) == [16, 3]
+    assert not np.array_equal(structure(pack(long[:1])), structure(pack(long[1:])))  # their sizes are those of all
+
+
+def test_common_words_tell_the_known_wordings() -> None:
+    known = [row["prompt"] for row in small_reasoner(200, 1, 0).rows]
+    place = RARE.index("common_share")
+    rare = fit_rare_words(known)
+    assert rare.apply(pack(known))[:, place].min() > 0.5
+    assert rare.apply(pack(["Welche Farbe hat Omas Katze", ""]))[0, place] == 0
 
 
 def test_a_batch_gives_what_single_prompts_give() -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from ranker.data import from_rows
 from ranker.errors import RankerError
-from ranker.evaluate import recall_at
+from ranker.evaluate import kendall_tau, recall_at
+from ranker.history import HISTORY
 from ranker.model import LengthModel
-from ranker.train import refit, train
+from ranker.report import Captured, Dispatch, Report
+from ranker.train import refit, train, train_and_hold_out
 from tests.ranker.synthetic import CAP, noisy, small_reasoner
 
 
@@ -78,6 +80,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
 
 def test_a_file_holds_the_whole_model(tmp_path: Path, small: LengthModel) -> None:
     small.report.extra["saving"] = 0.5
+    small.report.dispatch = [Dispatch("somewhere", 0.5, {"model": Captured(0.6, 0.8), "task": Captured(1.0, None)})]
     small.save(tmp_path / "r.lgb")
     loaded = LengthModel.load(tmp_path / "r.lgb")
     prompts = [row["prompt"] for row in small_reasoner(50, 1, 4).rows] + ["", "something else entirely"]
@@ -85,6 +88,8 @@ def test_a_file_holds_the_whole_model(tmp_path: Path, small: LengthModel) -> Non
     np.testing.assert_array_equal(got.score, want.score)
     np.testing.assert_array_equal(got.quantiles, want.quantiles)
     assert loaded.report == small.report
+    older = {key: value for key, value in small.report.to_json().items() if key != "dispatch"}
+    assert Report.from_json(older).dispatch == []
     assert_sound(loaded, prompts)
     assert loaded.predict([]).quantiles.shape[0] == 0
 
@@ -105,7 +110,7 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
     with zipfile.ZipFile(file) as archive:
         manifest = json.loads(archive.read("manifest.json"))
     later = json.dumps(manifest | {"version": 99}).encode()
-    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 1"):
+    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 2"):
         LengthModel.load(damage(file, tmp_path / "later", "manifest.json", later))
     alien = json.dumps({"format": "x"}).encode()
     with pytest.raises(RankerError, match="alien: not a ranker file"):
@@ -155,6 +160,48 @@ def test_history_is_used_where_there_is_some() -> None:
     assert report.with_history.recall["0.2"] > 0.6
     assert report.baselines["last_length"].recall["0.2"] > 0.6
     assert report.candidates[report.kind].recall["0.2"] < 0.45
+
+
+def test_a_task_that_came_later_is_ranked_by_the_size_of_its_problems() -> None:
+    rows = small_reasoner(1500, 2, 5).rows
+    for task in ("chain_sum", "count_bits", "number_sorting", "spell_backward"):
+        model = refit("log_length", from_rows([row for row in rows if row["task"] != task]))
+        later = [row for row in rows if row["task"] == task]
+        prompts = [row["prompt"] for row in later]
+        prediction = model.predict(prompts, [task] * len(prompts))
+        length = np.array([row["output_length"] for row in later])
+        assert recall_at(prediction.score, length, 0.2) > 0.6, task
+        assert_sound(model, prompts)
+        lengths_of_all = np.quantile([row["output_length"] for row in rows], [0.05, 0.95])
+        assert (prediction.quantiles[:, 1] < lengths_of_all[1]).all(), task  # no certainty about what was never seen
+        # and what is known of the task says how long it is
+        history = np.full((len(prompts), len(HISTORY)), np.nan)
+        history[:, HISTORY.index("task_recent_mean")] = np.log(lengths_of_all[1])
+        told = model.predict(prompts, [task] * len(prompts), history=history)
+        assert (told.score > prediction.score).mean() > 0.9, task
+
+
+def test_what_is_left_out_of_training_tells_nothing() -> None:
+    rows = small_reasoner(400, 4, 8).rows
+    trained = train_and_hold_out(from_rows(rows))
+    held = trained.held_out
+    assert held is not None and trained.report is trained.model.report
+    assert set(held.forecasts) == {"model", "prompt_characters", "task", "other_samples"}
+    for quantiles in held.forecasts.values():
+        assert quantiles.shape == (len(rows), len(held.levels)) and (np.diff(quantiles, axis=1) >= 0).all()
+        assert quantiles.min() >= 1 and quantiles.max() <= held.limit + 1e-6
+    assert len(np.unique(held.unit)) == len({row["prompt"] for row in rows})
+    # other_samples: exactly those of the same prompt but the one that is foretold
+    others = held.length[(held.unit == held.unit[0])][1:]
+    np.testing.assert_allclose(held.forecasts["other_samples"][0], np.quantile(others, held.levels))
+    # lengths that have nothing to do with the prompt cannot be foretold by any rule that has not seen them
+    shuffled = np.random.default_rng(0).permutation(400)[np.arange(1600) // 4]
+    mixed = [row | {"output_length": rows[4 * n]["output_length"]} for row, n in zip(rows, shuffled, strict=True)]
+    held = train_and_hold_out(from_rows(mixed)).held_out
+    assert held is not None
+    middle = int(np.searchsorted(held.levels, 0.5))
+    for name in ("model", "prompt_characters", "task"):
+        assert abs(kendall_tau(held.forecasts[name][:, middle], held.length)) < 0.15, name
 
 
 def test_refit_keeps_the_kind() -> None:

@@ -20,7 +20,7 @@ def play(ranker: OnlineRanker, rows: list[dict[str, Any]], step: int, shuffle: b
     ids = [f"{step}.{n}" for n in range(len(rows))]
     groups = [f"{step}.{row['group_id']}" for row in rows]
     prompts, tasks = [row["prompt"] for row in rows], [row["task"] for row in rows]
-    ranker.predict(prompts, tasks, groups, ids, step)
+    ranker.predict(prompts, tasks, groups, [[i] for i in ids], step)
     ranker.observe(
         [
             row | {"sample_id": sample, "output_length": int(length), "step": step, "group_id": group}
@@ -68,9 +68,9 @@ def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
     rows = small_reasoner(60, 2, 0).rows
     play(ranker, rows, 1)
     ranker.refit()
-    ranker.predict(["1 + 1"], sample_ids=["a"], step=2)
+    ranker.predict(["1 + 1"], sample_ids=[["a"]], step=2)
     first = ranker._waiting["a"]
-    ranker.predict(["Sort 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"], sample_ids=["a"], step=2)
+    ranker.predict(["Sort 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"], sample_ids=[["a"]], step=2)
     assert ranker._waiting["a"] == first
     assert ranker.end_step() is None  # too few to measure
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost import (
     PAPER_7B_H800,
-    ModelShape,
+    QWEN_7B,
     StepCurve,
     context_time,
     replica_time,
@@ -105,8 +105,7 @@ def test_a_broken_calibration_is_refused(values: object, complaint: str) -> None
 
 
 def test_roofline_has_the_shape_of_the_papers_measurement() -> None:
-    shape = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
-    curve = roofline(shape, device("H800"))
+    curve = roofline(QWEN_7B, device("H800"))
     # memory-bound at small batches: the published step time at batch 1 to within a third, and hardly rising to 32
     assert float(curve.base(1)) == pytest.approx(8.4e-3, rel=0.33)
     assert float(curve.base(32)) < 1.3 * float(curve.base(1))
@@ -115,8 +114,7 @@ def test_roofline_has_the_shape_of_the_papers_measurement() -> None:
 
 
 def test_faster_memory_makes_small_batches_faster_and_compute_large_ones() -> None:
-    shape = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
-    h20, h800 = roofline(shape, device("H20")), roofline(shape, device("H800"))
+    h20, h800 = roofline(QWEN_7B, device("H20")), roofline(QWEN_7B, device("H800"))
     assert float(h20.base(1)) < float(h800.base(1))
     assert float(h20.base(512)) > float(h800.base(512))
 

@@ -7,8 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from scheduler.cost import PAPER_7B_H800, StepCurve, replica_time
-from scheduler.planning import Worker, best_partition, blocks, even, expected_time, greedy, packed, plan
+from scheduler.baselines import LeastLoaded
+from scheduler.cost import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
+from scheduler.forecast import scenarios
+from scheduler.planning import SCENARIOS, Worker, best_partition, blocks, even, expected_time, greedy, packed, plan
+from scheduler.policy import Request
 
 STEEP = StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3))
 
@@ -58,7 +61,7 @@ def test_every_request_is_planned_once_and_dealing_evenly_is_never_beaten_by_it(
     chosen = plan(values, fleet, limit=20_000)
     assert sorted(itertools.chain(*chosen.queues)) == list(range(300))
     assert all(list(queue) == sorted(queue) for queue in chosen.queues), "longest first"
-    evenly = [replica_time(lengths[queue], w.curve) for queue, w in zip(even(300, 6), fleet, strict=True)]
+    evenly = [replica_time(lengths[queue], w.curve) for queue, w in zip(even(300, [64] * 6), fleet, strict=True)]
     if not spread:
         assert chosen.makespan <= max(evenly)
 
@@ -66,7 +69,7 @@ def test_every_request_is_planned_once_and_dealing_evenly_is_never_beaten_by_it(
 def test_candidates_hold_every_request_once() -> None:
     lengths = long_tailed(200, 5)
     fleet = [*workers(3), *workers(2, curve=STEEP)]
-    candidates = [even(200, 5), greedy(lengths, fleet), *packed(lengths, fleet)]
+    candidates = [even(200, [64] * 5), greedy(lengths, fleet), *packed(lengths, fleet)]
     candidates += [queues for queues, _ in blocks(lengths[:, None], fleet)]
     for queues in candidates:
         assert sorted(itertools.chain(*queues)) == list(range(200))
@@ -94,3 +97,61 @@ def test_one_worker_gets_everything_and_none_is_an_error() -> None:
     assert plan(np.zeros((0, 1)), workers(2)).makespan == 0.0
     with pytest.raises(ValueError, match="list of instances is empty"):
         plan(long_tailed(5, 0)[:, None], [])
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 99, 104])
+def test_dealing_evenly_keeps_slots_level_as_least_loaded_does(count: int) -> None:
+    slots = [32, 4, 16, 52]
+    policy = LeastLoaded()
+    for seat, most in enumerate(slots):
+        policy.join(str(seat), most)
+    policy.submit([Request(str(n), str(n)) for n in range(count)])
+    policy.decide()
+    assert sorted(map(len, even(count, slots))) == sorted(len(i.running) for i in policy.instances.values())
+
+
+def test_dealing_more_than_the_slots_is_in_proportion_to_them() -> None:
+    assert [len(queue) for queue in even(3 * 104, [32, 4, 16, 52])] == [96, 12, 48, 156]
+    assert even(5, [1, 1]) == [[0, 3, 4], [1, 2]]
+    # one each, b's second slot, then one for a to two for b
+    assert even(6, [1, 2]) == [[0, 4], [1, 2, 3, 5]]
+
+
+@pytest.mark.parametrize("slots", [(150, 8, 60), (100, 8, 30)], ids=["enough slots", "too few"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "forecasts"])
+def test_unequal_slots_are_never_predicted_worse_than_dealing_evenly(slots: tuple[int, ...], known: bool) -> None:
+    lengths = long_tailed(200, 1)
+    fleet = [Worker(f"i{n}", PAPER_7B_H800.scaled(1 + n), most) for n, most in enumerate(slots)]
+    values = lengths[:, None] * (np.ones(1) if known else np.exp(0.4 * np.linspace(-1.9, 1.9, 16)))
+    evenly = even(200, slots)
+    spans = []
+    for drawn in scenarios(values, 1 if known else SCENARIOS, seed=0):
+        parts = [np.sort(drawn[queue])[::-1].tolist() for queue in evenly]
+        spans.append(
+            max(replica_time_with_refills(part, w.curve, w.slots) for part, w in zip(parts, fleet, strict=True))
+        )
+    # what exceeds the slots is predicted from the sums where lengths are uncertain, and simulated where they are known
+    rounding = 1 + 1e-9 if known or sum(slots) >= 200 else 1.05
+    assert plan(values, fleet).makespan <= np.mean(spans) * rounding
+
+
+def test_plans_are_timed_beside_what_runs_already() -> None:
+    lengths, there = long_tailed(40, 2), np.full(20, 3000.0)
+    fleet = workers(2, curve=STEEP)
+    chosen = plan(lengths[:, None], fleet, running=[there[:, None], np.zeros((0, 1))])
+    spans = [
+        replica_time(np.concatenate([lengths[list(queue)], part]), STEEP)
+        for queue, part in zip(chosen.queues, (there, there[:0]), strict=True)
+    ]
+    assert chosen.makespan == pytest.approx(max(spans))
+    evenly = even(40, [256, 256], [20, 0])
+    assert [len(queue) for queue in evenly] == [10, 30], "as least-loaded: both end with 30"
+    level = max(
+        replica_time(np.concatenate([lengths[evenly[0]], there]), STEEP), replica_time(lengths[evenly[1]], STEEP)
+    )
+    alone = plan(lengths[:, None], fleet)
+    blind = max(
+        replica_time(np.concatenate([lengths[list(queue)], part]), STEEP)
+        for queue, part in zip(alone.queues, (there, there[:0]), strict=True)
+    )
+    assert chosen.makespan <= level and chosen.makespan < blind

@@ -1,0 +1,95 @@
+"""What would have been foretold of samples whose prompts no model had seen, and what simple rules would foretell.
+
+Every forecast is a distribution, given by its quantiles. That of a sample depends on samples of the *other folds* only
+(folds are split by prompt); `other_samples` alone looks at the same prompt: at all samples of it but the one that is
+foretold. No predictor knows them beforehand. They show what noise leaves to be known, but are no strict ceiling: three
+samples that happen to agree look like certainty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ranker.candidates import fit_spread, predict_spread
+from ranker.data import Rollouts
+from ranker.distribution import LEVELS, fit_distribution, fit_medians
+from ranker.segments import Array
+
+MODEL, CHARACTERS, TASK, OTHERS = "model", "prompt_characters", "task", "other_samples"
+"""Names of the forecasts: the kept model without history; lengths of prompts about as long; lengths of the task; the
+other samples of the prompt."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Forecasts of samples [N] by models that had not seen their prompts."""
+
+    levels: Array
+    """[Q], ascending."""
+    forecasts: dict[str, Array]
+    """By name: tokens [N, Q], monotone in Q and within 1..limit; rows of NaN where nothing can be told."""
+    length: Array
+    """True lengths [N], tokens."""
+    unit: Array
+    """Number of the prompt in one step of one run that a sample is of [N], from 0."""
+    limit: int
+    """No request is longer, tokens."""
+
+
+def hold_out(
+    rollouts: Rollouts, features: Array, categorical: int, score: Array, fold: Array, seed: int, threads: int
+) -> HeldOut:
+    """All forecasts of samples.
+
+    Args:
+        rollouts: the samples [N].
+        features: [N, F], without history.
+        categorical: the column of the features that holds numbers of names.
+        score: [N], of each sample by a model that has not seen its fold.
+        fold: [N]; all samples of a prompt are in one.
+        seed: of LightGBM.
+        threads: of LightGBM.
+    """
+    log = np.log(rollouts.output_length)
+    limit = rollouts.cap or 2 * int(rollouts.output_length.max())
+    characters = np.array([len(text) for text in rollouts.texts], dtype=float)[rollouts.prompt]
+    model, by_size, by_task = (np.empty((len(log), len(LEVELS))) for _ in range(3))
+    for part in np.unique(fold):
+        rest, out = fold != part, fold == part
+        _, centres, medians = fit_medians(score[rest], log[rest])
+        residual = log[rest] - np.interp(score[rest], centres, medians)
+        booster = fit_spread(features[rest], score[rest], residual, categorical, seed, threads)
+        sizes = predict_spread(booster, features, score, threads)
+        model[out] = fit_distribution(score[rest], sizes[rest], log[rest]).quantiles(score[out], sizes[out], limit)
+        one = np.ones(len(log))
+        by_size[out] = fit_distribution(characters[rest], one[rest], log[rest]).quantiles(
+            characters[out], one[out], limit
+        )
+        by_task[out] = np.quantile(rollouts.output_length[rest], LEVELS)
+        for task in np.unique(rollouts.task[out]):
+            same = rest & (rollouts.task == task)
+            if same.any():
+                by_task[out & (rollouts.task == task)] = np.quantile(rollouts.output_length[same], LEVELS)
+    unit = units(rollouts)
+    forecasts = {MODEL: model, CHARACTERS: by_size, TASK: by_task, OTHERS: _others(unit, rollouts.output_length)}
+    return HeldOut(LEVELS, forecasts, rollouts.output_length, unit, limit)
+
+
+def units(rollouts: Rollouts) -> Array:
+    """Number of the prompt in one step of one run that a sample is of [N], from 0; the policy changes between steps."""
+    keys = np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1)
+    number: Array = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    return number
+
+
+def _others(unit: Array, length: Array) -> Array:
+    """Quantiles [N, Q] of the other lengths of each sample's unit [N]; NaN where there is none."""
+    out = np.full((len(length), len(LEVELS)), np.nan)
+    order = np.argsort(unit, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(unit[order])) + 1):
+        if len(rows) > 1:
+            others = np.broadcast_to(length[rows], (len(rows), len(rows)))[~np.eye(len(rows), dtype=bool)]
+            out[rows] = np.quantile(others.reshape(len(rows), -1), LEVELS, axis=1).T
+    return out

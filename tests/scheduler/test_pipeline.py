@@ -1,0 +1,170 @@
+"""The pipeline simulator: times computed by hand, every sample trained once, staleness within its bound."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from scheduler.baselines import LeastLoaded
+from scheduler.cost import StepCurve
+from scheduler.pipeline import Link, Pipeline, PipelineOutcome, Stages
+from scheduler.policies import make_policy
+from scheduler.schedules import make_schedule
+from scheduler.simulator import SimulatedInstance, SimulatedRequest
+from scheduler.tail_batching import TailBatching
+
+UNIT = StepCurve((1, 64), (1.0, 1.0))
+"""A second per token, whatever the batch."""
+STAGES = Stages(train_tokens_s=2.0, optimizer_s=1.0, reward_s=3.0, weights_gb=1.0, link=Link(8.0, 1.0))
+"""Half a second per token; a transfer takes 1 + 1 s."""
+
+
+def groups(lengths: list[list[float]]) -> list[list[SimulatedRequest]]:
+    return [
+        [SimulatedRequest(f"{g}.{n}", length, str(g)) for n, length in enumerate(row)] for g, row in enumerate(lengths)
+    ]
+
+
+def pipeline(
+    schedule: str, batch: int, staleness: int | None = None, slots: int = 64, rounds: TailBatching | None = None
+) -> Pipeline:
+    fleet = [SimulatedInstance("a", UNIT, slots)]
+    return Pipeline(LeastLoaded(), fleet, STAGES, make_schedule(schedule, staleness), batch, rounds)
+
+
+def test_sync_is_the_sum_of_its_stages() -> None:
+    outcome = pipeline("sync", 2).run(groups([[4, 6], [10, 2], [8, 8], [2, 2]]), 2)
+    # generation 10, reward 3, 22 tokens 11, optimizer 1, transfer 2; then 8 + 3 + 10 + 1 + 2
+    assert outcome.published == (27.0, 51.0)
+    assert outcome.iteration_times() == [27.0, 24.0]
+    assert outcome.generation_bubble == pytest.approx(1 - 18 / 51)
+    assert outcome.training_bubble == pytest.approx(1 - 23 / 51)
+    assert outcome.samples == 8 and outcome.tokens == 42 and outcome.transfers == 4.0
+    assert outcome.samples_per_second == pytest.approx(8 / 51)
+    assert outcome.cost_per_1k(36.0) == pytest.approx(36 * 51 / 3600 / 8 * 1000)
+    assert outcome.staleness == {0: 4} and outcome.left == 0
+
+
+def test_stream_trains_while_the_rest_is_generated() -> None:
+    outcome = pipeline("stream", 2).run(groups([[4, 6], [10, 2], [8, 8], [2, 2]]), 2)
+    # the first group is complete at 9 and trained by 14, the second, complete at 13, by 20; optimizer, transfer: 23.
+    # then [2, 2] at 23 + 5 .. 30, [8, 8] at 34 .. 42, + 3
+    assert outcome.published == (23.0, 45.0)
+    assert outcome.trained == (("0", "1"), ("3", "2"))
+    assert outcome.staleness == {0: 4}
+
+
+def test_one_step_off_generates_the_next_batch_while_it_trains() -> None:
+    outcome = pipeline("one_step_off", 1).run(groups([[10.0], [20.0], [10.0], [2.0]]), 4)
+    # batch 0: 0 .. 10, trained 13 .. 19, published 21; batch 1: 10 .. 30, trained 33 .. 44, published 46
+    # batch 2 needs batch 1 generated (30) and version 1 (21): 30 .. 40, trained 44 .. 50, published 52
+    # batch 3 needs version 2 (46): 46 .. 48, trained 51 .. 53, published 55
+    assert outcome.published == (21.0, 46.0, 52.0, 55.0)
+    assert outcome.staleness == {0: 1, 1: 3}
+
+
+def test_async_overlaps_everything_up_to_its_bound() -> None:
+    outcome = pipeline("async", 1, 2, slots=1).run(groups([[10.0]] * 5), 5)
+    # one slot: ends at 10, 20, ..; each is trained 3 s later for 6 s, and its weights arrive 2 s after that
+    assert outcome.published == (21.0, 31.0, 41.0, 51.0, 61.0)
+    # issued: three at version 0, then one with each version that arrives
+    assert outcome.staleness == {0: 1, 1: 1, 2: 3}
+    assert outcome.generation_busy == 50.0
+
+
+def test_a_slow_link_sends_one_version_after_the_other_while_training_goes_on() -> None:
+    slow = Stages(train_tokens_s=10.0, weights_gb=10.0, link=Link(8.0))
+    fleet = [SimulatedInstance("a", UNIT, 8)]
+    outcome = Pipeline(LeastLoaded(), fleet, slow, make_schedule("async", 3), 1).run(groups([[10.0]] * 3), 3)
+    assert outcome.published == (21.0, 31.0, 41.0)
+    assert outcome.training_busy == 3.0
+
+
+def random_run(seed: int, schedule: str, bound: int | None, policy: str) -> tuple[PipelineOutcome, int, int]:
+    rng = random.Random(seed)
+    batch, steps = rng.randint(1, 6), rng.randint(2, 12)
+    lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(rng.randint(1, 4))] for _ in range(batch * steps)]
+    fleet = [SimulatedInstance(f"i{n}", UNIT.scaled(rng.uniform(0.1, 1)), rng.randint(1, 6)) for n in range(3)]
+    stages = Stages(rng.uniform(1, 200), rng.random(), rng.uniform(0, 20), rng.random(), Link(rng.uniform(0.05, 9)))
+    run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule, bound), batch)
+    return run.run(groups(lengths), steps), batch, steps
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "skew-aware", "group-probe"])
+@pytest.mark.parametrize(
+    ("schedule", "bound"), [("sync", 0), ("stream", 0), ("one_step_off", 1), ("async", 1), ("async", 3), ("async", 5)]
+)
+def test_every_group_is_trained_once_and_never_staler_than_the_bound(schedule: str, bound: int, policy: str) -> None:
+    worst = 0
+    for seed in range(15):
+        outcome, batch, steps = random_run(seed, schedule, bound, policy)
+        assert all(len(step) == batch for step in outcome.trained)
+        assert sorted(map(int, itertools.chain(*outcome.trained))) == list(range(batch * steps))
+        assert max(outcome.staleness) <= bound and outcome.left == 0
+        assert list(outcome.published) == sorted(outcome.published)
+        worst = max(worst, *outcome.staleness)
+    assert worst == bound, "the bound is used"
+
+
+def test_overlap_never_takes_longer_than_less_of_it() -> None:
+    for seed in range(10):
+        sync, stream, overlapped = (
+            random_run(seed, name, bound, "least-loaded")[0].total
+            for name, bound in (("sync", 0), ("stream", 0), ("async", 4))
+        )
+        assert overlapped <= stream * 1.001 and stream <= sync * 1.001
+
+
+def test_a_tail_round_takes_what_the_rounds_before_put_off() -> None:
+    lengths = [[2.0], [2.0], [50.0], [2.0], [2.0], [60.0], [2.0], [2.0], [2.0]]
+    outcome = pipeline("sync", 2, rounds=TailBatching(2, 1.5)).run(groups(lengths), 4)
+    assert outcome.trained == (("0", "1"), ("3", "4"), ("2", "5"), ("6", "7"))
+    # 2 + 3 + 2 + 1 + 2 = 10 each, and the long ones get on until the round is over, at 5; the tail round goes on from
+    # there: 55 + 3 + 55 + 1 + 2; then 10 again
+    assert outcome.published == (10.0, 20.0, 136.0, 146.0)
+    assert outcome.staleness == {0: 6, 1: 1, 2: 1}
+    assert outcome.put_off == 3 and outcome.left == 1
+    assert outcome.generation_busy == 5 + 5 + 55 + 2
+
+
+@pytest.mark.parametrize("schedule", ["sync", "stream"])
+@pytest.mark.parametrize("policy", ["least-loaded", "longest-first", "round-robin", "skew-aware", "group-probe"])
+def test_tail_batching_trains_every_group_once_or_still_has_it(policy: str, schedule: str) -> None:
+    rng = random.Random(3)
+    lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(3)] for _ in range(200)]
+    fleet = [SimulatedInstance(f"i{n}", UNIT, 4) for n in range(2)]
+    stages = Stages(50.0, reward_s=7.0)
+    run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule), 6, TailBatching(6, 1.4))
+    outcome = run.run(groups(lengths), 20)
+    trained = Counter(itertools.chain(*outcome.trained))
+    assert all(len(step) == 6 for step in outcome.trained) and max(trained.values()) == 1
+    issued = {str(n) for n in range(len(trained) + outcome.left)}
+    assert set(trained) <= issued and outcome.put_off > 0
+    # what is left is less than two rounds can put off
+    assert outcome.left < 2 * 9
+
+
+def test_wrong_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="rate above 0"):
+        Stages(0.0)
+    with pytest.raises(ValueError, match="bandwidth above 0"):
+        Stages(1.0, link=Link(0.0))
+    with pytest.raises(ValueError, match="must not be negative"):
+        Stages(1.0, reward_s=-1.0)
+    with pytest.raises(ValueError, match="at least one group"):
+        pipeline("sync", 0)
+    with pytest.raises(ValueError, match="goes with sync or stream"):
+        pipeline("async", 2, rounds=TailBatching(2))
+    with pytest.raises(ValueError, match="at least one request"):
+        pipeline("sync", 1).run([[]], 1)
+    with pytest.raises(RuntimeError, match="step 2 of 2 cannot be trained"):
+        pipeline("sync", 2).run(groups([[1.0]] * 3), 2)
+    with pytest.raises(ValueError, match="unknown schedule 'fast'; known: sync, stream, one_step_off, async"):
+        make_schedule("fast")
+    with pytest.raises(ValueError, match="async needs a staleness of 1 or more, got 0"):
+        make_schedule("async", 0)
+    with pytest.raises(ValueError, match="sync has a staleness of 0"):
+        make_schedule("sync", 2)
