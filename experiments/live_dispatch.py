@@ -203,8 +203,7 @@ class Bench:
             for group in self.groups:
                 for sample_id, seed in samples_of(group, self.run.seed):
                     request = SampleRequest(sample_id, group.group_id, group.prompt_tokens, seed, 1, 0.0)
-                    told = forecasts.get(sample_id)
-                    asked.append(([request], told.lengths if told else None))
+                    asked.append(([request], forecasts.get(sample_id)))
             await dispatcher.submit(asked)
             async with asyncio.timeout(900):
                 await done.wait()

@@ -10,7 +10,9 @@ samples would overestimate. So the distribution is estimated instead, and the ce
 3. Prompts and samples are drawn from it, ranked by their exact expected length, and recall is taken.
 
 A prompt is counted once per step (a policy changes between steps); units with one sample tell nothing of noise and are
-left out. Lengths whose noise is far from log-normal (two ways to answer one prompt) make the estimate too low.
+left out. Lengths whose noise is far from log-normal (short, or up to the limit) make the estimate wrong. So where some
+prompts have many samples, the ceiling is taken on those as well, and without any assumption: between ranking by the mean
+of a prompt's other samples and by the mean of all of them, its own included (`ceiling_of_many`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ UNITS = 3000
 """Most prompts used; the estimate's own error is then below 0.01."""
 MIN_UNITS = 20
 """Fewest prompts with repeated samples."""
+MANY = 16
+"""Samples of a prompt that tell its expected length well."""
+TIES = 5
+"""Times that ties are broken anew: lengths at the limit are all equal."""
 GRID_MU, GRID_SIGMA = 192, 8
 ROUNDS = 100
 """Steps of EM; more of them sharpen the weights without moving the recall."""
@@ -63,6 +69,38 @@ def noise_ceiling(
         drawn = np.minimum(drawn, cap)
     expected = _expected(at, spread, cap)
     return {fraction: recall_at(expected, drawn, fraction, seed) for fraction in fractions}
+
+
+def ceiling_of_many(
+    unit: Array, length: Array, score: Array, fractions: tuple[float, ...] = (0.2, 0.1, 0.05), seed: int = 0
+) -> tuple[int, dict[float, float], dict[float, float]] | None:
+    """(prompts, ceiling, recall of a score) on the prompts with at least `MANY` samples; None with fewer than
+    `MIN_UNITS` of them.
+
+    A mean of n others is nearly the expected length, so the ceiling lies between two rankings that are close to each
+    other: their middle is taken.
+
+    Args:
+        unit: number of the prompt that each sample is of [N].
+        length: tokens [N].
+        score: of a predictor that has not seen these prompts [N].
+        fractions: of the longest samples.
+        seed: of the breaking of ties.
+    """
+    count = np.bincount(unit)
+    use = count[unit] >= MANY
+    if (count >= MANY).sum() < MIN_UNITS:
+        return None
+    n, tokens = count[unit][use], length[use].astype(float)
+    total = np.bincount(unit, weights=length.astype(float))[unit][use]
+    rankings = (total - tokens) / (n - 1), total / n, score[use]
+
+    def recall(ranking: Array, fraction: float) -> float:
+        return float(np.mean([recall_at(ranking, tokens, fraction, seed + tie) for tie in range(TIES)]))
+
+    found = {fraction: [recall(ranking, fraction) for ranking in rankings] for fraction in fractions}
+    ceiling = {fraction: (others + own) / 2 for fraction, (others, own, _) in found.items()}
+    return int((count >= MANY).sum()), ceiling, {fraction: mine for fraction, (_, _, mine) in found.items()}
 
 
 def _mixture(unit: Array, log: Array, capped: Array, cap: float | None) -> tuple[Array, Array, Array]:

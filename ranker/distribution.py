@@ -8,19 +8,21 @@ between bins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ranker.segments import Array
 
-LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995])
+LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999])
 """The levels [Q] of all quantiles. The last ones matter most to dispatch: among a thousand requests, some answer that
 runs away to the limit is what the whole batch waits for, and every plan has to reckon with it."""
 
 BIN = 60
 """Fewest samples in a bin: its 0.98 and 0.02 quantiles are then between samples (those above are its longest)."""
 BINS = 24
+FAR = 0.8
+"""Share of the length limit below which a request that reaches the limit has run away."""
 BIN_SCORES = 15
 """Fewest distinct scores in a bin, on average: samples of one prompt have one score and tell little of others."""
 
@@ -35,6 +37,8 @@ class Distribution:
     """Median log length of each bin [B], not decreasing with the score."""
     tables: Array
     """Quantiles of (log length - median) / spread [B, Q]."""
+    runaway: float = 0.0
+    """Share of samples that ran to the length limit though that was far beyond what was expected of them."""
 
     def location(self, score: Array) -> Array:
         """The median log length [N] of scores [N]."""
@@ -53,7 +57,9 @@ class Distribution:
         rows = np.stack([np.interp(score, self.centres, column) for column in self.tables.T], axis=1)
         logs = self.location(score)[:, None] + spread[:, None] * rows
         tokens: Array = np.exp(np.clip(logs, 0.0, np.log(limit)))
-        return np.maximum.accumulate(tokens, axis=1)
+        tokens = np.maximum.accumulate(tokens, axis=1)
+        run = _far_from(tokens, limit)[:, None] & (LEVELS > 1 - self.runaway)
+        return np.where(run, float(limit), tokens)
 
 
 def bin_scores(score: Array) -> tuple[Array, Array]:
@@ -73,12 +79,31 @@ def fit_medians(score: Array, log: Array) -> tuple[Array, Array, Array]:
     return number, centres, (np.maximum.accumulate(medians) + np.minimum.accumulate(medians[::-1])[::-1]) / 2
 
 
-def fit_distribution(score: Array, spread: Array, log: Array) -> Distribution:
-    """Fits on scores [N] of unseen prompts, their predicted spreads [N] and true log lengths [N]."""
+def fit_distribution(score: Array, spread: Array, log: Array, cap: float | None = None) -> Distribution:
+    """Fits on scores [N] of unseen prompts, their predicted spreads [N] and true log lengths [N].
+
+    Args:
+        score: [N].
+        spread: [N].
+        log: [N].
+        cap: the length limit in tokens, if there was one.
+    """
     number, centres, medians = fit_medians(score, log)
     residual = (log - np.interp(score, centres, medians)) / spread
     tables = np.array([np.quantile(residual[number == b], LEVELS) for b in range(len(centres))])
-    return Distribution(centres, medians, tables)
+    plain = Distribution(centres, medians, tables)
+    if cap is None:
+        return plain
+    # a bin has too few of them to tell; all bins together have enough
+    far = _far_from(plain.quantiles(score, spread, cap), cap)
+    share = float((log[far] >= np.log(cap) - 1e-9).mean()) if far.any() else 0.0
+    return replace(plain, runaway=share)
+
+
+def _far_from(quantiles: Array, limit: float) -> Array:
+    """Whether requests [N] are expected to end well before the limit: their 0.9 quantile is."""
+    far: Array = quantiles[:, int(np.searchsorted(LEVELS, 0.9))] < FAR * limit
+    return far
 
 
 def expected_beyond(quantiles: Array, n: Array | float, limit: float | None = None, levels: Array = LEVELS) -> Array:

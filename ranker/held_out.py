@@ -62,9 +62,10 @@ def hold_out(
         residual = log[rest] - np.interp(score[rest], centres, medians)
         booster = fit_spread(features[rest], score[rest], residual, categorical, seed, threads)
         sizes = predict_spread(booster, features, score, threads)
-        model[out] = fit_distribution(score[rest], sizes[rest], log[rest]).quantiles(score[out], sizes[out], limit)
+        fitted = fit_distribution(score[rest], sizes[rest], log[rest], rollouts.cap)
+        model[out] = fitted.quantiles(score[out], sizes[out], limit)
         one = np.ones(len(log))
-        by_size[out] = fit_distribution(characters[rest], one[rest], log[rest]).quantiles(
+        by_size[out] = fit_distribution(characters[rest], one[rest], log[rest], rollouts.cap).quantiles(
             characters[out], one[out], limit
         )
         by_task[out] = np.quantile(rollouts.output_length[rest], LEVELS)

@@ -17,6 +17,17 @@ class Figures:
 
 
 @dataclass
+class Many:
+    """Ranking of the prompts that have many samples."""
+
+    prompts: int
+    ceiling: dict[str, float]
+    """Recall of ranking by the expected length, taken from these samples (`ranker.ceiling.ceiling_of_many`)."""
+    recall: dict[str, float]
+    """The kept kind's, on the same samples."""
+
+
+@dataclass
 class Captured:
     """What dispatching by one kind of forecast comes to, in simulated generation."""
 
@@ -65,6 +76,8 @@ class Report:
     baselines: dict[str, Figures] = field(default_factory=dict)
     ceiling: dict[str, float] | None = None
     """Recall of ranking by the true expected length (`ranker.ceiling`); None without repeated samples."""
+    many: Many | None = None
+    """None where too few prompts have many samples."""
     coverage: dict[str, float] = field(default_factory=dict)
     """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where
     the quantile is the cap."""
@@ -85,13 +98,14 @@ class Report:
         Raises:
             KeyError, TypeError: it was not written by `to_json`.
         """
-        history = values["with_history"]
+        history, many = values["with_history"], values.get("many")
         return cls(
             **values
             | {
                 "candidates": {name: Figures(**f) for name, f in values["candidates"].items()},
                 "baselines": {name: Figures(**f) for name, f in values["baselines"].items()},
                 "with_history": Figures(**history) if history else None,
+                "many": Many(**many) if many else None,
                 "dispatch": [Dispatch.from_json(dispatch) for dispatch in values.get("dispatch", [])],
             }
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ranker.ceiling import ceiling_of_many
 from ranker.candidates import KINDS, Kind, Scorer, fit, fit_spread, predict_spread
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
@@ -19,7 +20,7 @@ from ranker.features import FeatureSchema, assemble, fit_schema, text_features
 from ranker.held_out import MODEL, HeldOut, hold_out, units
 from ranker.history import PROMPT, SIBLINGS, simulate
 from ranker.model import LengthModel
-from ranker.report import Figures, Report
+from ranker.report import Figures, Many, Report
 from ranker.segments import Array
 from ranker.unfamiliar import COLUMNS, fit_unfamiliar
 
@@ -115,6 +116,7 @@ def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> T
         with_history=_figures(warm, length, counted, seed) if known else None,
         baselines={n: _figures(s, length, counted, seed) for n, s in baselines(few, history, table.fold, seed).items()},
         ceiling=_named(noise_ceiling(rollouts, FRACTIONS, seed)),
+        many=_many(held_out.unit, length, cold, seed),
         coverage=_coverage(held_out, table.fold),
         messages=list(dict.fromkeys([*rollouts.notes, *few.notes])),
     )
@@ -198,7 +200,7 @@ def _final(
     residual = table.log - np.interp(score, centres, medians)
     spread = fit_spread(features, score, residual, table.categorical, seed, threads)
     sizes = predict_spread(spread, features, score, threads)
-    distribution = fit_distribution(score, sizes, table.log)
+    distribution = fit_distribution(score, sizes, table.log, rollouts.cap)
     names = table.schema.names
     columns = table.cold[:, [names.index(name) for name in COLUMNS]]
     unfamiliar = fit_unfamiliar(columns, table.cold[:, table.categorical], table.log)
@@ -212,6 +214,14 @@ def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
     quantiles = held.forecasts[MODEL] * (1 + 1e-6)
     parts = [coverage(held.levels, quantiles[fold == f], held.length[fold == f]) for f in np.unique(fold)]
     return {level: float(np.mean([part[level] for part in parts])) for level in parts[0]}
+
+
+def _many(unit: Array, length: Array, score: Array, seed: int) -> Many | None:
+    found = ceiling_of_many(unit, length, score, FRACTIONS, seed)
+    if found is None:
+        return None
+    prompts, ceiling, recall = found
+    return Many(prompts, {f"{x:g}": ceiling[x] for x in FRACTIONS}, {f"{x:g}": recall[x] for x in FRACTIONS})
 
 
 def _counted(rollouts: Rollouts, seed: int) -> Array:

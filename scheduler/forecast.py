@@ -16,6 +16,9 @@ MIDPOINTS = (np.arange(16) + 0.5) / 16
 """Levels at which a forecast is cut into equally likely lengths."""
 NORMAL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in MIDPOINTS])
 """[16]: quantiles of the standard normal at `MIDPOINTS`."""
+TAIL_LEVELS = (0.98, 0.99, 0.995, 0.998, 0.999)
+"""Levels of a forecast's `tail`."""
+TAIL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in TAIL_LEVELS])
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Forecast:
     """
 
     lengths: tuple[float, ...]
+    tail: tuple[float, ...] = ()
+    """Lengths at `TAIL_LEVELS`, where they are known. One request's last hundredth hardly counts; the longest of a
+    thousand requests comes out of it, and the whole batch waits for that one."""
 
     @classmethod
     def exactly(cls, length: float) -> Forecast:
@@ -37,7 +43,9 @@ class Forecast:
     def from_quantiles(cls, levels: npt.ArrayLike, values: npt.ArrayLike) -> Forecast:
         """From a ranker's quantiles: linear in log length between the levels, flat beyond the outer ones."""
         logs = np.log(np.maximum(np.asarray(values, dtype=np.float64), 1.0))
-        return cls(tuple(np.exp(np.interp(MIDPOINTS, np.asarray(levels, dtype=np.float64), logs)).tolist()))
+        at = np.asarray(levels, dtype=np.float64)
+        tail = np.exp(np.interp(TAIL_LEVELS, at, logs)).tolist() if at[-1] >= TAIL_LEVELS[-1] else ()
+        return cls(tuple(np.exp(np.interp(MIDPOINTS, at, logs)).tolist()), tuple(tail))
 
     @cached_property
     def mean(self) -> float:
@@ -89,28 +97,41 @@ class Forecast:
         return Forecast(tuple(min(room, max(1.0, more)) for more in left or (0.5 * produced, 1.5 * produced)))
 
 
-def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf) -> Floats:
+def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf, tails: Floats | None = None) -> Floats:
     """Draws what might happen: [count, n] lengths, one per request and scenario.
 
     A forecast's sixteen values leave out its extremes, and among a thousand requests it is those that come last. So the
-    values are joined, and continued at both ends, by straight lines in log length against the normal score.
+    values and the tail are joined, and continued at both ends, by straight lines in log length against the normal
+    score.
 
     Args:
         values: [n, 16] from `stack`, or [n, 1] known lengths (then all scenarios are the same).
         count: of scenarios.
         seed: of the draws.
         limit: no length is above this.
+        tails: [n, 3] from `tails_of`; NaN or None: what follows from the values.
     """
-    each = values.shape[1]
-    if each == 1:
+    if values.shape[1] == 1:
         return np.repeat(values.T, count, axis=0)
     scores = np.random.default_rng(seed).standard_normal((count, len(values)))
-    left = np.clip(np.searchsorted(NORMAL_SCORES, scores) - 1, 0, each - 2)
+    at = np.concatenate([NORMAL_SCORES, TAIL_SCORES])
     logs = np.log(np.maximum(np.sort(values, axis=1), 1.0))
+    slope = (logs[:, -1] - logs[:, -2]) / (NORMAL_SCORES[-1] - NORMAL_SCORES[-2])
+    beyond = logs[:, -1:] + slope[:, None] * (TAIL_SCORES - NORMAL_SCORES[-1])
+    if tails is not None:
+        beyond = np.where(np.isnan(tails), beyond, np.log(np.maximum(tails, 1.0)))
+    logs = np.concatenate([logs, beyond], axis=1)
+    left = np.clip(np.searchsorted(at, scores) - 1, 0, len(at) - 2)
     rows = np.arange(len(values))
     low, high = logs[rows, left], logs[rows, left + 1]
-    share = (scores - NORMAL_SCORES[left]) / (NORMAL_SCORES[left + 1] - NORMAL_SCORES[left])
+    share = (scores - at[left]) / (at[left + 1] - at[left])
     return np.clip(np.exp(low + share * (high - low)), 1.0, limit)
+
+
+def tails_of(forecasts: Sequence[Forecast]) -> Floats:
+    """[n, 3]: the forecasts' tails, NaN where there is none."""
+    none = (np.nan,) * len(TAIL_LEVELS)
+    return np.asarray([forecast.tail or none for forecast in forecasts]).reshape(-1, len(TAIL_LEVELS))
 
 
 def stack(forecasts: Sequence[Forecast]) -> Floats:

@@ -2,6 +2,7 @@
 
 Both give every instance a queue, longest first. Ours also corrects itself while running:
 
+* what waits for one instance may start on any that serves the same stretch of the plan, the longest first;
 * an instance that has emptied its queue takes over waiting requests of the one that would be last;
 * when an instance has nothing left at all, running requests of the instance that is predicted to end last move over, if
   that makes both end clearly earlier, the reading in of the moved tokens included.
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from scheduler.forecast import equally_likely, same_width
+from scheduler.forecast import equally_likely, same_width, tails_of
 from scheduler.planning import Plan, Worker, plan
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Progress, Request
 from scheduler.remaining import Remaining
@@ -66,21 +67,25 @@ class Planned(Fleet, ABC):
 
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Plans what is new, then fills slots from the queues."""
+        decisions = []
         if self._new and self.instances:
             everything = [request for queue in self.queues.values() for request, _ in queue] + self._new
             self._new = []
             self.queues = {name: deque() for name in self.instances}
             self.make_queues(everything, produced)
-        return self.fill() + self.correct(produced)
+            decisions = [start for name in self.queues for start in self._fill_from(name, [name])]
+        return decisions + self.fill() + self.correct(produced)
 
     def fill(self) -> list[Assignment]:
         """Gives free slots to what waits."""
-        decisions = []
-        for name, queue in self.queues.items():
-            instance = self.instances[name]
-            while queue and instance.free > 0:
-                request, route = queue.popleft()
-                decisions.append(self.start(request, instance, route))
+        return [start for name in self.queues for start in self._fill_from(name, [name])]
+
+    def _fill_from(self, name: str, sources: Iterable[str]) -> list[Assignment]:
+        """Fills an instance from the queues of these, the longest expected request first."""
+        instance, decisions = self.instances[name], []
+        while instance.free > 0 and (queues := [queue for source in sources if (queue := self.queues[source])]):
+            request, route = max(queues, key=lambda queue: queue[0][0].expected).popleft()
+            decisions.append(self.start(request, instance, route))
         return decisions
 
     @abstractmethod
@@ -161,6 +166,8 @@ class SkewAware(Planned):
         self.migrate, self.longest = migrate, longest
         self.plan: Plan | None = None
         """The newest plan, for whoever wants to show it."""
+        self._mates: dict[str, list[str]] = {}
+        """Instances that serve the same stretch of the plan, by instance: itself is one."""
         self._unplanned: deque[Request] = deque()
         """Waiting requests without a forecast."""
         self._corrected_at = -1
@@ -185,8 +192,12 @@ class SkewAware(Planned):
         super().withdraw(request_ids)
 
     def fill(self) -> list[Assignment]:
-        """From the plan, then by load."""
-        return super().fill() + self.place_by_load(self._unplanned)
+        """From the queues of the whole stretch that an instance serves, then by load."""
+        decisions = []
+        if any(self.queues.values()):
+            for name in sorted(self.queues, key=lambda name: len(self.instances[name].running)):
+                decisions += self._fill_from(name, [mate for mate in self._mates.get(name, ()) if mate in self.queues])
+        return decisions + self.place_by_load(self._unplanned)
 
     def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
         """See the class."""
@@ -199,7 +210,8 @@ class SkewAware(Planned):
         running = [self._remaining(instance, produced).values for instance in instances]
         waiting, *beside = same_width([equally_likely(forecasts), *running])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
-        self.plan = plan(waiting, workers, limit=self.longest, running=beside)
+        self.plan = plan(waiting, workers, limit=self.longest, running=beside, tails=tails_of(forecasts))
+        self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR
             self.queues[name].extend((ordered[number], route) for number in hand)

@@ -10,10 +10,10 @@ and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v
 runs later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left out).
 
 The run ends when its last instance does, and a thousand uncertain lengths hold surprises. So plans are compared by
-their mean makespan over scenarios, joint draws of all lengths; the cheapest wins, so none is predicted worse than even
-dealing:
+their mean makespan over scenarios, joint draws of all lengths. The cheapest wins that is cheaper than even dealing
+beyond doubt (`SURE`), so none is predicted worse than that:
 
-* `even`: dealt out in turn while there are slots, then in proportion to them, as balancing loads does;
+* `even`: dealt out in turn while there are slots, then to whichever has one, longest first, as balancing loads does;
 * `greedy`: the longest first, each to where the most loaded instance grows least;
 * `blocks`: cut into stretches, each served by one or more like instances (the long tail gets its own), by dynamic
   programming over the cuts; every order of instance types;
@@ -22,8 +22,9 @@ dealing:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, islice, permutations, repeat
 from math import gcd
@@ -34,8 +35,11 @@ import numpy.typing as npt
 from scheduler.cost import Floats, StepCurve, replica_time_with_refills
 from scheduler.forecast import scenarios
 
-SCENARIOS = 12
+SCENARIOS = 16
 """Joint draws of all lengths that plans are compared on."""
+SURE = 1.0
+"""Standard errors of the mean difference to even dealing, over the scenarios, by which a plan must be cheaper: of
+several plans the one that looks best looks better than it is."""
 BUCKETS = 24
 """Cuts that dynamic programming looks at; finer among the longest."""
 GRID = 40
@@ -66,10 +70,22 @@ class Plan:
     kind: str
     queues: tuple[tuple[int, ...], ...]
     """For each worker, its requests, longest first."""
-    makespan: float
-    """Predicted seconds until all is done: mean over the scenarios."""
-    tail: frozenset[int] = frozenset()
-    """Workers that hold an isolated tail."""
+    stretches: tuple[tuple[int, ...], ...]
+    """Workers that serve the same stretch of the requests: what waits for one of them may run on any. The first has the
+    longest requests."""
+    times: Floats = field(repr=False, compare=False)
+    """[scenarios] predicted seconds until all is done."""
+
+    @property
+    def makespan(self) -> float:
+        """Predicted seconds until all is done: mean over the scenarios."""
+        return float(self.times.mean())
+
+    @property
+    def tail(self) -> frozenset[int]:
+        """Workers that hold an isolated tail."""
+        isolates = self.kind == "blocks" and len(self.stretches) > 1
+        return frozenset(self.stretches[0]) if isolates else frozenset()
 
 
 def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
@@ -134,6 +150,7 @@ def plan(
     seed: int = 0,
     limit: float = np.inf,
     running: Sequence[Floats] | None = None,
+    tails: Floats | None = None,
 ) -> Plan:
     """The cheapest plan, beside what the workers do already.
 
@@ -144,6 +161,7 @@ def plan(
         limit: no request is longer than this (the run's token limit).
         running: for each worker [its running requests, v] what is left of them; None: all are idle. Every plan is timed
             together with them; `blocks` and `packed` do not look at them.
+        tails: [n, 3] what `forecast.tails_of` says of the requests; None: nothing.
 
     Raises:
         ValueError: there is no worker.
@@ -152,18 +170,31 @@ def plan(
         raise ValueError("nothing can be planned: the list of instances is empty")
     known = values.shape[1] == 1
     beside = [values[:0]] * len(workers) if running is None else list(running)
-    drawn = scenarios(np.concatenate([values, *beside]), 1 if known else SCENARIOS, seed, limit)
+    everything = np.concatenate([values, *beside])
+    if tails is not None:
+        tails = np.concatenate([tails, np.full((len(everything) - len(values), tails.shape[1]), np.nan)])
+    drawn = scenarios(everything, 1 if known else SCENARIOS, seed, limit, tails)
     ends = len(values) + np.cumsum([len(part) for part in beside])
     timed = _Timed(
         drawn, workers, [range(end - len(part), end) for part, end in zip(beside, ends.tolist(), strict=True)]
     )
-    plans = [timed("even", even(len(values), [worker.slots for worker in workers], [len(part) for part in beside]))]
+    everyone, each = [list(range(len(workers)))], [[seat] for seat in range(len(workers))]
+    dealt = even(len(values), [worker.slots for worker in workers], [len(part) for part in beside])
+    level = timed("even", dealt, everyone)
+    plans = [level]
     if len(values) and len(workers) > 1:
-        plans.append(timed("greedy", greedy(values.mean(axis=1), workers, [part.mean(axis=1) for part in beside])))
-        plans.extend(timed("blocks", queues, tail) for queues, tail in blocks(values, workers))
+        means = [part.mean(axis=1) for part in beside]
+        plans.append(timed("greedy", greedy(values.mean(axis=1), workers, means), each))
+        plans.extend(timed("blocks", queues, stretches) for queues, stretches in blocks(values, workers))
         if known:
-            plans.extend(timed("packed", queues) for queues in packed(values[:, 0], workers))
-    return min(plans, key=lambda candidate: candidate.makespan)
+            plans.extend(timed("packed", queues, each) for queues in packed(values[:, 0], workers))
+    return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=lambda one: one.makespan)
+
+
+def _surely_cheaper(one: Plan, other: Plan) -> bool:
+    gain = other.times - one.times
+    doubt = gain.std(ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else 0.0
+    return bool(gain.mean() > SURE * doubt)
 
 
 @dataclass(frozen=True)
@@ -176,17 +207,42 @@ class _Timed:
     running: Sequence[range]
     """For each worker, the columns of what it does already."""
 
-    def __call__(self, kind: str, queues: Sequence[Sequence[int]], tail: frozenset[int] = frozenset()) -> Plan:
+    def __call__(self, kind: str, queues: Sequence[Sequence[int]], stretches: Sequence[Sequence[int]]) -> Plan:
         latest = np.zeros(len(self.drawn))
-        for queue, beside, worker in zip(queues, self.running, self.workers, strict=True):
-            lengths = self.drawn[:, [*queue, *beside]]
-            if len(self.drawn) == 1:
-                times = np.asarray([expected_time(lengths.T, worker.curve, worker.slots)])
-            else:
-                marginal = marginal_costs(worker, lengths.shape[1])
-                times = np.sort(lengths, axis=1)[:, ::-1] @ marginal + _context(worker.curve, lengths).sum(axis=1)
-            latest = np.maximum(latest, times)
-        return Plan(kind, tuple(tuple(queue) for queue in queues), float(latest.mean()), tail)
+        for seats in stretches:
+            at_once: list[list[int]] = []
+            waiting: list[int] = []
+            for seat in seats:
+                free = self.workers[seat].slots - len(self.running[seat])
+                at_once.append([*self.running[seat], *queues[seat][: max(free, 0)]])
+                waiting += queues[seat][max(free, 0) :]
+            workers = [self.workers[seat] for seat in seats]
+            steps = self._steps(workers, at_once, sorted(waiting))
+            beside = self.drawn[:, waiting]
+            for worker, taken, ran in zip(workers, at_once, steps, strict=True):
+                reading = _context(worker.curve, self.drawn[:, taken]).sum(axis=1)
+                reading += _context(worker.curve, beside).sum(axis=1) / len(seats)
+                times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
+                latest = np.maximum(latest, times)
+        return Plan(kind, tuple(map(tuple, queues)), tuple(map(tuple, stretches)), latest)
+
+    def _steps(self, workers: Sequence[Worker], at_once: list[list[int]], waiting: list[int]) -> list[Floats]:
+        """For each worker [scenarios, slots] the decode steps in which each of its slots is taken, when whatever slot
+        falls free takes in the next one that waits. Times until then are those of full batches."""
+        if not waiting:
+            return [self.drawn[:, taken] for taken in at_once]
+        first = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)
+        pace = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True) for _ in taken]
+        rows = []
+        for taken, lengths in zip(first.tolist(), self.drawn[:, waiting].tolist(), strict=True):
+            ends = [(steps * seconds, slot) for slot, (steps, seconds) in enumerate(zip(taken, pace, strict=True))]
+            heapq.heapify(ends)
+            for length in lengths:
+                end, slot = ends[0]
+                taken[slot] += length
+                heapq.heapreplace(ends, (end + length * pace[slot], slot))
+            rows.append(taken)
+        return np.split(np.asarray(rows), np.cumsum([len(taken) for taken in at_once])[:-1], axis=1)
 
 
 def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None) -> list[list[int]]:
@@ -293,8 +349,8 @@ def _table(curve: StepCurve, slots: int, known: bool, largest: int) -> Floats:
     return step_cost(np.arange(largest * PARTS + 2) / PARTS, curve, slots, None if known else largest)
 
 
-def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], frozenset[int]]]:
-    """Dynamic programming over stretches that share one or more like instances: (queues, tail's workers)."""
+def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Dynamic programming over stretches that share one or more like instances: (queues, stretches' workers)."""
     count, each = values.shape
     cuts = np.unique(np.round(count * (np.arange(min(BUCKETS, count) + 1) / min(BUCKETS, count)) ** 2).astype(int))
     flat = np.sort(values, axis=None)
@@ -339,7 +395,7 @@ def _best_cuts(
     of_run: list[int],
     cost: Callable[[int, int], Floats],
     workers: int,
-) -> tuple[list[list[int]], frozenset[int]]:
+) -> tuple[list[list[int]], list[list[int]]]:
     """best[u][j] = least makespan of the requests before cut j on the first u units; the last stretch takes units
     of one kind."""
     size = len(cuts)
@@ -370,8 +426,7 @@ def _best_cuts(
             for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), [1] * len(seats)), strict=True):
                 queues[seat] = [int(cuts[begin]) + request for request in hand]
         used, cut = int(start), int(begin)
-    tail = frozenset(parts[-1]) if len(parts) > 1 else frozenset()
-    return queues, tail
+    return queues, parts[::-1]
 
 
 def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
@@ -380,7 +435,8 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
     values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
     count = len(values)
     timed = _Timed(values[None], workers, [range(0)] * len(workers))
-    plans = [timed("even", even(count, [worker.slots for worker in workers]))]
+    each = [[seat] for seat in range(len(workers))]
+    plans = [timed("even", even(count, [worker.slots for worker in workers]), each)]
     for order in _orders(workers):
         best, choices = np.where(np.arange(count + 1) == 0, 0.0, np.inf), []
         for seat in order:
@@ -399,5 +455,5 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
         for seat, choice in zip(reversed(order), reversed(choices), strict=True):
             begin = int(choice[end])
             queues[seat], end = list(range(begin, end)), begin
-        plans.append(timed("partition", queues))
+        plans.append(timed("partition", queues, each))
     return min(plans, key=lambda candidate: candidate.makespan)

@@ -109,6 +109,11 @@ def _show(report: Report, console: Console) -> None:
             table.add_section()
             cells = [f"{report.ceiling[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
             table.add_row("noise ceiling: the expected length itself", *cells, "")
+        if report.many is not None:
+            table.add_section()
+            for what, recall in (("noise ceiling", report.many.ceiling), (report.kind, report.many.recall)):
+                cells = [f"{recall[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
+                table.add_row(f"{what}, on {report.many.prompts} prompts with many samples", *cells, "")
         console.print(table)
         pairs = "  ".join(f"{level}: {share:.2f}" for level, share in report.coverage.items())
         console.print(f"share of lengths at most the predicted quantile  {pairs}", highlight=False)

@@ -83,7 +83,7 @@ class Lengths:
             most = min(self.run.sampling.max_tokens, self.run.model.max_context - len(group.prompt_tokens))
             forecast = Forecast.from_quantiles(prediction.levels, np.minimum(quantiles, most))
             group.predicted_rank, group.predicted_length = float(rank), forecast.mean
-            group.forecast = forecast.lengths if self.ranker.trusted else None
+            group.forecast = forecast if self.ranker.trusted else None
 
     def observe(self, groups: Sequence[Group]) -> Trust | None:
         """All samples of a step have come: measures its predictions, and whether they are to be trusted."""
@@ -141,9 +141,8 @@ def _rows(group: Group) -> list[dict[str, Any]]:
 
 
 def _simulated(group: Group, sample: Sample) -> SimulatedRequest:
-    forecast = Forecast(group.forecast) if group.forecast else None
     return SimulatedRequest(
-        sample.sample_id, sample.output_length, group.group_id, len(group.prompt_tokens), forecast=forecast
+        sample.sample_id, sample.output_length, group.group_id, len(group.prompt_tokens), forecast=group.forecast
     )
 
 

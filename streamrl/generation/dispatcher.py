@@ -42,11 +42,10 @@ class Dispatcher:
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
 
-    async def submit(self, groups: Iterable[tuple[list[SampleRequest], tuple[float, ...] | None]]) -> None:
+    async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Takes groups that are to be placed together, each with its requests and its forecast."""
         new = []
-        for requests, lengths in groups:
-            forecast = None if lengths is None else Forecast(lengths)
+        for requests, forecast in groups:
             for request in requests:
                 self.requests[request.sample_id] = request
                 new.append(Request(request.sample_id, request.group_id, forecast, len(request.prompt_tokens)))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.cost import StepCurve
+from scheduler.forecast import Forecast
 from scheduler.simulator import SimulatedInstance
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
@@ -29,7 +30,12 @@ def groups_to_wire(
         t_queued: unix seconds.
     """
     described = [
-        {"group_id": group.group_id, "step": group.step, "samples": some, "forecast": group.forecast}
+        {
+            "group_id": group.group_id,
+            "step": group.step,
+            "samples": some,
+            "forecast": group.forecast and {"lengths": group.forecast.lengths, "tail": group.forecast.tail},
+        }
         for group, some in zip(groups, samples, strict=True)
     ]
     prompts = [group.prompt_tokens for group in groups]
@@ -40,9 +46,7 @@ def groups_to_wire(
     return {"t_queued": t_queued, "groups": described}, arrays
 
 
-def groups_from_wire(
-    body: dict[str, Any], arrays: Arrays
-) -> list[tuple[list[SampleRequest], tuple[float, ...] | None]]:
+def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
     """For each group the requests of its completions, and its forecast.
 
     Raises:
@@ -56,7 +60,8 @@ def groups_from_wire(
             SampleRequest(sample_id, group["group_id"], prompt, seed, group["step"], body["t_queued"])
             for sample_id, seed in group["samples"]
         ]
-        found.append((requests, None if group["forecast"] is None else tuple(group["forecast"])))
+        told = group["forecast"]
+        found.append((requests, told and Forecast(tuple(told["lengths"]), tuple(told["tail"]))))
     return found
 
 

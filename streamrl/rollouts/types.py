@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.forecast import Forecast
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -110,8 +112,8 @@ class Group:
     """Place of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
     predicted_length: float | None = None
     """Expected tokens of one completion."""
-    forecast: tuple[float, ...] | None = None
-    """Equally likely lengths that dispatch goes by; None: there is no prediction, or it is not trusted."""
+    forecast: Forecast | None = None
+    """Of one completion's length, what dispatch goes by; None: there is no prediction, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
     t_trained: float | None = None

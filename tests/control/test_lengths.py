@@ -69,8 +69,8 @@ def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
     assert all(group.predicted_rank is not None and group.forecast is None for group in second)  # not trusted yet
     third, told = play(lengths, 3)
     assert lengths.state()["trusted"] and lengths.note.startswith("length predictions are trusted after step 2")
-    assert all(group.forecast is not None and len(group.forecast) == 16 for group in third)
-    assert max(max(group.forecast) for group in third) <= 400
+    assert all(group.forecast is not None and len(group.forecast.lengths) == 16 for group in third)
+    assert max(max(group.forecast.lengths) for group in third) <= 400
     longest = max(third, key=lambda group: len(group.prompt))
     assert longest.predicted_rank > 0.8
     assert told.saving.oracle <= told.saving.least_loaded and told.saving.saved > 0.02

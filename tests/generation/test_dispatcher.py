@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scheduler.cost import StepCurve
+from scheduler.forecast import Forecast
 from scheduler.planned import SkewAware
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Progress, Request
 from streamrl.generation.dispatcher import Dispatcher
@@ -151,7 +152,7 @@ def test_a_batch_is_planned_as_a_whole(known: bool) -> None:
     work, sent = dispatcher(policy)
 
     async def body() -> None:
-        long, short = (1000.0,) * 16, (10.0,) * 16
+        long, short = Forecast((1000.0,) * 16), Forecast((10.0,) * 16)
         await work.submit([(requests(f"{g}.0"), (long if g == 3 else short) if known else None) for g in range(8)])
 
     asyncio.run(body())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ranker.ceiling import ceiling_of_many
 from ranker.data import from_rows
-from ranker.distribution import LEVELS, expected_beyond
+from ranker.distribution import LEVELS, Distribution, expected_beyond, fit_distribution
 from ranker.evaluate import kendall_tau, noise_ceiling, recall_at
 from tests.ranker.synthetic import Made, noisy, small_reasoner
 
@@ -98,3 +99,48 @@ def test_expected_beyond_is_never_less_than_what_was_made() -> None:
         assert made >= 768 or (left > made).all()
     assert expected_beyond(quantiles, 50, 768)[0] == pytest.approx(100)
     assert expected_beyond(quantiles, np.array([0.0, 800.0, 3.0])).shape == (3,)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.6, 1.5])
+def test_many_samples_of_a_prompt_tell_the_ceiling_without_assumptions(noise: float) -> None:
+    """Lengths that are short or run up to the limit: far from log-normal."""
+    rng = np.random.default_rng(4)
+
+    def draw(prompts: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        typical = np.exp(4 + 0.8 * rng.standard_normal((prompts, 1)))
+        drawn = typical * np.exp(noise * rng.standard_normal((prompts, samples)))
+        runs = rng.random((prompts, samples)) < np.minimum(0.5, typical / 600)
+        return typical + 0 * drawn, np.where(runs, 500 + rng.random(drawn.shape), np.minimum(drawn, 499.0))
+
+    typical, length = draw(400, 32)
+    unit = np.repeat(np.arange(400), 32)
+    found = ceiling_of_many(unit, length.ravel(), typical.ravel())
+    assert found is not None
+    prompts, ceiling, recall = found
+    assert prompts == 400
+    # the score is the expected length's own order, so it must come out at the ceiling
+    for fraction in (0.2, 0.1):
+        assert ceiling[fraction] == pytest.approx(recall[fraction], abs=0.03)
+
+
+def test_few_prompts_with_many_samples_tell_nothing() -> None:
+    unit = np.repeat(np.arange(10), 32)
+    assert ceiling_of_many(unit, np.ones(320), np.ones(320)) is None
+    assert ceiling_of_many(np.arange(500), np.ones(500), np.ones(500)) is None
+
+
+def test_requests_that_run_away_are_in_every_short_ones_last_quantiles() -> None:
+    rng = np.random.default_rng(0)
+    score = rng.random(20_000) * 3 + 3
+    log = score + 0.1 * rng.standard_normal(len(score))
+    away = rng.random(len(log)) < 0.004
+    log = np.minimum(np.where(away, np.log(1000.0), log), np.log(1000.0))
+    spread = np.full(len(score), 0.1)
+    fitted = fit_distribution(score, spread, log, cap=1000)
+    assert fitted.runaway == pytest.approx(0.004, abs=0.0015)
+    quantiles = fitted.quantiles(np.array([3.5, 4.5, 6.0]), np.full(3, 0.1), 1000)
+    assert quantiles[:2, -1].tolist() == [1000, 1000]
+    assert (quantiles[:2, int(np.searchsorted(LEVELS, 0.99))] < 200).all()
+    assert (np.diff(quantiles, axis=1) >= 0).all()
+    assert fit_distribution(score, spread, log).runaway == 0.0
+    assert isinstance(fitted, Distribution)

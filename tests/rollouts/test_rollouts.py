@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from scheduler.forecast import Forecast
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import sample_from_wire, sample_to_wire
+from streamrl.generation.messages import (
+    groups_from_wire,
+    groups_to_wire,
+    request_from_wire,
+    request_to_wire,
+    sample_from_wire,
+    sample_to_wire,
+)
 from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
 from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_group
 from streamrl.rollouts.store import RolloutStore
-from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
+from streamrl.transport.wire import Message, decode, encode
 from tests.training.conftest import random_groups
 
 CONTRACT_COLUMNS = [
@@ -174,3 +184,26 @@ def test_a_group_is_trained_in_the_order_of_its_ids_not_of_arrival() -> None:
     for a, b in zip(train_group(group).sequences, train_group(shuffled).sequences, strict=True):
         np.testing.assert_array_equal(a.completion_tokens, b.completion_tokens)
         assert a.advantage == b.advantage
+
+
+def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
+    groups = [make_group("g0"), make_group("g1")]
+    groups[0].forecast = Forecast((1.0, 2.0), (3.0, 4.0))
+    samples = [[("g0.0", 5), ("g0.1", 6)], [("g1.0", 7)]]
+    message = Message("generate", "s", 1, *groups_to_wire(groups, samples, 9.5))
+    received = decode([bytes(frame) for frame in encode(message)])
+    (first, forecast), (second, none) = groups_from_wire(received.body, received.arrays)
+    assert forecast == groups[0].forecast and none is None
+    assert [(r.sample_id, r.group_id, r.seed, r.step, r.t_queued) for r in [*first, *second]] == [
+        ("g0.0", "g0", 5, groups[0].step, 9.5),
+        ("g0.1", "g0", 6, groups[0].step, 9.5),
+        ("g1.0", "g1", 7, groups[1].step, 9.5),
+    ]
+    np.testing.assert_array_equal(second[0].prompt_tokens, groups[1].prompt_tokens)
+
+    kept = PartialSample("g1.0", *[np.arange(3, dtype=t) for t in ("int32", "float32", "int32")], 1.0, 2.0)
+    moved = replace(second[0], kept=kept)
+    again = request_from_wire(*request_to_wire(moved))
+    assert again.kept is not None and (again.seed, again.kept.t_first_token) == (7, 2.0)
+    np.testing.assert_array_equal(again.kept.logprobs, kept.logprobs)
+    assert request_from_wire(*request_to_wire(second[0])).kept is None

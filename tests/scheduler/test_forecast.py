@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler.forecast import MIDPOINTS, Forecast, scenarios, stack
+from scheduler.forecast import MIDPOINTS, TAIL_LEVELS, Forecast, scenarios, stack, tails_of
 
 
 def lognormal(median: float, sigma: float, count: int = 200_000) -> np.ndarray:
@@ -55,3 +55,22 @@ def test_scenarios_have_the_forecasts_quantiles_and_reach_beyond_them() -> None:
 
 def test_known_lengths_have_one_future() -> None:
     assert scenarios(np.asarray([[5.0], [3.0]]), 2, seed=0).tolist() == [[5.0, 3.0], [5.0, 3.0]]
+
+
+def test_a_tail_that_is_known_is_drawn_from() -> None:
+    """One in 200 runs away to 5000; sixteen values do not show it."""
+    levels = [0.02, 0.5, 0.98, *TAIL_LEVELS[1:]]
+    forecast = Forecast.from_quantiles(levels, [50, 100, 200, 210, 5000, 5000, 5000])
+    plain = Forecast(forecast.lengths)
+    assert len(forecast.tail) == len(TAIL_LEVELS) and plain.tail == ()
+    rows = stack([forecast] * 2000)
+    with_tail = scenarios(rows, 20, seed=0, limit=6000, tails=tails_of([forecast] * 2000))
+    without = scenarios(rows, 20, seed=0, limit=6000, tails=tails_of([plain] * 2000))
+    assert np.mean(with_tail > 4000) == pytest.approx(0.005, rel=0.3)
+    assert without.max() < 2000
+    assert np.median(with_tail) == pytest.approx(np.median(without), rel=0.01)
+    assert np.array_equal(without, scenarios(rows, 20, seed=0, limit=6000))
+
+
+def test_quantiles_that_end_early_tell_no_tail() -> None:
+    assert Forecast.from_quantiles([0.1, 0.5, 0.9], [1, 2, 3]).tail == ()

@@ -216,3 +216,23 @@ def test_the_longest_go_to_the_pool_for_them(name: str, known: bool) -> None:
     if not known:  # then the plan isolates a tail, on three of the four
         tail = {d.instance for d in decisions if d.route == TAIL}
         assert name in tail and len(tail) < 4
+
+
+def test_what_waits_starts_on_any_instance_of_its_stretch_the_longest_first() -> None:
+    policy = SkewAware()
+    for name in "ab":
+        policy.join(name, 2, PAPER_7B_H800)
+    lengths = [900, 800, 700, 600, 500, 400, 300, 200]
+    policy.submit([Request(str(n), str(n), Forecast((n - 0.5, n + 0.5))) for n in lengths])
+    first = {d.request_id: d.instance for d in policy.decide()}
+    assert set(first) == {"900", "800", "700", "600"}
+    assert policy.plan is not None and policy.plan.stretches == ((0, 1),)
+    on_b = [request_id for request_id, name in first.items() if name == "b"]
+    started = []
+    for request_id in on_b:  # b is quick: it takes what waits for a as well
+        policy.finished(request_id)
+        started += [(d.request_id, d.instance) for d in policy.decide()]
+    for request_id, _ in list(started):
+        policy.finished(request_id)
+        started += [(d.request_id, d.instance) for d in policy.decide()]
+    assert started == [("500", "b"), ("400", "b"), ("300", "b"), ("200", "b")]
