@@ -30,10 +30,11 @@ from rich.table import Table
 
 from scheduler.baselines import LeastLoaded, LongestFirst, RoundRobin
 from scheduler.cost import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
+from scheduler.expected import Worker
 from scheduler.forecast import NORMAL_SCORES, Forecast
 from scheduler.hardware import device
 from scheduler.planned import Algorithm2, SkewAware
-from scheduler.planning import Worker, best_partition, plan
+from scheduler.planning import best_partition, plan
 from scheduler.policy import DispatchPolicy
 from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
 

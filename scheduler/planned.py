@@ -21,8 +21,9 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
+from scheduler.expected import Worker
 from scheduler.forecast import equally_likely, same_width, tails_of
-from scheduler.planning import Plan, Worker, plan
+from scheduler.planning import Plan, Prompts, plan
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Progress, Request
 from scheduler.remaining import Remaining
 
@@ -98,8 +99,8 @@ class Planned(Fleet, ABC):
 
 
 def longest_first(requests: Sequence[Request]) -> list[Request]:
-    """By expected length; requests without a forecast last, in their order."""
-    return sorted(requests, key=lambda request: -request.expected)
+    """By expected length, siblings side by side where they are alike; requests without a forecast last."""
+    return sorted(requests, key=lambda request: (-request.expected, request.group_id))
 
 
 class Algorithm2(Planned):
@@ -210,7 +211,10 @@ class SkewAware(Planned):
         running = [self._remaining(instance, produced).values for instance in instances]
         waiting, *beside = same_width([equally_likely(forecasts), *running])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
-        self.plan = plan(waiting, workers, limit=self.longest, running=beside, tails=tails_of(forecasts))
+        prompts = Prompts([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
+        self.plan = plan(
+            waiting, workers, limit=self.longest, running=beside, tails=tails_of(forecasts), prompts=prompts
+        )
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.expected import expected_time
 from scheduler.forecast import MIDPOINTS, Floats, Forecast, equally_likely, same_width
-from scheduler.planning import expected_time
 from scheduler.policy import Instance, Request
 
 UNKNOWN = Forecast.exactly(1.0)

@@ -9,9 +9,11 @@ import pytest
 
 from scheduler.baselines import LeastLoaded
 from scheduler.cost import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
+from scheduler.expected import Worker, expected_time
 from scheduler.forecast import Forecast, scenarios
+from scheduler.placements import blocks, even, greedy, packed, together
 from scheduler.planned import SkewAware
-from scheduler.planning import SCENARIOS, Worker, best_partition, blocks, even, expected_time, greedy, packed, plan
+from scheduler.planning import SCENARIOS, Prompts, best_partition, plan
 from scheduler.policy import Request
 from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
 
@@ -189,3 +191,30 @@ def test_of_two_stretches_the_first_holds_the_tail() -> None:
     assert chosen.kind == "blocks" and len(chosen.stretches) > 1
     assert chosen.tail == frozenset(chosen.stretches[0])
     assert set(range(4)) <= {n for seat in chosen.tail for n in chosen.queues[seat]}
+
+
+def test_siblings_come_together_where_their_prompts_cost_time() -> None:
+    groups = [f"g{n // 4}" for n in range(48)]
+    values = np.repeat(np.linspace(400, 100, 12), 4)[:, None]
+    prompts = Prompts(groups, [200] * 48)
+
+    def apart(curve: StepCurve) -> int:
+        chosen = plan(values, workers(3, slots=16, curve=curve), prompts=prompts)
+        assert sorted(itertools.chain(*chosen.queues)) == list(range(48))
+        assert {len(queue) for queue in chosen.queues} == {16}
+        return sum(len({groups[n] for n in queue}) for queue in chosen.queues) - 12
+
+    flat = (1, 16), (10e-3, 10.1e-3)
+    assert apart(StepCurve(*flat)) > 0
+    assert apart(StepCurve(*flat, per_prefill_token=1e-3)) == 0
+
+
+def test_bringing_siblings_together_keeps_every_request_and_all_sizes() -> None:
+    rng = np.random.default_rng(0)
+    groups = [f"g{n}" for n in rng.integers(0, 9, 60)]
+    queues = [list(range(0, 60, 3)), list(range(1, 60, 3)), list(range(2, 60, 3))]
+    dealt = together(queues, [[0, 1], [2]], groups, np.linspace(90, 10, 60))
+    assert dealt[2] == queues[2]
+    assert sorted(dealt[0] + dealt[1]) == sorted(queues[0] + queues[1])
+    assert [len(queue) for queue in dealt] == [20, 20, 20]
+    assert all(queue == sorted(queue) for queue in dealt)
