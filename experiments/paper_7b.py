@@ -17,11 +17,12 @@ from pathlib import Path
 
 import click
 import numpy as np
-from dispatch_policies import LIMIT, NORMAL, r1_like, requests_of
+from dispatch_policies import LIMIT, r1_like, requests_of
 from rich.console import Console
 from rich.table import Table
 
 from scheduler.cost import PAPER_7B_H800
+from scheduler.forecast import NORMAL_SCORES
 from scheduler.policies import make_policy
 from scheduler.simulator import SimulatedInstance, simulate
 
@@ -61,7 +62,7 @@ def main() -> None:
             rng = np.random.default_rng(seed)
             lengths = np.clip(r1_like(rng, REQUESTS), 1, LIMIT).round()
             told = lengths * np.exp(noise * rng.standard_normal(REQUESTS))
-            forecasts = np.clip(told[:, None] * np.exp(noise * NORMAL), 1, LIMIT)
+            forecasts = np.clip(told[:, None] * np.exp(noise * NORMAL_SCORES), 1, LIMIT)
             fleet = [SimulatedInstance(f"i{n}", PAPER_7B_H800, slots) for n in range(instances)]
             runs = {
                 "random": ("random", requests_of(lengths, None)),

@@ -83,4 +83,9 @@ def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int
 
 def marginal_costs(worker: Worker, count: int) -> Floats:
     """[count] seconds per step that the k-th of so many requests adds to an instance (see the module)."""
-    return np.diff(step_cost(np.arange(count + 1), worker.curve, worker.slots))
+    return _marginal(worker.curve, worker.slots, count)
+
+
+@lru_cache(maxsize=512)
+def _marginal(curve: StepCurve, slots: int, count: int) -> Floats:
+    return np.diff(step_cost(np.arange(count + 1), curve, slots))

@@ -29,6 +29,8 @@ GRID = 40
 """Times at which it counts who still runs."""
 PARTS = 4
 """Steps of its cost table per request."""
+BISECTIONS = 16
+"""Of a makespan, from that of one instance doing everything: to a 65,000th of it."""
 MOST_UNITS = 24
 """Instances that it treats one by one; more of one kind are taken in bundles."""
 MOST_TYPE_ORDERS = 6
@@ -145,15 +147,18 @@ def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int
             start = 0
             for seat in order:
                 rest = lengths[start:]
-                total = np.cumsum(costs[workers[seat]][: len(rest)] * rest + context_seconds(workers[seat].curve, rest))
-                taken = int(np.searchsorted(total, limit, side="right"))
+                each = costs[workers[seat]][: len(rest)] * rest
+                if workers[seat].curve.per_context_token:
+                    each += context_seconds(workers[seat].curve, rest)
+                total = each.cumsum()
+                taken = int(total.searchsorted(limit, side="right"))
                 queues[seat] = list(range(start, start + taken))
                 start += taken
             return queues if start == count else None
 
         last = workers[order[-1]]
         low, high, best = 0.0, float(costs[last] @ lengths + context_seconds(last.curve, lengths).sum()), None
-        for _ in range(24):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             found = fill(middle)
             low, high, best = (low, middle, found) if found else (middle, high, best)

@@ -154,8 +154,10 @@ class _Timed:
             steps = self._steps(workers, at_once, sorted(waiting))
             beside = self.drawn[:, waiting]
             for seat, worker, taken, ran in zip(seats, workers, at_once, steps, strict=True):
-                reading = context_seconds(worker.curve, self.drawn[:, taken]).sum(axis=1)
-                reading += context_seconds(worker.curve, beside).sum(axis=1) / len(seats)
+                reading = np.zeros(len(self.drawn))
+                if worker.curve.per_context_token:
+                    reading += context_seconds(worker.curve, self.drawn[:, taken]).sum(axis=1)
+                    reading += context_seconds(worker.curve, beside).sum(axis=1) / len(seats)
                 if self.prompts is not None:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
@@ -168,7 +170,8 @@ class _Timed:
         if not waiting:
             return [self.drawn[:, taken] for taken in at_once]
         first = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)
-        pace = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True) for _ in taken]
+        full = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True)]
+        pace = [seconds for seconds, taken in zip(full, at_once, strict=True) for _ in taken]
         rows = []
         for taken, lengths in zip(first.tolist(), self.drawn[:, waiting].tolist(), strict=True):
             ends = [(steps * seconds, slot) for slot, (steps, seconds) in enumerate(zip(taken, pace, strict=True))]
