@@ -138,16 +138,22 @@ class _Engine:
         self.steps += steps
         self.context += steps * batch
 
-    def next_end(self) -> tuple[float, str] | None:
-        """When the next request ends if nothing changes, and which."""
-        while self.by_end and (
-            self.by_end[0][1] not in self.running or self.running[self.by_end[0][1]].end_step != self.by_end[0][0]
-        ):
-            heapq.heappop(self.by_end)
-        if not self.by_end:
+    def first(self) -> str | None:
+        """The request that ends next if nothing changes."""
+        by_end, running = self.by_end, self.running
+        while by_end:
+            end_step, request_id = by_end[0]
+            found = running.get(request_id)
+            if found is not None and found.end_step == end_step:
+                return request_id
+            heapq.heappop(by_end)
+        return None
+
+    def next_end(self) -> float | None:
+        """When that is; None: nothing runs."""
+        if self.first() is None:
             return None
-        end_step, request_id = self.by_end[0]
-        return self.now + self.stall + self.seconds_for(max(0.0, end_step - self.steps)), request_id
+        return self.now + self.stall + self.seconds_for(max(0.0, self.by_end[0][0] - self.steps))
 
     def admit(self, request: SimulatedRequest, produced: float) -> None:
         """Takes a request in that has produced so many tokens elsewhere."""
@@ -258,8 +264,9 @@ class Simulation:
         if self.next_end() == math.inf:
             raise RuntimeError(f"{self.policy.waiting} requests wait, nothing runs, and the policy places none")
         now, _, name = heapq.heappop(self._events)
-        request_id = self._finish(self.engines[name], now)
-        self._place(now)
+        engine = self.engines[name]
+        request_id = self._finish(engine, now)
+        self._place(now, [engine])
         return now, request_id
 
     def withdraw(self, request_ids: Set[str], now: float) -> dict[str, float]:
@@ -272,25 +279,23 @@ class Simulation:
                 kept[request_id] = engine.remove(request_id)
                 changed[engine.spec.name] = engine
         self.policy.withdraw(request_ids)
-        for engine in changed.values():
-            self._plan(engine)
-        self._place(now)
+        self._place(now, changed.values())
         return kept
 
     def _finish(self, engine: _Engine, now: float) -> str:
         engine.advance(now)
-        upcoming = engine.next_end()
-        assert upcoming is not None
-        request_id = upcoming[1]
+        request_id = engine.first()
+        assert request_id is not None
         engine.steps = max(engine.steps, engine.running[request_id].end_step)  # rounding
         engine.remove(request_id)
         del self.where[request_id]
         self.placed[request_id] = engine.spec.name
         self.policy.finished(request_id, self.requests[request_id].length)
-        self._plan(engine)
         return request_id
 
-    def _place(self, now: float) -> None:
+    def _place(self, now: float, touched: Iterable[_Engine] = ()) -> None:
+        """Does what the policy decides; `touched`: instances whose next end has changed already."""
+
         def produced(request_id: str) -> float:
             engine = self.where.get(request_id)
             if engine is None:
@@ -299,7 +304,7 @@ class Simulation:
             running = engine.running[request_id]
             return running.request.length - max(0.0, running.end_step - engine.steps) - running.request.kept
 
-        changed: dict[str, _Engine] = {}
+        changed = {engine.spec.name: engine for engine in touched}
         for decision in self.policy.decide(produced):
             request = self.requests[decision.request_id]
             target = self.engines[decision.instance]
@@ -318,9 +323,8 @@ class Simulation:
             self._plan(engine)
 
     def _plan(self, engine: _Engine) -> None:
-        upcoming = engine.next_end()
-        if upcoming is not None:
-            heapq.heappush(self._events, (upcoming[0], engine.epoch, engine.spec.name))
+        if (end := engine.next_end()) is not None:
+            heapq.heappush(self._events, (end, engine.epoch, engine.spec.name))
 
 
 def simulate(
