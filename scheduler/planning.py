@@ -8,7 +8,6 @@ stretch share what waits, the longest first; siblings have their prompt read in 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -169,19 +168,17 @@ class _Timed:
         falls free takes in the next one that waits. Times until then are those of full batches."""
         if not waiting:
             return [self.drawn[:, taken] for taken in at_once]
-        first = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)
+        taken_for = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)  # [scenarios, slots]
         full = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True)]
-        pace = [seconds for seconds, taken in zip(full, at_once, strict=True) for _ in taken]
-        rows = []
-        for taken, lengths in zip(first.tolist(), self.drawn[:, waiting].tolist(), strict=True):
-            ends = [(steps * seconds, slot) for slot, (steps, seconds) in enumerate(zip(taken, pace, strict=True))]
-            heapq.heapify(ends)
-            for length in lengths:
-                end, slot = ends[0]
-                taken[slot] += length
-                heapq.heapreplace(ends, (end + length * pace[slot], slot))
-            rows.append(taken)
-        return np.split(np.asarray(rows), np.cumsum([len(taken) for taken in at_once])[:-1], axis=1)
+        pace = np.repeat(full, [len(taken) for taken in at_once])
+        ends = taken_for * pace
+        rows = np.arange(len(ends))
+        for request in waiting:
+            slots = ends.argmin(axis=1)
+            lengths = self.drawn[:, request]
+            taken_for[rows, slots] += lengths
+            ends[rows, slots] += lengths * pace[slots]
+        return np.split(taken_for, np.cumsum([len(taken) for taken in at_once])[:-1], axis=1)
 
 
 def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:

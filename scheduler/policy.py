@@ -24,7 +24,7 @@ Progress = Callable[[str], float]
 """Tokens that a running request has produced; 0 for one that has just been placed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a policy knows of a completion to be generated."""
 
@@ -41,7 +41,7 @@ class Request:
         return self.forecast.mean if self.forecast else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """A decision."""
 

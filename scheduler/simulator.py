@@ -80,7 +80,7 @@ class Outcome:
         return np.sort(np.fromiter(self.finished.values(), dtype=np.float64))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Running:
     """A request on an instance."""
 

@@ -142,6 +142,7 @@ class DispatchConfig(StrictModel):
         "longest-first",
         "algorithm2",
         "algorithm2-max",
+        "group-probe",
         "skew-aware-static",
         "skew-aware",
     ] = Field(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler.policies import POLICIES
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
-from streamrl.config.run import RunConfig, default_tasks
+from streamrl.config.run import DispatchConfig, RunConfig, default_tasks
 from streamrl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -267,3 +268,7 @@ def test_no_text_however_broken_gives_anything_but_a_readable_message(write: Wri
             load(path)
         except ConfigError as error:
             assert str(error).startswith(f"{path}")
+
+
+def test_every_dispatch_policy_can_be_chosen() -> None:
+    assert set(get_args(DispatchConfig.model_fields["policy"].annotation)) == set(POLICIES)
