@@ -10,9 +10,9 @@ samples would overestimate. So the distribution is estimated instead, and the ce
 3. Prompts and samples are drawn from it, ranked by their exact expected length, and recall is taken.
 
 A prompt is counted once per step (a policy changes between steps); units with one sample tell nothing of noise and are
-left out. Lengths whose noise is far from log-normal (short, or up to the limit) make the estimate wrong. So where some
-prompts have many samples, the ceiling is taken on those as well, and without any assumption: between ranking by the mean
-of a prompt's other samples and by the mean of all of them, its own included (`ceiling_of_many`).
+left out. Lengths whose noise is far from log-normal (short, or up to the limit) make the estimate wrong. So where
+some prompts have many samples, the ceiling is taken on those as well, and without any assumption: between ranking by
+the mean of a prompt's other samples and by the mean of all of them, its own included (`ceiling_of_many`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Distribution:
         logs = self.location(score)[:, None] + spread[:, None] * rows
         tokens: Array = np.exp(np.clip(logs, 0.0, np.log(limit)))
         tokens = np.maximum.accumulate(tokens, axis=1)
-        run = _far_from(tokens, limit)[:, None] & (LEVELS > 1 - self.runaway)
+        run = _far_from(tokens, limit)[:, None] & (1 - self.runaway < LEVELS)
         return np.where(run, float(limit), tokens)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ranker.ceiling import ceiling_of_many
 from ranker.candidates import KINDS, Kind, Scorer, fit, fit_spread, predict_spread
+from ranker.ceiling import ceiling_of_many
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
 from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at
