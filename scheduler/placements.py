@@ -70,7 +70,11 @@ def _hands(slots: Sequence[int], running: Sequence[int]) -> Iterator[list[int]]:
 
 
 def together(
-    queues: Sequence[Sequence[int]], stretches: Sequence[Sequence[int]], groups: Sequence[str], means: Floats
+    queues: Sequence[Sequence[int]],
+    stretches: Sequence[Sequence[int]],
+    groups: Sequence[str],
+    means: Floats,
+    ranks: Sequence[int],
 ) -> list[list[int]]:
     """Deals the requests of each stretch anew, siblings to one instance as far as the queues' sizes allow.
 
@@ -79,11 +83,12 @@ def together(
         stretches: of the plan.
         groups: [n] of each request.
         means: [n] expected lengths.
+        ranks: [n] places in the order in which requests start.
     """
     dealt: list[list[int]] = [list(queue) for queue in queues]
     for seats in stretches:
         members: dict[str, list[int]] = {}
-        for request in sorted(request for seat in seats for request in queues[seat]):
+        for request in sorted((r for seat in seats for r in queues[seat]), key=ranks.__getitem__):
             members.setdefault(groups[request], []).append(request)
         room = {seat: len(queues[seat]) for seat in seats if queues[seat]}
         loads = dict.fromkeys(room, 0.0)
@@ -100,7 +105,7 @@ def together(
                 if not room[seat]:
                     del room[seat]
         for seat in seats:
-            dealt[seat].sort()
+            dealt[seat].sort(key=ranks.__getitem__)
     return dealt
 
 

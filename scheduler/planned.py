@@ -43,6 +43,8 @@ class Planned(Fleet, ABC):
         super().__init__(affinity)
         self.queues: dict[str, deque[tuple[Request, str]]] = {}
         """Waiting requests with their route, by instance."""
+        self.ranks: dict[str, int] = {}
+        """Places of waiting requests in the order in which they are to start, where queues are shared."""
         self._new: list[Request] = []
 
     @property
@@ -82,10 +84,10 @@ class Planned(Fleet, ABC):
         return [start for name in self.queues for start in self._fill_from(name, [name])]
 
     def _fill_from(self, name: str, sources: Iterable[str]) -> list[Assignment]:
-        """Fills an instance from the queues of these, the longest expected request first."""
+        """Fills an instance from the queues of these, in the plan's order."""
         instance, decisions = self.instances[name], []
         while instance.free > 0 and (queues := [queue for source in sources if (queue := self.queues[source])]):
-            request, route = max(queues, key=lambda queue: queue[0][0].expected).popleft()
+            request, route = min(queues, key=lambda queue: self.ranks.get(queue[0][0].request_id, 0)).popleft()
             decisions.append(self.start(request, instance, route))
         return decisions
 
@@ -211,10 +213,18 @@ class SkewAware(Planned):
         running = [self._remaining(instance, produced).values for instance in instances]
         waiting, *beside = same_width([equally_likely(forecasts), *running])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
+        arrived = {request.request_id: place for place, request in enumerate(requests)}
         prompts = Prompts([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
         self.plan = plan(
-            waiting, workers, limit=self.longest, running=beside, tails=tails_of(forecasts), prompts=prompts
+            waiting,
+            workers,
+            limit=self.longest,
+            running=beside,
+            tails=tails_of(forecasts),
+            prompts=prompts,
+            arrivals=[arrived[request.request_id] for request in ordered],
         )
+        self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR

@@ -46,10 +46,12 @@ class Plan:
 
     kind: str
     queues: tuple[tuple[int, ...], ...]
-    """For each worker, its requests, longest first."""
+    """For each worker, its requests, in the order in which they start."""
     stretches: tuple[tuple[int, ...], ...]
     """Workers that serve the same stretch of the requests: what waits for one of them may run on any. The first has the
     longest requests."""
+    ranks: tuple[int, ...]
+    """[requests] places in the order in which what waits starts."""
     times: Floats = field(repr=False, compare=False)
     """[scenarios] predicted seconds until all is done."""
 
@@ -73,6 +75,7 @@ def plan(
     running: Sequence[Floats] | None = None,
     tails: Floats | None = None,
     prompts: Prompts | None = None,
+    arrivals: Sequence[int] | None = None,
 ) -> Plan:
     """The cheapest plan, beside what the workers do already.
 
@@ -85,6 +88,7 @@ def plan(
             together with them; `blocks` and `packed` do not look at them.
         tails: [n, 3] what `forecast.tails_of` says of the requests; None: nothing.
         prompts: of the requests; None: reading them costs nothing.
+        arrivals: [n] places in the order of arrival; None: not known.
 
     Raises:
         ValueError: there is no worker.
@@ -101,17 +105,35 @@ def plan(
     columns = [range(end - len(part), end) for part, end in zip(beside, ends.tolist(), strict=True)]
     timed = _Timed(drawn, workers, columns, prompts)
     everyone, each = [list(range(len(workers)))], [[seat] for seat in range(len(workers))]
-    dealt = even(len(values), [worker.slots for worker in workers], [len(part) for part in beside])
+    slots, taken = [worker.slots for worker in workers], [len(part) for part in beside]
+    dealt = even(len(values), slots, taken)
     means = values.mean(axis=1)
-    level = min(timed.both("even", dealt, everyone, means), key=lambda one: one.makespan)
-    plans = []
+    level, *plans = [
+        min(timed.both("even", [[order[k] for k in queue] for queue in dealt], everyone, means, order), key=_makespan)
+        for order in _orders_of_start(len(values), sum(slots) - sum(taken), arrivals)
+    ]
     if len(values) and len(workers) > 1:
         plans.append(timed("greedy", greedy(means, workers, [part.mean(axis=1) for part in beside]), each))
         for queues, stretches in blocks(values, workers):
             plans.extend(timed.both("blocks", queues, stretches, means))
         if known:
             plans.extend(timed("packed", queues, each) for queues in packed(values[:, 0], workers))
-    return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=lambda one: one.makespan)
+    return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=_makespan)
+
+
+def _orders_of_start(count: int, free: int, arrivals: Sequence[int] | None) -> list[Sequence[int]]:
+    """Orders in which requests may start. The longest first is best where lengths are known. Where nearly anyone may
+    run to the limit, whoever starts last makes the end, so it is best to be through with the queue early: the shortest
+    first. Arrival's is in between, and what least-loaded dispatch does."""
+    longest = range(count)
+    if count <= free:
+        return [longest]
+    arrived = [] if arrivals is None else [sorted(longest, key=arrivals.__getitem__)]
+    return [longest, *arrived, longest[::-1]]
+
+
+def _makespan(one: Plan) -> float:
+    return one.makespan
 
 
 def _surely_cheaper(one: Plan, other: Plan) -> bool:
@@ -132,15 +154,31 @@ class _Timed:
     prompts: Prompts | None = None
 
     def both(
-        self, kind: str, queues: Sequence[Sequence[int]], stretches: Sequence[Sequence[int]], means: Floats
+        self,
+        kind: str,
+        queues: Sequence[Sequence[int]],
+        stretches: Sequence[Sequence[int]],
+        means: Floats,
+        order: Sequence[int] | None = None,
     ) -> list[Plan]:
         """As given, and with siblings brought together inside the stretches where their prompts cost time."""
-        plans = [self(kind, queues, stretches)]
+        plans = [self(kind, queues, stretches, order)]
         if self.prompts is not None and any(worker.curve.per_prefill_token for worker in self.workers):
-            plans.append(self(kind, together(queues, stretches, self.prompts.groups, means), stretches))
+            gathered = together(queues, stretches, self.prompts.groups, means, plans[0].ranks)
+            plans.append(self(kind, gathered, stretches, order))
         return plans
 
-    def __call__(self, kind: str, queues: Sequence[Sequence[int]], stretches: Sequence[Sequence[int]]) -> Plan:
+    def __call__(
+        self,
+        kind: str,
+        queues: Sequence[Sequence[int]],
+        stretches: Sequence[Sequence[int]],
+        order: Sequence[int] | None = None,
+    ) -> Plan:
+        """order: in which requests start; None: the longest first."""
+        ranks = list(range(sum(map(len, queues))))
+        for rank, request in enumerate(order or ()):
+            ranks[request] = rank
         latest = np.zeros(len(self.drawn))
         for seats in stretches:
             at_once: list[list[int]] = []
@@ -150,7 +188,7 @@ class _Timed:
                 at_once.append([*self.running[seat], *queues[seat][: max(free, 0)]])
                 waiting += queues[seat][max(free, 0) :]
             workers = [self.workers[seat] for seat in seats]
-            steps = self._steps(workers, at_once, sorted(waiting))
+            steps = self._steps(workers, at_once, sorted(waiting, key=ranks.__getitem__))
             beside = self.drawn[:, waiting]
             for seat, worker, taken, ran in zip(seats, workers, at_once, steps, strict=True):
                 reading = np.zeros(len(self.drawn))
@@ -161,7 +199,7 @@ class _Timed:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
                 latest = np.maximum(latest, times)
-        return Plan(kind, tuple(map(tuple, queues)), tuple(map(tuple, stretches)), latest)
+        return Plan(kind, tuple(map(tuple, queues)), tuple(map(tuple, stretches)), tuple(ranks), latest)
 
     def _steps(self, workers: Sequence[Worker], at_once: list[list[int]], waiting: list[int]) -> list[Floats]:
         """For each worker [scenarios, slots] the decode steps in which each of its slots is taken, when whatever slot

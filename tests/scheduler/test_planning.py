@@ -213,8 +213,20 @@ def test_bringing_siblings_together_keeps_every_request_and_all_sizes() -> None:
     rng = np.random.default_rng(0)
     groups = [f"g{n}" for n in rng.integers(0, 9, 60)]
     queues = [list(range(0, 60, 3)), list(range(1, 60, 3)), list(range(2, 60, 3))]
-    dealt = together(queues, [[0, 1], [2]], groups, np.linspace(90, 10, 60))
+    dealt = together(queues, [[0, 1], [2]], groups, np.linspace(90, 10, 60), range(60))
     assert dealt[2] == queues[2]
     assert sorted(dealt[0] + dealt[1]) == sorted(queues[0] + queues[1])
     assert [len(queue) for queue in dealt] == [20, 20, 20]
     assert all(queue == sorted(queue) for queue in dealt)
+
+
+def test_where_anyone_may_run_to_the_limit_the_longest_do_not_start_first() -> None:
+    """Each is short or runs to 512, the more often the longer it is expected to be; there are slots for a quarter."""
+    rng = np.random.default_rng(0)
+    away = np.sort(rng.integers(2, 6, 256))[::-1]
+    values = np.asarray([[20.0] * (16 - count) + [512.0] * count for count in away])
+    chosen = plan(values, workers(2, slots=32), limit=512, arrivals=rng.permutation(256).tolist())
+    assert chosen.ranks != tuple(range(256))
+    assert sorted(chosen.ranks) == list(range(256))
+    known = np.sort(rng.lognormal(5, 1, 256))[::-1, None]
+    assert plan(known, workers(2, slots=32), arrivals=range(256)).ranks == tuple(range(256))
