@@ -44,8 +44,7 @@ def noise_ceiling(
 ) -> dict[float, float] | None:
     """Recall at each of `fractions` of ranking by the true expected length; None without repeated samples."""
     rng = np.random.default_rng(seed)
-    units = np.unique(np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1), axis=0, return_inverse=True)[1]
-    units = units.reshape(-1)
+    units = rollouts.unit
     repeated = np.flatnonzero(np.bincount(units) > 1)
     if len(repeated) < MIN_UNITS:
         return None

@@ -69,6 +69,14 @@ class Rollouts:
         """The length limit in tokens: the greatest length of a sample that was cut off; None if none was."""
         return int(self.output_length[self.capped].max()) if self.capped.any() else None
 
+    @property
+    def unit(self) -> Array:
+        """Number of the prompt in one step of one run that a sample is of [N], from 0; the policy changes between
+        steps."""
+        keys = np.stack((self.run, self.prompt, self.step), axis=1)
+        number: Array = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+        return number
+
     def take(self, rows: Array, *notes: str) -> Rollouts:
         """Some of the samples, by number or mask, with only their prompts."""
         used, prompt = np.unique(self.prompt[rows], return_inverse=True)

@@ -73,16 +73,9 @@ def hold_out(
             same = rest & (rollouts.task == task)
             if same.any():
                 by_task[out & (rollouts.task == task)] = np.quantile(rollouts.output_length[same], LEVELS)
-    unit = units(rollouts)
+    unit = rollouts.unit
     forecasts = {MODEL: model, CHARACTERS: by_size, TASK: by_task, OTHERS: _others(unit, rollouts.output_length)}
     return HeldOut(LEVELS, forecasts, rollouts.output_length, unit, limit)
-
-
-def units(rollouts: Rollouts) -> Array:
-    """Number of the prompt in one step of one run that a sample is of [N], from 0; the policy changes between steps."""
-    keys = np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1)
-    number: Array = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-    return number
 
 
 def _others(unit: Array, length: Array) -> Array:

@@ -17,7 +17,7 @@ from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
 from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at
 from ranker.features import FeatureSchema, assemble, fit_schema, text_features
-from ranker.held_out import MODEL, HeldOut, hold_out, units
+from ranker.held_out import MODEL, HeldOut, hold_out
 from ranker.history import PROMPT, SIBLINGS, simulate
 from ranker.model import LengthModel
 from ranker.report import Figures, Many, Report
@@ -230,7 +230,7 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
     The ceiling counts all prompts alike, too; and a prompt with many samples is a lump that makes figures a matter of
     luck: the whole of it is among the longest, or nothing.
     """
-    unit = units(rollouts)
+    unit = rollouts.unit
     order = np.lexsort((np.random.default_rng(seed).random(len(unit)), unit))
     sizes = np.bincount(unit)
     rank = np.empty(len(unit), dtype=np.int64)

@@ -2,7 +2,7 @@
 
 Both give every instance a queue, longest first. Ours also corrects itself while running:
 
-* what waits for one instance may start on any that serves the same stretch of the plan, the longest first;
+* what waits for one instance may start on any that serves the same stretch of the plan, in the plan's order;
 * an instance that has emptied its queue takes over waiting requests of the one that would be last;
 * when an instance has nothing left at all, running requests of the instance that is predicted to end last move over, if
   that makes both end clearly earlier, the reading in of the moved tokens included.

@@ -3,7 +3,7 @@
 The run ends when its last instance does, and a thousand uncertain lengths hold surprises. So the candidates of
 `placements.py` are compared by their mean makespan over scenarios, joint draws of all lengths. The cheapest wins that
 is cheaper than even dealing beyond doubt (`SURE`), so none is predicted worse than that. Instances that serve the same
-stretch share what waits, the longest first; siblings have their prompt read in once per instance.
+stretch share what waits, in the plan's order; siblings have their prompt read in once per instance.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class _Timed:
                 if worker.curve.per_context_token:
                     reading += context_seconds(worker.curve, self.drawn[:, taken]).sum(axis=1)
                     reading += context_seconds(worker.curve, beside).sum(axis=1) / len(seats)
-                if self.prompts is not None:
+                if self.prompts is not None and worker.curve.per_prefill_token:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
                 latest = np.maximum(latest, times)

@@ -29,7 +29,9 @@ from streamrl.rollouts.types import Group, Sample
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("sample_id", "group_id", "task", "epoch", "step", "prompt", "output_length", "finish_reason")
+_OF_GROUP = ("group_id", "task", "epoch", "step", "prompt")
+_OF_SAMPLE = ("sample_id", "output_length", "finish_reason")
+COLUMNS = (*_OF_GROUP, *_OF_SAMPLE)
 """What the ranker learns from, of a rollout row."""
 MOST_SIMULATED = 8192
 """Samples of a step above which the saving is not simulated: it would take more than some seconds."""
@@ -133,11 +135,8 @@ class Lengths:
 
 def _rows(group: Group) -> list[dict[str, Any]]:
     """A group's finished samples, with what the ranker learns from."""
-    shared = {name: getattr(group, name) for name in ("group_id", "task", "epoch", "step", "prompt")}
-    return [
-        shared | {name: getattr(m.sample, name) for name in ("sample_id", "output_length", "finish_reason")}
-        for m in group.members()
-    ]
+    shared = {name: getattr(group, name) for name in _OF_GROUP}
+    return [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
 
 
 def _simulated(group: Group, sample: Sample) -> SimulatedRequest:
