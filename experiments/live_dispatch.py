@@ -186,7 +186,7 @@ class Bench:
             return max(engine.produced().get(sample_id, 0) for engine in self.engines.values())
 
         for engine in self.engines.values():  # empty caches
-            await engine.pause(keep_kv=False)
+            await engine.pause("recompute_kv", engine.version)
             await engine.resume()
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -202,7 +202,7 @@ class Bench:
             asked = []
             for group in self.groups:
                 for sample_id, seed in samples_of(group, self.run.seed):
-                    request = SampleRequest(sample_id, group.group_id, group.prompt_tokens, seed, 1, 0.0)
+                    request = SampleRequest(sample_id, group.group_id, group.prompt_tokens, seed, 0.0)
                     asked.append(([request], forecasts.get(sample_id)))
             await dispatcher.submit(asked)
             async with asyncio.timeout(900):

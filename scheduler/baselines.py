@@ -77,30 +77,29 @@ class _InTurn(Fleet, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._queues: dict[str, deque[Request]] = {}
+        self._unbound: deque[Request] = deque()
         self._ready: set[str] = set()
         """Instances whose queue or slots have changed."""
 
     @property
     def waiting(self) -> int:
         """Requests without a slot."""
-        return sum(map(len, self._queues.values()))
+        return len(self._unbound) + sum(map(len, self._queues.values()))
 
     @abstractmethod
     def _choose(self, names: list[str]) -> str:
         """The instance that the next request is bound to."""
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Binds requests to instances.
+        """Binds requests to instances; without any, once one has joined."""
+        self._unbound.extend(requests)
+        self._bind()
 
-        Raises:
-            ValueError: there is no instance.
-        """
+    def _bind(self) -> None:
         names = list(self.instances)
-        if not names:
-            raise ValueError("there is no instance to bind requests to")
-        for request in requests:
+        while names and self._unbound:
             name = self._choose(names)
-            self._queues.setdefault(name, deque()).append(request)
+            self._queues.setdefault(name, deque()).append(self._unbound.popleft())
             self._ready.add(name)
 
     def leave(self, instance: str) -> list[str]:
@@ -110,6 +109,7 @@ class _InTurn(Fleet, ABC):
 
     def withdraw(self, request_ids: Set[str]) -> None:
         """See `DispatchPolicy`."""
+        self._unbound = self.without(self._unbound, request_ids)
         self._queues = {name: self.without(queue, request_ids) for name, queue in self._queues.items()}
         super().withdraw(request_ids)
 
@@ -120,6 +120,7 @@ class _InTurn(Fleet, ABC):
 
     def decide(self, produced: Progress | None = None) -> list[Assignment]:
         """Places waiting requests while their instances have free slots."""
+        self._bind()
         decisions = []
         for name in sorted(self._ready):
             queue, instance = self._queues.get(name), self.instances.get(name)

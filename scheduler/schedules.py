@@ -1,12 +1,14 @@
-"""When generation may issue and when training may start: the schedules of the pipeline, as pure objects.
+"""When generation may issue and when training may start: the schedules, as pure objects.
 
-A batch is `batch` groups, trained in one optimizer step; version v of the weights is that after v steps. With eta the
-bound on staleness (steps between the weights that a group was issued under and those that train on it), all of them
+The live controller and the simulator (`pipeline.py`) ask the same objects. A batch is `batch` groups, trained in one
+optimizer step; version v of the weights is that after v steps, and every `sync_every`-th is published. With eta the
+bound on staleness (steps between the weights that a group was issued under and those that train on it), all schedules
 admit the next group, the `issued`-th (from 0), under
 
     floor(issued / batch) <= version + eta,
 
-so new work waits and nothing is dropped. `sync` and `stream` have eta = 0, `one_step_off` 1.
+so new work waits and nothing is dropped. On-policy schedules have eta = sync_every - 1: what was issued under a version
+is trained before the next one is published. `one_step_off` has 1.
 
 Admission alone does not bound the staleness of a group that others overtake: training takes complete groups as they
 come. A group issued under version v must be taken in step v + eta at the latest. So a complete group is taken out of
@@ -18,12 +20,14 @@ may always be taken, so training never locks up; it waits.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class State:
-    """What a schedule may know."""
+    """What a schedule may know. Groups that were dropped (dynamic sampling) count nowhere."""
 
     batch: int
     """Groups of an optimizer step."""
@@ -32,7 +36,7 @@ class State:
     generated: int
     """Groups of which every sample has ended."""
     version: int
-    """Newest weights that generation has."""
+    """Newest weights that generation has, everywhere."""
     step: int
     """Optimizer steps done: the version that the trainer has."""
     taken: int
@@ -41,7 +45,20 @@ class State:
     """Groups with all rewards that no step has taken."""
     due: tuple[int, ...]
     """[max_staleness] groups issued and not taken that must be taken within the next 1, 2, .. steps, counting the one
-    under way."""
+    under way; see `due_within`."""
+    steps: int
+    """Optimizer steps of the whole run."""
+
+
+def due_within(issued_under: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
+    """`State.due`, from the versions that the groups not yet taken were issued under."""
+    if not max_staleness:
+        return ()
+    by_version = Counter(issued_under)  # few versions, maybe thousands of groups
+    return tuple(
+        sum(count for version, count in by_version.items() if version + max_staleness - step <= ahead)
+        for ahead in range(max_staleness)
+    )
 
 
 @dataclass(frozen=True)
@@ -51,15 +68,30 @@ class Schedule:
     name: str
     max_staleness: int
     whole_batches: bool
-    """Training waits until the step's whole batch is complete, instead of starting with what is there."""
+    """Training waits until all that it may train before the next publication is complete, instead of starting with what
+    is there."""
     issue_barrier: bool
-    """A batch is issued only when all that was issued before is generated."""
+    """What is generated under one publication is issued only when all that was issued before is generated."""
+    sync_every: int = 1
+    """Optimizer steps between publications."""
+    exclusive: bool = False
+    """Generation and training share their devices: while one computes, the other must not."""
 
     def may_issue(self, state: State) -> bool:
         """Whether the next group may be issued now."""
-        if self.issue_barrier and state.issued % state.batch == 0 and state.generated < state.issued:
+        if state.issued >= state.steps * state.batch:
             return False
-        return state.issued // state.batch <= state.version + self.max_staleness
+        if (
+            self.issue_barrier
+            and state.issued % (self.sync_every * state.batch) == 0
+            and state.generated < state.issued
+        ):
+            return False
+        version = state.version
+        if self.issue_barrier:
+            # a run that was resumed between two publications: what comes after the next one waits for its weights
+            version -= version % self.sync_every
+        return state.issued // state.batch <= version + self.max_staleness
 
     def may_take(self, state: State, issued_under: int) -> bool:
         """Whether training may take a complete group into the step under way.
@@ -69,34 +101,60 @@ class Schedule:
             issued_under: version of the weights when the group was issued.
         """
         room = state.batch - state.taken
-        if room <= 0 or (self.whole_batches and state.complete < room):
+        if room <= 0 or (self.whole_batches and state.complete < self._to_publication(state)):
             return False
-        steps_left = issued_under + self.max_staleness - state.step
+        # below 0 where a run has changed to a schedule with a smaller bound: such a group may always be taken
+        steps_left = max(0, issued_under + self.max_staleness - state.step)
         return all(due < ahead * state.batch + room for ahead, due in enumerate(state.due[:steps_left]))
 
+    def publishes(self, step: int, steps: int) -> bool:
+        """Whether the weights after `step` of `steps` optimizer steps go to generation."""
+        return step % self.sync_every == 0 or step == steps
 
-def make_schedule(name: str, max_staleness: int | None = None) -> Schedule:
+    def _to_publication(self, state: State) -> int:
+        """Groups that are to be trained before the next publication."""
+        publication = min((state.step // self.sync_every + 1) * self.sync_every, state.steps)
+        return (publication - state.step) * state.batch - state.taken
+
+
+NAMES = ("colocated", "sync", "stream", "one_step_off", "async")
+
+
+def make_schedule(name: str, max_staleness: int | None = None, sync_every: int = 1) -> Schedule:
     """A schedule by name.
 
     Args:
-        name: sync, stream, one_step_off or async.
+        name: one of `NAMES`.
         max_staleness: of `async`, 1 unless given; the others set their own.
+        sync_every: optimizer steps between publications of weights.
 
     Raises:
-        ValueError: unknown name, or a bound that the schedule does not have.
+        ValueError: unknown name, or bounds that the schedule does not have.
     """
-    fixed = {
-        "sync": Schedule("sync", 0, whole_batches=True, issue_barrier=True),
-        "stream": Schedule("stream", 0, whole_batches=False, issue_barrier=True),
-        "one_step_off": Schedule("one_step_off", 1, whole_batches=True, issue_barrier=True),
-    }
+    if name not in NAMES:
+        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(NAMES)}")
+    if sync_every < 1:
+        raise ValueError(f"weights are published every 1 or more steps, not every {sync_every}")
     if name == "async":
         bound = 1 if max_staleness is None else max_staleness
         if bound < 1:
             raise ValueError(f"async needs a staleness of 1 or more, got {bound}; with 0 it is `stream`")
-        return Schedule(name, bound, whole_batches=False, issue_barrier=False)
-    if name not in fixed:
-        raise ValueError(f"unknown schedule {name!r}; known: {', '.join([*fixed, 'async'])}")
-    if max_staleness is not None and max_staleness != fixed[name].max_staleness:
-        raise ValueError(f"{name} has a staleness of {fixed[name].max_staleness}; only async takes a bound")
-    return fixed[name]
+        if sync_every > bound + 1:
+            raise ValueError(f"weights every {sync_every} steps need a staleness of {sync_every - 1}, got {bound}")
+        return Schedule(name, bound, whole_batches=False, issue_barrier=False, sync_every=sync_every)
+    if name == "one_step_off":
+        if sync_every != 1:
+            raise ValueError(f"one_step_off publishes after every step, not every {sync_every}; async can")
+        bound = 1
+    else:
+        bound = sync_every - 1
+    if max_staleness is not None and max_staleness != bound:
+        raise ValueError(f"{name} has a staleness of {bound}; only async takes a bound")
+    return Schedule(
+        name,
+        bound,
+        whole_batches=name != "stream",
+        issue_barrier=True,
+        sync_every=sync_every,
+        exclusive=name == "colocated",
+    )

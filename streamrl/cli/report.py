@@ -18,6 +18,7 @@ def command(directory: Path) -> None:
     Example:
       streamrl report runs/demo
     """
+    from streamrl.observe import evaluations
     from streamrl.observe.metrics import FILE_NAME, read_metrics
     from streamrl.observe.report import write_report
     from streamrl.observe.summary import headline_figures, summarise
@@ -29,4 +30,9 @@ def command(directory: Path) -> None:
             click.echo(f"{what:<28}{value}")
     else:
         click.echo("No optimizer step has finished yet.")
+    top = evaluations.best(evaluations.read_evaluations(directory / evaluations.FILE_NAME))
+    if top is not None:
+        click.echo(f"{'best evaluation':<28}{evaluations.evaluation_line(top)}")
+    if rows and rows[-1].length_bias_warning:
+        click.echo(f"{'warning':<28}{rows[-1].length_bias_warning}")
     click.echo(f"{'report':<28}{path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 
     from scheduler.cost import StepCurve
     from scheduler.pipeline import PipelineOutcome, Stages
+    from scheduler.rounds import Rounds
+    from scheduler.schedules import Schedule
     from scheduler.simulator import Outcome, SimulatedInstance
     from streamrl.simulation.workload import Workload
 
-SCHEDULES = ("sync", "stream", "one_step_off", "async")
+SCHEDULES = ("colocated", "sync", "stream", "one_step_off", "async")
 
 
 @click.command(name="simulate")
@@ -42,8 +45,21 @@ SCHEDULES = ("sync", "stream", "one_step_off", "async")
 @click.option("--iterations", type=click.IntRange(1), help="Simulate whole iterations, so many: see below.")
 @click.option("--schedule", "schedules", multiple=True, type=click.Choice(SCHEDULES), help="Several; all unless given.")
 @click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Of async, in steps.")
+@click.option("--sync-every", default=1, show_default=True, type=click.IntRange(1), help="Steps between publications.")
 @click.option("--over-issue", type=click.FloatRange(1), help="Tail-batched rounds as well, issuing so much more.")
+@click.option("--round-tokens", type=click.IntRange(1), help="Partial rollouts as well, so many tokens per round.")
+@click.option("--max-age", type=click.IntRange(0), help="Of groups that such rounds put off, in steps; else any.")
 @click.option("--train-rate", type=click.FloatRange(0, min_open=True), metavar="TOKENS/S", help="Of the trainer.")
+@click.option(
+    "--colocated-train-rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="TOKENS/S",
+    help="Of all devices together; without it there is no colocated.",
+)
+@click.option(
+    "--colocated-instances", type=click.IntRange(1), help="That all devices make; as --instances unless given."
+)
+@click.option("--switch-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Colocated: change of turn.")
 @click.option(
     "--weights-gb", default=15.2, show_default=True, type=click.FloatRange(0), help="10^9 bytes of a version."
 )
@@ -71,8 +87,14 @@ def command(
     iterations: int | None,
     schedules: tuple[str, ...],
     max_staleness: int,
+    sync_every: int,
     over_issue: float | None,
+    round_tokens: int | None,
+    max_age: int | None,
     train_rate: float | None,
+    colocated_train_rate: float | None,
+    colocated_instances: int | None,
+    switch_s: float,
     weights_gb: float,
     link_gbit: float,
     link_ms: float,
@@ -88,18 +110,21 @@ def command(
 
     With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights; each
     of the schedules runs under each of the policies (least-loaded and skew-aware unless given). A bubble is time in
-    which the instances, or the trainer, had nothing to do; staleness counts groups by steps.
+    which the instances, or the trainer, had nothing to do; staleness counts groups by steps. Under colocated both have
+    all devices in turn (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the
+    on-policy schedules also run in rounds that put off what is unfinished: "+tail" issues more groups than it needs,
+    "+partial" parks samples that have used up the round's tokens, and issues more only with --over-issue.
 
     \b
     Examples:
       streamrl simulate --requests 1024 --instances 16 --noise 0.4
       streamrl simulate --trace runs/demo --ranker ranker.lgb --policy least-loaded --policy skew-aware
       streamrl simulate --iterations 10 --train-rate 60000 --schedule stream --schedule async --max-staleness 2
+      streamrl simulate --iterations 10 --train-rate 60000 --schedule sync --round-tokens 4096 --max-age 3
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from scheduler.pipeline import Link, Stages
     from scheduler.policies import POLICIES
-    from scheduler.simulator import SimulatedInstance
     from streamrl.errors import UserError
     from streamrl.simulation.workload import draw, replay
 
@@ -110,23 +135,48 @@ def command(
         raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
     if iterations is not None and train_rate is None:
         raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
-    # tail-batched rounds issue more than they train, and may have as much again put off at the end
-    batches = 1 if iterations is None else round(iterations * (over_issue or 1)) + 3
-    workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
-    fleet = [SimulatedInstance(f"i{n}", _curve(curve, device), slots) for n in range(instances)]
+    in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
+    only_iterations = in_rounds | {
+        "--schedule": schedules,
+        "--sync-every": sync_every > 1,
+        "--max-age": max_age is not None,
+        "--train-rate": train_rate,
+        "--colocated-train-rate": colocated_train_rate,
+        "--colocated-instances": colocated_instances,
+    }
+    if iterations is None and (given := [option for option, value in only_iterations.items() if value]):
+        raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
+    # rounds issue more than they train, and may have as much again put off at the end
+    batches = 1 if iterations is None else round((iterations + 1) * (over_issue or 1)) + 3
     if iterations is None or train_rate is None:
+        workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed)
+        fleet = _fleet(instances, curve, device, slots)
         _compare_policies(workload, fleet, list(dict.fromkeys(["least-loaded", *(policies or POLICIES)])), price, out)
     else:
-        stages = Stages(train_rate, 0.0, reward_s, weights_gb, Link(link_gbit, link_ms / 1e3))
+        chosen = _schedules(schedules, max_staleness, sync_every, colocated_train_rate is not None)
+        if colocated_instances is not None and colocated_train_rate is None:
+            raise UserError("--colocated-instances needs --colocated-train-rate")
+        if max_age is not None and not any(in_rounds.values()):
+            raise UserError("--max-age needs --over-issue or --round-tokens: it bounds how long rounds put off a group")
+        if any(in_rounds.values()) and all(schedule.max_staleness for schedule in chosen):
+            option = next(option for option, value in in_rounds.items() if value)
+            raise UserError(
+                f"{option} goes with colocated, sync or stream and weights after every step; "
+                f"chosen: {', '.join(schedule.name for schedule in chosen)}, --sync-every {sync_every}"
+            )
+        workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
+        stages = Stages(train_rate, 0.0, reward_s, weights_gb, Link(link_gbit, link_ms / 1e3), switch_s)
         rows = _run_schedules(
             workload,
-            fleet,
-            stages,
+            (_fleet(instances, curve, device, slots), stages),
+            (
+                _fleet(colocated_instances or instances, curve, device, slots),
+                replace(stages, train_tokens_s=colocated_train_rate or train_rate),
+            ),
             iterations,
             policies or ("least-loaded", "skew-aware"),
-            schedules or SCHEDULES,
-            max_staleness,
-            over_issue,
+            chosen,
+            _Rounds(over_issue, round_tokens, max_age),
         )
         _compare_schedules(rows, workload, instances, price * instances + trainer_price, out)
     click.echo(f"plot written to {out}")
@@ -165,34 +215,89 @@ def _compare_policies(
     _plot(outcomes, _draw_running, out)
 
 
+def _fleet(count: int, curve: Path | None, device: str, slots: int) -> list[SimulatedInstance]:
+    from scheduler.simulator import SimulatedInstance
+
+    return [SimulatedInstance(f"i{n}", _curve(curve, device), slots) for n in range(count)]
+
+
+def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, colocated: bool) -> list[Schedule]:
+    """Those that are asked for; unless any are, all that the other options allow.
+
+    Raises:
+        UserError: one that is asked for does not go with the other options.
+    """
+    from scheduler.schedules import make_schedule
+    from streamrl.errors import UserError
+
+    if "colocated" in names and not colocated:
+        raise UserError("--schedule colocated needs --colocated-train-rate: the trainer's tokens/s with all devices")
+    if names and colocated and "colocated" not in names:
+        raise UserError(f"--colocated-train-rate is for --schedule colocated; chosen: {', '.join(names)}")
+    impossible = {name for name, no in (("colocated", not colocated), ("one_step_off", sync_every > 1)) if no}
+    made = []
+    for name in dict.fromkeys(names or (name for name in SCHEDULES if name not in impossible)):
+        try:
+            made.append(make_schedule(name, max_staleness if name == "async" else None, sync_every))
+        except ValueError as error:
+            raise UserError(f"--sync-every {sync_every} --max-staleness {max_staleness}: {error}") from error
+    return made
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """What the options say of rounds."""
+
+    over_issue: float | None
+    round_tokens: int | None
+    max_age: int | None
+
+    def kinds(self, batch: int) -> dict[str, Rounds | None]:
+        """New rounds by the suffix of their row; the first is without."""
+        from scheduler.rounds import PartialRollouts, TailBatching
+
+        made: dict[str, Rounds | None] = {"": None}
+        if self.over_issue:
+            made["+tail"] = TailBatching(batch, self.over_issue, self.max_age)
+        if self.round_tokens:
+            made["+partial"] = PartialRollouts(batch, self.round_tokens, self.over_issue or 1.0, self.max_age)
+        return made
+
+
 def _run_schedules(
     workload: Workload,
-    fleet: Sequence[SimulatedInstance],
-    stages: Stages,
+    apart: tuple[Sequence[SimulatedInstance], Stages],
+    together: tuple[Sequence[SimulatedInstance], Stages],
     iterations: int,
     policies: Sequence[str],
-    schedules: Sequence[str],
-    max_staleness: int,
-    over_issue: float | None,
+    schedules: Sequence[Schedule],
+    rounds: _Rounds,
 ) -> dict[tuple[str, str], PipelineOutcome]:
-    """Whole iterations, by (schedule, policy)."""
+    """Whole iterations, by (schedule, policy).
+
+    Args:
+        workload: is trained on.
+        apart: instances and stages where trainer and generation have devices of their own.
+        together: the same where they share all.
+        iterations: optimizer steps.
+        policies: that place requests.
+        schedules: each under each of them.
+        rounds: in which the on-policy schedules run as well.
+    """
     from scheduler.pipeline import Pipeline
     from scheduler.policies import make_policy
-    from scheduler.schedules import make_schedule
-    from scheduler.tail_batching import TailBatching
 
     batch = len({request.group_id for request in workload.batches[0]})
     wanted = iterations * batch
-    groups = workload.groups(round(wanted * (over_issue or 1)) + 2 * batch)
+    groups = workload.groups(round((wanted + batch) * (rounds.over_issue or 1)) + 2 * batch)
     outcomes = {}
-    for name in schedules:
-        for factor in (None, over_issue) if over_issue and name in ("sync", "stream") else (None,):
+    for schedule in schedules:
+        fleet, stages = together if schedule.exclusive else apart
+        for suffix in rounds.kinds(batch) if not schedule.max_staleness else ("",):
             for policy in policies:
-                schedule = make_schedule(name, max_staleness if name == "async" else None)
-                rounds = TailBatching(batch, factor) if factor else None
-                run = Pipeline(make_policy(policy, workload.longest), fleet, stages, schedule, batch, rounds)
-                label = f"{name}+tail" if factor else name
-                outcomes[label, policy] = run.run(groups if factor else groups[:wanted], iterations)
+                planner = rounds.kinds(batch)[suffix]
+                run = Pipeline(make_policy(policy, workload.longest), fleet, stages, schedule, batch, planner)
+                outcomes[schedule.name + suffix, policy] = run.run(groups if planner else groups[:wanted], iterations)
     return outcomes
 
 
@@ -202,14 +307,14 @@ def _compare_schedules(
     """price: USD per hour of everything."""
     first = next(iter(outcomes.values()))
     click.echo(
-        f"{len(first.published)} iterations of {first.samples // len(first.published)} requests ({workload.source}) "
+        f"{len(first.stepped)} iterations of {first.samples // len(first.stepped)} requests ({workload.source}) "
         f"on {instances} instances and one trainer"
     )
     rows = [
         (
             schedule,
             policy,
-            f"{outcome.total / len(outcome.published):.1f} s",
+            f"{outcome.total / len(outcome.stepped):.1f} s",
             f"{outcome.generation_bubble:.1%}",
             f"{outcome.training_bubble:.1%}",
             f"{outcome.samples_per_second:.2f}",
@@ -265,8 +370,8 @@ def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:
 
 def _draw_steps(axis: Axes, name: str, outcome: PipelineOutcome) -> None:
     """How many steps are done, over time."""
-    axis.step([0.0, *outcome.published], range(len(outcome.published) + 1), where="post", label=name)
-    axis.set_ylabel("steps whose weights generation has")
+    axis.step([0.0, *outcome.stepped], range(len(outcome.stepped) + 1), where="post", label=name)
+    axis.set_ylabel("optimizer steps done")
 
 
 def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:

@@ -27,6 +27,7 @@ def command(directory: Path, watch: bool) -> None:
 
     from rich.console import Console
 
+    from streamrl.observe import evaluations
     from streamrl.observe.live import LiveView
     from streamrl.observe.metrics import FILE_NAME, read_metrics
     from streamrl.observe.panels import render
@@ -37,7 +38,8 @@ def command(directory: Path, watch: bool) -> None:
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     if not watch:
-        console.print(render(status, read_metrics(directory / FILE_NAME), time.time()))
+        evaluated = evaluations.read_evaluations(directory / evaluations.FILE_NAME)
+        console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated))
         return
     try:
         with LiveView(directory, console=console) as view:

@@ -19,12 +19,19 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Cores = Annotated[
+    list[Annotated[int, Field(ge=0)]] | None,
+    Field(min_length=1, description="CPU cores that all its processes are pinned to (hardware: cpu); none: any"),
+]
+
+
 class TrainerPool(StrictModel):
     """The ranks that train: one process each, started by torch's elastic launcher."""
 
     ranks: int = Field(1, ge=1, description="trainer processes (FSDP2 shards over them)")
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
+    cores: Cores = None
     price_per_hour: float = Field(0.0, ge=0.0, description="USD per hour and rank")
 
 
@@ -36,6 +43,7 @@ class GenerationPool(StrictModel):
     gpus_per_replica: int = Field(1, ge=1, description="GPUs (tensor parallel) per instance; CPU: leave at 1")
     gpu: str = Field("cpu", description="GPU type, or 'cpu'")
     threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
+    cores: Cores = None
     max_batch: int = Field(64, ge=1, description="most sequences decoded together by one instance")
     kv_cache_gb: float = Field(0.5, gt=0, description="KV cache per instance in GiB (hardware: cpu)")
     gpu_memory_fraction: float = Field(

@@ -126,7 +126,7 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: P
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"{text}; did you mean '{near[0]}'? Allowed here: {', '.join(allowed)}"
-    elsewhere = [dotted(key) for key in _all_keys(model) if key[-1] == name]
+    elsewhere = [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name]
     if elsewhere:
         return f"{text}; did you mean '{elsewhere[0]}'? Allowed here: {', '.join(allowed)}"
     return f"{text}; allowed here: {', '.join(allowed)}"
@@ -214,12 +214,13 @@ def _literals(model: type[BaseModel], path: Path) -> list[Any]:
         for annotation in map(_bare, types_here):
             below += [_below(member, part) for member in _union_models(annotation) or [annotation]]
         types_here = below
-    return [
+    values = (
         value
         for annotation in map(_bare, types_here)
         if get_origin(annotation) is Literal
         for value in get_args(annotation)
-    ]
+    )
+    return list(dict.fromkeys(values))
 
 
 def _all_keys(annotation: Any, above: Path = ()) -> Iterator[Path]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
 from streamrl.config.cluster import StrictModel
+from streamrl.config.evaluation import EvaluationConfig
+from streamrl.config.schedule import ScheduleConfig, StreamSchedule
+from streamrl.config.tasks import Task, default_tasks
 
 
 class ModelConfig(StrictModel):
@@ -21,71 +25,6 @@ class ModelConfig(StrictModel):
         "bfloat16", description="compute type of trainer and instances (master weights are always fp32)"
     )
     system_prompt: str | None = Field(None, description="system message put before every prompt")
-
-
-class ReasoningGymTask(StrictModel):
-    """A procedural task of the reasoning-gym package, scored by its own verifier."""
-
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    name: str = Field(description="reasoning-gym data set name, e.g. chain_sum")
-    label: str = Field("", description="name shown in rollouts and reports (default: the data set's name)")
-    weight: float = Field(1.0, gt=0, description="share of the mix, relative to the other tasks")
-    config: dict[str, Any] = Field(default_factory=dict, description="settings of the data set; `size` makes it finite")
-    answer: Literal["tag", "last_number", "last_line", "full"] = Field(
-        "tag",
-        description="where the answer is: <answer>...</answer>, the last number, the last line, all of it",
-    )
-    suffix: str = Field("", description="text put after every question (e.g. how to format the answer)")
-
-    @property
-    def key(self) -> str:
-        """Unique name of the task in a run."""
-        return self.label or self.name
-
-
-class FileTask(StrictModel):
-    """Prompts from a JSONL or Parquet file, or from a Hugging Face data set."""
-
-    kind: Literal["file", "hf_dataset"]
-    name: str = Field(description="name shown in rollouts and reports")
-    path: str = Field(description="file (.jsonl, .parquet), or HF data set: folder, id, or id:subset")
-    split: str = Field("train", description="split (hf_dataset only)")
-    weight: float = Field(1.0, gt=0)
-    prompt_column: str = "prompt"
-    answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
-    reward: str = Field("math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own")
-    suffix: str = ""
-
-    @property
-    def key(self) -> str:
-        """Unique name of the task in a run."""
-        return self.name
-
-
-Task = Annotated[ReasoningGymTask | FileTask, Field(discriminator="kind")]
-
-
-class GRPOConfig(StrictModel):
-    """Group-relative policy optimisation with a token-level clipped loss (GRPO, arXiv 2402.03300; clip-higher
-    and token-level normalisation as in DAPO, arXiv 2503.14476)."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="ratio is clipped above 1 + clip_high")
-    normalize_by_std: bool = Field(True, description="divide a group's centred rewards by their deviation")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL estimate to the initial model (0: none)")
-
-
-class SyncSchedule(StrictModel):
-    """Barrier: training starts when the whole batch is finished."""
-
-    name: Literal["sync"] = "sync"
-
-
-class StreamSchedule(StrictModel):
-    """Dynamic batch: the trainer works on groups as they complete; one optimizer step per batch."""
-
-    name: Literal["stream"] = "stream"
 
 
 class BatchConfig(StrictModel):
@@ -158,7 +97,6 @@ class WeightSyncConfig(StrictModel):
         "auto",
         description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda",
     )
-    keep_kv: bool = Field(False, description="keep the KV and prefix cache over an update (else cleared)")
     chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame")
 
 
@@ -180,19 +118,6 @@ class DeadlineConfig(StrictModel):
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life of a process")
 
 
-def default_tasks() -> list[Task]:
-    """Three easy reasoning-gym tasks that a 135M model sometimes solves."""
-    return [
-        ReasoningGymTask(
-            name="chain_sum",
-            config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-            answer="last_number",
-        ),
-        ReasoningGymTask(name="letter_counting", config={"min_words": 1, "max_words": 2}, answer="last_number"),
-        ReasoningGymTask(name="count_bits", config={"max_n": 15}, answer="last_number"),
-    ]
-
-
 class RunConfig(StrictModel):
     """A whole run file; every key has a default, so an empty file is a valid run."""
 
@@ -201,10 +126,9 @@ class RunConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**31)
     model: ModelConfig = Field(default_factory=ModelConfig)
     tasks: list[Task] = Field(default_factory=default_tasks, min_length=1)
-    algorithm: GRPOConfig = Field(default_factory=GRPOConfig)
-    schedule: Annotated[SyncSchedule | StreamSchedule, Field(discriminator="name")] = Field(
-        default_factory=StreamSchedule
-    )
+    algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
+    schedule: ScheduleConfig = Field(default_factory=StreamSchedule)
+    evaluation: EvaluationConfig | None = Field(None, description="held-out tasks, tried while training; none: no")
     batch: BatchConfig = Field(default_factory=BatchConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     ranker: RankerConfig = Field(default_factory=RankerConfig)
@@ -224,4 +148,17 @@ class RunConfig(StrictModel):
         names = [task.key for task in self.tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"tasks need different names (set label), got {names}")
+        if self.algorithm.compares_siblings and self.batch.samples_per_prompt == 1:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} compares the samples of a prompt, and "
+                "batch.samples_per_prompt is 1: every advantage would be 0; 2 or more, or `name: reinforce_pp`"
+            )
+        proximal = self.algorithm.off_policy.ratio_to == "proximal"
+        if self.algorithm.max_importance_ratio is not None and proximal and self.schedule.sync_every == 1:
+            raise ValueError(
+                "algorithm.max_importance_ratio with ratio_to: proximal and schedule.sync_every: 1 is never reached, "
+                "because the proximal policy is the current one; ratio_to: generator, or sync_every: 2 or more"
+            )
+        if self.evaluation is not None:
+            self.evaluation.held_out(self.tasks)
         return self

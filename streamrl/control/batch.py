@@ -1,129 +1,140 @@
-"""The state of one optimizer step's batch: what was generated, scored, sent to the trainer, trained. Pure."""
+"""The batch of the optimizer step under way: its groups, their advantages, what the trainer was sent. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.rollouts.advantage import group_advantages
-from streamrl.rollouts.micro_batch import TrainGroup, balance, split_into_micro_batches, train_group
-from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.config.run import RunConfig
+from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
+from streamrl.rollouts.micro_batch import (
+    TrainGroup,
+    balance,
+    loss_normalizer,
+    split_into_micro_batches,
+    train_group,
+)
+from streamrl.rollouts.types import Group, Scored
 
 
 @dataclass
 class Batch:
-    """Groups of one step and how far each has come.
+    """Groups of one step and how far the trainer has come with them.
 
-    A complete group without a gradient (all rewards equal, no KL term) is counted and not sent to the trainer: its
-    loss has gradient zero, only its tokens count in the batch's normalisation.
+    A group without a gradient (all rewards equal, group-relative advantages, no KL term) is counted and not sent to the
+    trainer: its loss has gradient zero, only its tokens count in the batch's normalisation.
     """
 
+    run: RunConfig
     step: int
-    groups: dict[str, Group]
-    issued_at: float
-    skip_zero_advantage: bool = True
-    received: dict[str, tuple[Sample, float]] = field(default_factory=dict)
-    """Finished samples that wait for their reward, with the time of their arrival."""
-    finished: int = 0
-    lengths: list[int] = field(default_factory=list)
-    complete: int = 0
-    """Groups whose samples are all scored."""
+    """1-based."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Taken, by group id."""
+    dropped: list[Group] = field(default_factory=list)
+    """Groups of equal rewards that dynamic sampling has replaced."""
     no_gradient: int = 0
-    """Complete groups whose rewards are all equal."""
+    """Groups whose rewards are all equal, of those taken."""
     queue: list[TrainGroup] = field(default_factory=list)
-    """Complete groups (or parts of them) that the trainer has not been sent yet, in order of completion."""
+    """Taken groups (or parts of them) that the trainer has not been sent yet."""
     sent_last: bool = False
     """The micro-batch that closes the batch is sent."""
     micro_batches: int = 0
-    in_flight: int = 0
-    """Micro-batches at the trainer."""
     stats: list[dict[str, Any]] = field(default_factory=list)
+    """Of every rank and micro-batch."""
     at_trainer: list[TrainGroup] = field(default_factory=list)
     """Groups of the micro-batch that is being worked on."""
+    in_flight: bool = False
+    """A micro-batch is being worked on, if an empty one."""
 
     @property
-    def total_samples(self) -> int:
-        """Samples in the batch."""
-        return sum(group.size for group in self.groups.values())
-
-    @property
-    def loss_tokens(self) -> int:
-        """Completion tokens of the whole batch."""
-        return sum(group.completion_tokens for group in self.groups.values())
-
-    @property
-    def predicted_lengths(self) -> list[int]:
-        """What was predicted of each sample, tokens; empty without predictions."""
-        return [
-            round(group.predicted_length)
-            for group in self.groups.values()
-            if group.predicted_length is not None
-            for _ in range(group.size)
-        ]
-
-    @property
-    def samples_trained(self) -> int:
-        """Samples whose gradient is in, or that have none."""
-        return sum(group.size for group in self.groups.values() if group.complete) - sum(
-            len(group.sequences) for group in (*self.queue, *self.at_trainer)
-        )
+    def full(self) -> bool:
+        """Whether the step has all its groups."""
+        return len(self.groups) == self.run.batch.prompts_per_step
 
     @property
     def trained(self) -> bool:
         """Whether every micro-batch has been worked on, the last included."""
-        return self.sent_last and self.in_flight == 0
+        return self.sent_last and not self.in_flight
 
-    def finish(self, sample: Sample, now: float) -> None:
-        """A sample has arrived and is committed."""
-        self.received[sample.sample_id] = (sample, now)
-        self.finished += 1
-        self.lengths.append(sample.output_length)
+    @property
+    def samples_trained(self) -> int:
+        """Samples whose gradient is in, or that have none."""
+        return sum(group.size for group in self.groups.values()) - sum(
+            len(group.sequences) for group in (*self.queue, *self.at_trainer)
+        )
 
-    def micro_batch_done(self, stats: dict[str, Any]) -> None:
-        """A rank has finished its share of the micro-batch."""
-        self.in_flight -= 1
-        self.stats.append(stats)
-        if self.in_flight == 0:
-            self.at_trainer = []
+    def counted(self, group: Group) -> list[Scored]:
+        """A group's samples that have a loss."""
+        masked = self.run.algorithm.mask_truncated
+        return [m for m in group.members() if not (masked and m.sample.finish_reason == "length")]
 
-    def score(self, sample_id: str, reward: float, error: str | None, normalize_by_std: bool) -> Scored:
-        """A reward has arrived; completes the group with the last one.
+    @property
+    def normalizer(self) -> float:
+        """What the summed loss of the whole batch is divided by."""
+        counted = [m.sample for group in self.groups.values() for m in self.counted(group)]
+        tokens = sum(sample.output_length for sample in counted)
+        return loss_normalizer(self.run.algorithm.aggregation, tokens, len(counted), self.run.sampling.max_tokens)
 
-        Raises:
-            KeyError: no such sample waits for a reward.
-        """
-        sample, received_at = self.received.pop(sample_id)
-        group = self.groups[sample.group_id]
-        group.scored[sample_id] = scored = Scored(sample, reward, error, received_at)
-        if group.complete:
-            self.complete += 1
-            members = group.members()
-            values = group_advantages([m.reward for m in members], normalize_by_std)
-            group.advantages = {m.sample.sample_id: value for m, value in zip(members, values, strict=True)}
-            flat = not any(values)
-            self.no_gradient += flat
-            if not (flat and self.skip_zero_advantage):
-                self.queue.append(train_group(group))
-        return scored
+    def rewards(self, group: Group) -> list[float]:
+        """A group's rewards as training sees them, in the order of its members."""
+        return [
+            shaped_reward(m.reward, m.sample.output_length, self.run.sampling.max_tokens, self.run.algorithm.overlong)
+            for m in group.members()
+        ]
+
+    def may_replace(self, group: Group) -> bool:
+        """Whether dynamic sampling drops a complete group instead of training on it."""
+        algorithm = self.run.algorithm
+        limit = algorithm.max_replaced * self.run.batch.prompts_per_step
+        return algorithm.dynamic_sampling and len(self.dropped) < limit and is_flat(self.rewards(group))
+
+    def take(self, group: Group) -> None:
+        """A complete group joins the step; its advantages follow at once, or with the last group of the batch if they
+        are relative to the whole batch."""
+        group.step = self.step
+        self.groups[group.group_id] = group
+        self.no_gradient += is_flat(self.rewards(group))
+        kind = self.run.algorithm.advantage
+        if kind == "gae":  # the trainer makes advantages of them, with its critic
+            self._enqueue(group, self.rewards(group))
+        elif kind == "batch" or kind == "batch_group_baseline":
+            groups = list(self.groups.values()) if self.full else []
+            values = batch_advantages([self.rewards(one) for one in groups], kind == "batch_group_baseline")
+            for one, advantages in zip(groups, values, strict=True):
+                self._enqueue(one, advantages)
+        else:
+            self._enqueue(group, group_advantages(self.rewards(group), kind))
+
+    def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
+        group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), advantages, strict=True)}
+        counted = {m.sample.sample_id for m in self.counted(group)}
+        flat = self.run.algorithm.skips_flat_groups and not any(advantages)
+        if counted and not flat:
+            self.queue.append(train_group(group, counted))
+
+    def micro_batch_done(self, stats: Sequence[dict[str, Any]]) -> None:
+        """All ranks have worked through their shares of the micro-batch."""
+        self.at_trainer, self.in_flight = [], False
+        self.stats += stats
 
     def next_micro_batch(self, max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], bool] | None:
         """Takes the next micro-batch from the queue: (groups of each rank, is it the batch's last), or None if
         nothing is ready. No rank gets more than `max_tokens`, and every rank takes part, if with nothing.
 
-        When the whole batch is complete and nothing is left, one empty micro-batch closes it.
+        When the whole batch is taken and nothing is left, one empty micro-batch closes it.
         """
         if self.sent_last:
             return None
         pieces = split_into_micro_batches(self.queue, max_tokens)
-        whole = self.complete == len(self.groups)
-        if not pieces and not whole:
+        if not pieces and not self.full:
             return None
         if len(pieces) < ranks:
             shares, self.queue = balance(self.queue, ranks), []
         else:
             shares, self.queue = pieces[:ranks], [group for piece in pieces[ranks:] for group in piece]
         self.at_trainer = [group for share in shares for group in share]
-        self.in_flight = ranks
-        self.sent_last = whole and not self.queue
+        self.in_flight = True
+        self.sent_last = self.full and not self.queue
         self.micro_batches += 1
         return shares, self.sent_last

@@ -1,8 +1,9 @@
 """The controller: the whole loop of a run.
 
-    prompts -> groups -> services -> samples -> ledger -> rewards -> advantages -> trainer -> weights -> services
+    prompts -> groups -> services -> samples -> ledger -> rewards -> pool -> batch -> trainer -> weights -> services
 
-`run` is the loop; everything that arrives is handled in `_handle`, one method per kind of message.
+`run` is the loop: whatever may start now is started, then the next messages are handled, one method per kind. What may
+start when is the schedule's decision (`scheduler/schedules.py`).
 """
 
 from __future__ import annotations
@@ -11,24 +12,31 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from scheduler.rounds import taking
+from scheduler.schedules import State, make_schedule
 from scheduler.simulator import SimulatedInstance
 from streamrl.control.batch import Batch
+from streamrl.control.evaluating import Evaluator
 from streamrl.control.lengths import COLUMNS, Lengths, StepLengths
-from streamrl.control.prompts import GroupSource, samples_of
-from streamrl.control.schedules import Progress, make_schedule
-from streamrl.control.step_metrics import StepTimes, step_metrics
+from streamrl.control.pool import GroupPool
+from streamrl.control.prompts import GroupSource, SampleDraw, group_of, samples_of
+from streamrl.control.rounds import LiveRounds, make_rounds
+from streamrl.control.step_metrics import step_metrics
 from streamrl.control.telemetry import Telemetry
+from streamrl.control.times import StepTimes
+from streamrl.control.trainers import DONE, Trainers
 from streamrl.errors import RunFailed
 from streamrl.generation.messages import fleet_from_wire, groups_to_wire, sample_from_wire
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
 from streamrl.rollouts.ledger import Ledger, pack_content
-from streamrl.rollouts.micro_batch import to_wire
+from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.types import Group, Sample
 from streamrl.tasks.source import PromptSource
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.transport.deadlines import WaitRegistry
@@ -48,8 +56,16 @@ class Controller:
         self.limits = context.run.deadlines
         self.waits = WaitRegistry("controller")
         self.hub = Hub("controller", self.waits, lost_after_s=self.limits.heartbeat_s)
-        self.schedule = make_schedule(context.run)
+        schedule = context.run.schedule
+        self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
         self.lengths = Lengths(context.run)
+        self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
+        self.batch = Batch(context.run, 1)
+        """Of the step under way."""
+        self.rounds = make_rounds(context.run, self.pool)
+        self.taking = self.schedule if self.rounds is None else taking(self.schedule, self.rounds.planner)
+        """What says which complete groups may be trained."""
+        self.audit = LengthAudit(context.run.sampling.max_tokens)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / "ledger.sqlite")
         self.rollouts = RolloutStore(context.run_dir / "rollouts")
@@ -57,22 +73,24 @@ class Controller:
         plan = plan_processes(context.cluster, context.run, context.run_dir)
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
-        self.trainers = [f"trainer-{rank}" for rank in range(trainer.ranks)]
+        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s)
         self.services = [spec.name for spec in plan if spec.role == "service"]
         self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
-        self.instances = [spec.name for spec in plan if spec.role == "instance"]
+        self.times = StepTimes([spec.name for spec in plan if spec.role == "instance"])
         self.step = 0
         """Optimizer steps done."""
-        self.serving_version = -1
-        self.batches: dict[int, Batch] = {}
-        """Issued and not yet trained, by step (1-based)."""
-        self.issued = 0
-        self._answers: dict[str, dict[str, dict[str, Any]]] = {}
-        """Answers of trainers and services by kind and peer."""
-        self._step_ended = time.time()
-        self._spans: list[tuple[str, float, float]] = []
-        self._learning: dict[int, asyncio.Task[StepLengths]] = {}
-        """What is learned from the output lengths of a step, by step."""
+        self.version = -1
+        """Newest weights that every instance serves."""
+        self.coming: int | None = None
+        """Version that is on its way to the instances."""
+        self.publish_due, self.checkpoint_due = True, False
+        self._ready: dict[str, dict[str, Any]] = {}
+        """Answers of services about the coming version."""
+        self._asleep: set[str] = set()
+        """Services whose instances have left their devices to the trainer."""
+        self._learning: asyncio.Task[StepLengths] | None = None
+        """What is learned from the output lengths of the step under way, once it has all its groups."""
+        self._weight_bytes = 0
 
     async def run(self) -> None:
         """Runs all steps.
@@ -83,22 +101,11 @@ class Controller:
         writing = asyncio.ensure_future(self.telemetry.keep_writing())
         try:
             await self._start()
-            while self.step < self.config.steps:
-                progress = self._progress()
-                batch = self.batches.get(self.step + 1)
-                if self.issued < self.config.steps and self.schedule.may_issue(progress):
-                    await self._issue()
-                elif batch and batch.trained:
-                    await self._optimizer_step(batch)
-                    await self._publish_weights()
-                    self._record(batch, await self._learned(batch))
-                    await self._checkpoint_if_due()
-                elif batch and batch.in_flight == 0 and self.schedule.may_train(progress):
-                    await self._feed_trainer(batch)
-                    await self._next_events(batch)
-                else:
-                    await self._next_events(batch)
-            await self._until(lambda: not self._saving(), "the trainer to save", self.limits.training_s)
+            while not self._done():
+                await self._issue()
+                await self._evaluate()
+                await self._drive_trainer()
+                await self._receive()
             self.telemetry.close("done")
         except asyncio.CancelledError:
             self.telemetry.close("interrupted")
@@ -114,178 +121,164 @@ class Controller:
     # -- the parts of the loop, in its order
 
     async def _start(self) -> None:
-        """Waits for all processes, restores the run's position, brings the first weights to every instance."""
+        """Waits for all processes and restores the run's position; the first weights are then due."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
         self.groups = GroupSource(self.config, PromptSource(self.config.tasks, self.config.seed), tokenizer)
+        self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups)
         if self.context.resume:
             self._restore()
         self.hub.bind(self.context.addresses.controller)
-        await self.hub.wait_for({*self.trainers, *self.services, *self.rewarders}, self.limits.startup_s)
+        await self.hub.wait_for({*self.trainers.names, *self.services, *self.rewarders}, self.limits.startup_s)
+        self.telemetry.watch(self.batch, self.pool)
         self.telemetry.state = "running"
-        await self._publish_weights()
-        self._step_ended = time.time()
 
     def _restore(self) -> None:
-        """Goes back to the newest checkpoint: what came after it is generated again."""
-        self.step = self.issued = self.checkpoints.latest() or 0
+        """Goes back to the newest checkpoint: what no step up to there has trained is generated again."""
+        self.step = self.checkpoints.latest() or 0
         if self.step:
             state = json.loads((self.checkpoints.path(self.step) / "state.json").read_text())
             self.groups.restore(state["prompts"])
+        self.pool.resume_at(self.step)
+        self.batch = Batch(self.config, self.step + 1)
         undone = self.ledger.rewind(self.step + 1)
         self.rollouts.rewind(self.step + 1)
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         self.telemetry.metrics.rewind(self.step)
+        self.evaluator.rewind(self.step)
         self.telemetry.step = self.step
         log.info("resumed after step %d; %d trained samples of later steps will be made again", self.step, undone)
 
-    def _progress(self) -> Progress:
-        batch = self.batches.get(self.step + 1)
-        return Progress(
-            issued_batches=self.issued,
-            trained_batches=self.step,
-            serving_version=self.serving_version,
-            complete_groups=batch.complete if batch else 0,
-            total_groups=len(batch.groups) if batch else -1,
-        )
+    def _done(self) -> bool:
+        """All steps are trained, and what follows the last one is done, too."""
+        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.coming is not None
+        evaluating = self.evaluator.unfinished or self.evaluator.due(self.version)
+        return self.step == self.config.steps and not open_work and not evaluating
+
+    def _state(self) -> State:
+        return self.pool.state(self.version, self.step, len(self.batch.groups), self.taking.max_staleness)
 
     async def _issue(self) -> None:
-        """Sends the next step's prompts to the services."""
-        self.issued += 1
-        now = time.time()
-        groups = self.groups.batch(self.issued)
-        batch = Batch(
-            self.issued,
-            {g.group_id: g for g in groups},
-            now,
-            skip_zero_advantage=self.config.algorithm.kl_coef == 0,
-        )
-        self.batches[self.issued] = self.telemetry.batch = batch
-        self.telemetry.detail = f"step {self.issued}"
+        """Sends as many groups to the services as the schedule admits now, or those of the round that begins now."""
+        if self.version < 0 or self.step == self.config.steps:
+            return
+        if self.rounds is not None:
+            await self._next_round(self.rounds)
+            return
+        groups: list[Group] = []
+        while self.schedule.may_issue(self._state()):
+            groups.append(self._new_group())
+        await self._generate(groups)
+
+    async def _next_round(self, rounds: LiveRounds) -> None:
+        """Ends the round that is over, begins the one that may begin."""
+        while (put_off := rounds.end_if_over()) or rounds.may_begin(self.version, self.step):
+            if put_off:
+                await self._to_services("park", {"sample_ids": self._unfinished(put_off)})
+                continue
+            begun = rounds.begin(self.version)
+            groups = [self._new_group() for _ in range(begun.new)]
+            rounds.planner.started(group.group_id for group in groups)
+            resumed = self._unfinished(begun.resumed)
+            await self._to_services("resume", {"sample_ids": resumed, "budget": begun.budget})
+            await self._generate(groups, begun.budget)
+
+    def _unfinished(self, group_ids: Iterable[str]) -> list[str]:
+        """Samples of these groups that generation has not ended."""
+        groups = [self.pool.groups[group_id] for group_id in group_ids if group_id in self.pool.groups]
+        ids = [sample_id for group in groups for sample_id, *_ in samples_of(group, self.config.seed)]
+        ended = {sample_id for group in groups for sample_id in group.scored} | self.pool.received.keys()
+        return [sample_id for sample_id in ids if sample_id not in ended]
+
+    def _new_group(self) -> Group:
+        """The next prompt's group, as issued now."""
+        group = self.groups.group(self.pool.issued // self.pool.batch + 1)
+        self.pool.issue([group], self.version)
+        self.audit.issued(group.step, group.group_id, group.size)
+        return group
+
+    async def _generate(self, groups: list[Group], budget: int | None = None) -> None:
+        """Predicts the lengths of new groups, enters them in the ledger and sends them to the services."""
+        if not groups:
+            return
         self.lengths.predict(groups)
         samples = [samples_of(group, self.config.seed) for group in groups]
-        for group, some in zip(groups, samples, strict=True):
-            self.ledger.issue(group.step, group.group_id, [sample_id for sample_id, _ in some])
+        self.ledger.issue(
+            (sample_id, group.group_id) for group, some in zip(groups, samples, strict=True) for sample_id, *_ in some
+        )
+        await self._send_groups(groups, samples, budget)
+
+    async def _send_groups(
+        self, groups: list[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
+    ) -> None:
+        now = time.time()
         for number, service in enumerate(self.services):
             mine = slice(number, None, len(self.services))
-            await self.hub.send(service, "generate", *groups_to_wire(groups[mine], samples[mine], now))
+            await self.hub.send(service, "generate", *groups_to_wire(groups[mine], samples[mine], now, budget))
 
-    async def _feed_trainer(self, batch: Batch) -> None:
-        """Sends the trainer its next micro-batch, if one is ready."""
-        micro = batch.next_micro_batch(self.config.batch.micro_batch_tokens, len(self.trainers))
-        if micro is None:
+    async def _to_services(self, kind: str, body: dict[str, Any]) -> None:
+        for service in self.services:
+            await self.hub.send(service, kind, body)
+
+    async def _evaluate(self) -> None:
+        """Tries the version that is served on the held-out tasks, if that is due."""
+        if self.version >= 0 and self.evaluator.due(self.version):
+            groups = self.evaluator.begin(self.version, time.time())
+            await self._send_groups(groups, [self.evaluator.samples(group) for group in groups])
+
+    async def _drive_trainer(self) -> None:
+        """Gives the trainer its next command, if it is free and there is one."""
+        if self.trainers.busy:
             return
-        shares, is_last = micro
-        for trainer, groups in zip(self.trainers, shares, strict=True):
-            body, arrays = to_wire(groups)
-            await self.hub.send(trainer, "train", body | {"round": batch.micro_batches, "is_last": is_last}, arrays)
-
-    async def _next_events(self, batch: Batch | None) -> None:
-        """Waits for whatever the batch needs next and handles it."""
-        if batch is None:
-            waiting_for, limit_s = "anything to do", self.limits.heartbeat_s
-        elif batch.in_flight:
-            waiting_for, limit_s = "the trainer to finish a micro-batch", self.limits.training_s
-        elif batch.finished < batch.total_samples:
-            waiting_for = f"samples of step {batch.step} ({batch.finished} of {batch.total_samples} finished)"
-            limit_s = self.limits.generation_s
+        if self.publish_due and self.coming is None:
+            await self.trainers.ask("publish", {})
+        elif self.checkpoint_due:
+            untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
+            state = {"prompts": self.groups.state(untrained)}
+            pending = self.evaluator.pending
+            await self.trainers.ask("checkpoint", {"step": self.step, "state": state, "pending": pending})
+        elif self.batch.trained:
+            skip = self._ratio_too_large()
+            await self.trainers.ask("step", {"step": self.step, "normalizer": self.batch.normalizer, "skip": skip})
         else:
-            waiting_for, limit_s = (
-                f"{len(batch.received)} rewards of step {batch.step}",
-                self.limits.reward_s * 10,
-            )
-        await self._receive(waiting_for, limit_s)
+            await self._take_groups()
+            await self._feed_trainer()
 
-    async def _optimizer_step(self, batch: Batch) -> None:
-        """One optimizer step from the gradients accumulated over the batch."""
-        await self._ask_trainers("step", {"step": self.step, "loss_tokens": batch.loss_tokens})
-        self.step += 1
-
-    async def _publish_weights(self) -> None:
-        """Brings the trainer's weights to every instance of every site."""
-        made = await self._ask_trainers("publish", {})
-        announcement = {key: made[key] for key in ("number", "content_hash")}
-        self._answers["weights_ready"] = {}
-        if made["content_hash"]:
-            for service in self.services:
-                await self.hub.send(service, "weights", announcement)
-            await self._answered("weights_ready", self.services, self.limits.weights_s)
-            for answer in self._answers["weights_ready"].values():
-                self.telemetry.weights_applied(answer["number"], answer["applied"])
-        self._weight_bytes = made["bytes"] * len(self.services)
-        self.serving_version = made["number"]
-
-    async def _learned(self, batch: Batch) -> StepLengths:
-        """What the step's output lengths have told; the work began when its last sample had come."""
-        async with self.waits.deadline(f"the ranker to learn from step {batch.step}", self.limits.training_s):
-            return await self._learning.pop(batch.step)
-
-    def _record(self, batch: Batch, lengths: StepLengths) -> None:
-        """The step is done everywhere: rollouts to Parquet, ledger, metrics, trace."""
-        now = time.time()
-        groups = list(batch.groups.values())
-        trained_at = max((end for _, _, end in self._spans), default=now)
-        for group in groups:
-            group.t_trained = trained_at
-        self.rollouts.write(batch.step, groups)
-        self.ledger.train(batch.step, self.serving_version, groups, now)
-        step = self._answers["step_done"][self.trainers[0]]
-        row = step_metrics(
-            batch,
-            StepTimes(self._step_ended, now, step["finished"], [(start, end) for _, start, end in self._spans]),
-            self.instances,
-            step,
-            self._weight_bytes,
-            self.groups.too_long,
-            self.config.algorithm.kl_coef > 0,
-            self.telemetry.memory_gb,
-            lengths,
-        )
-        self.telemetry.step_done(row, batch, self._spans)
-        self._step_ended, self._spans = now, []
-        del self.batches[batch.step]
-
-    async def _checkpoint_if_due(self) -> None:
-        """Asks the trainer to save; it does so while the next batch is generated."""
-        if self.step % self.config.checkpoint.every and self.step != self.config.steps:
+    async def _take_groups(self) -> None:
+        """Moves complete groups from the pool into the step's batch, as far as the schedule lets them."""
+        if self.rounds is not None and not self.rounds.may_train(self.step, self.schedule.whole_batches):
             return
-        await self._until(lambda: not self._saving(), "the trainer to save", self.limits.training_s)
-        self._answers["checkpoint_done"] = {}
-        for trainer in self.trainers:
-            await self.hub.send(trainer, "checkpoint", {"step": self.step, "state": {"prompts": self.groups.state()}})
+        while (group := self.pool.first()) and self.taking.may_take(self._state(), group.issued_under):
+            if self.schedule.exclusive and not await self._devices_are_free():
+                return
+            self.batch.take(self.pool.take())
+            if self.rounds is not None:
+                self.rounds.planner.taken(group.group_id)
+            if self.batch.full:
+                groups = [*self.batch.groups.values(), *self.batch.dropped]
+                self._learning = asyncio.ensure_future(self.lengths.learn(groups, self._fleet()))
 
-    def _fleet(self) -> list[SimulatedInstance]:
-        """All instances, as their services have told."""
-        return [i for service in self.services for i in fleet_from_wire(self.hub.peers[service].meta["fleet"])]
+    async def _devices_are_free(self) -> bool:
+        """Colocated: whether generation has left the devices to the trainer; asks it to, once nothing runs."""
+        generating = self.pool.running + self.evaluator.unfinished
+        if generating == 0 and self.coming is None and "sleep" not in self.waits.begun:
+            if self._asleep == set(self.services):
+                return True
+            self.waits.begin("sleep", f"{', '.join(self.services)} to leave their devices", self.limits.weights_s)
+            await self._to_services("sleep", {})
+        return False
 
-    # -- messages
+    async def _feed_trainer(self) -> None:
+        """Sends the trainer its next micro-batch, if one is ready."""
+        micro = self.batch.next_micro_batch(self.config.batch.micro_batch_tokens, len(self.trainers.names))
+        if micro is not None:
+            await self.trainers.train(*micro)
 
-    def _saving(self) -> bool:
-        answers = self._answers.get("checkpoint_done")
-        return answers is not None and len(answers) < len(self.trainers)
-
-    async def _ask_trainers(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Sends every rank a command, waits for all, returns rank 0's answer."""
-        self._answers[f"{kind}_done"] = {}
-        for trainer in self.trainers:
-            await self.hub.send(trainer, kind, body)
-        await self._answered(f"{kind}_done", self.trainers, self.limits.training_s)
-        return self._answers[f"{kind}_done"][self.trainers[0]]
-
-    async def _answered(self, kind: str, peers: list[str], limit_s: float) -> None:
-        answers = self._answers[kind]
-        await self._until(lambda: set(peers) <= answers.keys(), f"{kind} of {', '.join(peers)}", limit_s)
-
-    async def _until(self, condition: Callable[[], bool], waiting_for: str, limit_s: float) -> None:
-        """Handles messages until a condition holds."""
-        while not condition():
-            await self._receive(waiting_for, limit_s)
-
-    async def _receive(self, waiting_for: str, limit_s: float) -> None:
+    async def _receive(self) -> None:
         """Takes what has arrived (at least one message), commits it at once, handles it."""
-        async with self.waits.deadline(waiting_for, limit_s):
-            deliveries = [await self.hub.receive()]
+        self._register_waits()
+        deliveries = [await self.waits.first_of_begun(self.hub.receive())]
         while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
             deliveries.append(more)
         await self._samples([d for d in deliveries if d.kind == "sample"])
@@ -294,64 +287,225 @@ class Controller:
             if delivery.kind not in ("sample", "scored"):
                 await self._handle(delivery)
 
+    # -- what follows when the trainer has done something
+
+    async def _trainer_done(self, kind: str, answers: list[dict[str, Any]]) -> None:
+        """All ranks have answered a command; rank 0's answer comes first."""
+        first = answers[0]
+        self.times.trainer.append((kind, first["started"], first["finished"]))
+        match kind:
+            case "train":
+                self.batch.micro_batch_done([answer["stats"] for answer in answers])
+            case "step":
+                await self._step_done(first)
+            case "publish":
+                self.publish_due = False
+                await self._spread(first)
+            case "checkpoint":
+                self.checkpoint_due = False
+
+    async def _step_done(self, result: dict[str, Any]) -> None:
+        """An optimizer step is done: rollouts to Parquet, ledger, metrics, trace; then the next batch."""
+        async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", self.limits.training_s):
+            assert self._learning is not None
+            lengths = await self._learning
+        self.step += 1
+        batch, now = self.batch, time.time()
+        for group in batch.groups.values():
+            group.t_trained = now
+        audit = self._audit(batch)
+        self.rollouts.write(self.step, [*batch.groups.values(), *batch.dropped])
+        self.ledger.train(self.step, self.step, list(batch.groups.values()), now, batch.dropped)
+        self.times.running = self._busy_since()
+        publishes = self.schedule.publishes(self.step, self.config.steps)
+        row = step_metrics(
+            batch,
+            self.times.end_step(now, result["finished"] if publishes else None),
+            result,
+            self._weight_bytes,
+            self.groups.too_long,
+            self.telemetry.memory_gb,
+            lengths,
+            audit,
+            self.rounds.count_put_off() if self.rounds is not None else 0,
+        )
+        self.telemetry.step_done(row, batch, self.times.ended_trainer)
+        self._weight_bytes = 0
+        self.batch = Batch(self.config, self.step + 1)
+        self.telemetry.watch(self.batch, self.pool)
+        self.publish_due = self.publish_due or publishes
+        last = self.step == self.config.steps
+        evaluated = publishes and self.evaluator.due(self.step)
+        self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
+
+    def _audit(self, batch: Batch) -> StepAudit:
+        """What became of the lengths in this step."""
+        for group in batch.groups.values():
+            counted = {m.sample.sample_id for m in batch.counted(group)}
+            lengths = {m.sample.sample_id: m.sample.output_length for m in group.members()}
+            masked = [length for sample_id, length in lengths.items() if sample_id not in counted]
+            self.audit.trained(batch.step, group.group_id, [lengths[sample_id] for sample_id in sorted(counted)])
+            self.audit.dropped(batch.step, group.group_id, masked, "truncated")
+        for group in batch.dropped:
+            lengths_of = [m.sample.output_length for m in group.members()]
+            self.audit.dropped(batch.step, group.group_id, lengths_of, "all rewards equal")
+        return self.audit.end_step(batch.step)
+
+    async def _spread(self, made: dict[str, Any]) -> None:
+        """A version is made: the services bring it to their instances, while everything else goes on."""
+        self.coming, self._ready = made["number"], {}
+        self._weight_bytes += made["bytes"] * len(self.services)
+        if not made["content_hash"]:  # NCCL: the trainer itself has brought it there
+            self._serves(made["number"])
+            return
+        slowest = self.limits.weights_s
+        if self.config.schedule.on_update == "wait":
+            slowest += self.limits.generation_s
+        self.waits.begin("weights", f"weights {self.coming} to reach {', '.join(self.services)}", slowest)
+        await self._to_services("weights", {key: made[key] for key in ("number", "content_hash")})
+
+    def _weights_ready(self, peer: str, answer: dict[str, Any]) -> None:
+        """A site's instances serve the coming version."""
+        self._ready[peer] = answer
+        self.telemetry.weights_applied(answer["number"], answer["applied"])
+        for instance, span in answer["applied"].items():
+            self.times.loading.append((instance, *span))
+        if self._ready.keys() == set(self.services):
+            self._serves(answer["number"])
+
+    def _serves(self, number: int) -> None:
+        """Every instance serves a version."""
+        self.waits.end("weights")
+        self.version, self.coming = number, None
+        self._asleep = set()
+        self.times.weights_served(time.time())
+
+    def _ratio_too_large(self) -> bool:
+        """Whether the step's policy is too far from the one that generated (`algorithm.max_importance_ratio`)."""
+        bound = self.config.algorithm.max_importance_ratio
+        tokens = sum(stats["tokens"] for stats in self.batch.stats)
+        if bound is None or not tokens:
+            return False
+        ratio = sum(stats["ratio_sum"] for stats in self.batch.stats) / tokens
+        if ratio > bound:
+            log.warning("step %d is skipped: mean importance ratio %.3f, at most %.3f", self.step + 1, ratio, bound)
+        return bool(ratio > bound)
+
+    def _fleet(self) -> list[SimulatedInstance]:
+        """All instances, as their services have told."""
+        return [i for service in self.services for i in fleet_from_wire(self.hub.peers[service].meta["fleet"])]
+
+    def _busy_since(self) -> dict[str, float]:
+        """Since when each busy instance has had something to do, as the last heartbeats told (unix seconds)."""
+        states = [self.hub.peers[service].state.get("instances", {}) for service in self.services]
+        return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}
+
+    # -- messages
+
+    def _register_waits(self) -> None:
+        """Samples and rewards are waited for as long as some are missing; each one that comes renews the wait."""
+        pool = self.pool
+        for name, missing, limit_s in (
+            ("samples", pool.running + self.evaluator.unfinished, self.limits.generation_s),
+            ("rewards", len(pool.received), self.limits.reward_s * 10),
+        ):
+            if not missing:
+                self.waits.end(name)
+            elif name not in self.waits.begun:
+                self.waits.begin(name, f"{missing} {name} of {len(pool.groups)} groups", limit_s)
+
     async def _samples(self, deliveries: list[Delivery]) -> None:
         """Finished samples: commit, acknowledge, ask for their rewards."""
-        samples = [(sample_from_wire(d.body, d.arrays), pack_content(d.body, d.arrays)) for d in deliveries]
-        new = self.ledger.finish(samples) if samples else set()
+        samples = [sample_from_wire(d.body, d.arrays) for d in deliveries]
+        contents = [
+            (sample, pack_content(d.body, d.arrays))
+            for d, sample in zip(deliveries, samples, strict=True)
+            if not self.evaluator.awaits(sample.sample_id)
+        ]
+        new = self.ledger.finish(contents) if contents else set()
         now = time.time()
-        for delivery, (sample, _) in zip(deliveries, samples, strict=True):
+        for delivery, sample in zip(deliveries, samples, strict=True):
             delivery.ack()
-            if sample.sample_id not in new:
+            if self.evaluator.awaits(sample.sample_id):
+                group = self.evaluator.received(sample)
+            elif sample.sample_id in new:
+                group = self._received(sample, now)
+            else:
                 log.warning("ignoring sample %s: not waited for", sample.sample_id)
                 continue
-            batch = self.batches[sample.step]
-            batch.finish(sample, now)
-            group = batch.groups[sample.group_id]
-            rewarder = self.rewarders[hash(sample.group_id) % len(self.rewarders)]
-            body = {
-                "sample_id": sample.sample_id,
-                "step": sample.step,
-                "task": group.task,
-                "completion": sample.text,
-            }
-            await self.hub.send(rewarder, "score", body | {"reward_input": group.reward_input})
+            self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
+            await self._ask_reward(group, sample.sample_id, sample.text)
+        if samples:
+            self.waits.end("samples")
+
+    def _received(self, sample: Sample, now: float) -> Group:
+        """A sample to be trained has come."""
+        group = self.pool.finish(sample, now)
+        self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
+        if self.rounds is not None:
+            self.rounds.finished(group.group_id)
+        return group
+
+    async def _ask_reward(self, group: Group, sample_id: str, text: str) -> None:
+        rewarder = self.rewarders[hash(group.group_id) % len(self.rewarders)]
+        body = {"sample_id": sample_id, "task": group.task, "completion": text}
+        await self.hub.send(rewarder, "score", body | {"reward_input": group.reward_input})
 
     def _rewards(self, deliveries: list[Delivery]) -> None:
-        """Rewards: complete groups get their advantages and join the trainer's queue."""
+        """Rewards: groups with all of them are complete, and wait to be taken into a step."""
         scored = []
         for delivery in deliveries:
-            body = delivery.body
-            batch = next((b for b in self.batches.values() if body["sample_id"] in b.received), None)
-            if batch is None:
-                log.warning("ignoring reward of %s: not waited for", body["sample_id"])
-                continue
-            normalize = self.config.algorithm.normalize_by_std
-            scored.append(batch.score(body["sample_id"], float(body["reward"]), body["error"], normalize))
+            sample_id, reward = delivery.body["sample_id"], float(delivery.body["reward"])
+            if self.evaluator.awaits(sample_id):
+                self._evaluated(sample_id, reward, delivery.body["error"])
+            elif sample_id in self.pool.received:
+                one, group = self.pool.score(sample_id, reward, delivery.body["error"])
+                scored.append(one)
+                if group.complete:
+                    self._complete(group)
+            else:
+                log.warning("ignoring reward of %s: not waited for", sample_id)
         if scored:
             self.ledger.score(scored)
-        for batch in self.batches.values():
-            if batch.complete == len(batch.groups) and batch.step not in self._learning:
-                work = self.lengths.learn(list(batch.groups.values()), self._fleet())
-                self._learning[batch.step] = asyncio.ensure_future(work)
+            self.waits.end("rewards")
         for delivery in deliveries:
             delivery.ack()
+
+    def _complete(self, group: Group) -> None:
+        """A group has all its rewards: it waits to be taken into a step, unless another one is to replace it."""
+        if self.batch.may_replace(group):
+            self.batch.dropped.append(self.pool.drop(group.group_id))
+            if self.rounds is not None:
+                self.rounds.planner.dropped(group.group_id)
+        elif self.rounds is not None:
+            self.rounds.planner.completed(group.group_id)
+
+    def _evaluated(self, sample_id: str, reward: float, error: str | None) -> None:
+        """A sample of an evaluation has its reward; with the last one the best checkpoint may be another."""
+        best = self.evaluator.scored(sample_id, reward, error, time.time())
+        if best is not None:
+            self.checkpoints.mark_best(best.step, best.score)
 
     async def _handle(self, delivery: Delivery) -> None:
         """Everything but samples and rewards."""
-        body = delivery.body
         match delivery.kind:
-            case "train_done":
-                self._spans.append(("train", body["started"], body["finished"]))
-                self.batches[self.step + 1].micro_batch_done(body["stats"])
-            case "step_done" | "publish_done" | "checkpoint_done" | "weights_ready":
-                if delivery.kind != "weights_ready":
-                    self._spans.append((delivery.kind.removesuffix("_done"), body["started"], body["finished"]))
-                self._answers.setdefault(delivery.kind, {})[delivery.peer] = body
+            case "train_done" | "step_done" | "publish_done" | "checkpoint_done":
+                if (answers := self.trainers.answered(delivery)) is not None:
+                    await self._trainer_done(delivery.kind.removesuffix(DONE), answers)
+            case "parked":
+                if self.rounds is not None:
+                    sample_id = str(delivery.body["sample_id"])
+                    self.rounds.parked(sample_id, group_of(sample_id))
+            case "weights_ready":
+                self._weights_ready(delivery.peer, delivery.body)
+            case "asleep":
+                self._asleep.add(delivery.peer)
+                if self._asleep == set(self.services):
+                    self.waits.end("sleep")
             case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back
-                for service in self.services:
-                    await self.hub.send(service, "weight_call", body)
+                await self._to_services("weight_call", delivery.body)
             case "weight_answer":
-                await self.hub.send(self.trainers[0], "weight_answer", body)
+                await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
             case "bye":
                 raise RunFailed(f"{delivery.peer} left the run")
             case other:

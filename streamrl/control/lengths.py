@@ -75,7 +75,7 @@ class Lengths:
             [group.prompt for group in groups],
             [group.task for group in groups],
             [group.group_id for group in groups],
-            [[sample_id for sample_id, _ in samples_of(group, self.run.seed)] for group in groups],
+            [[sample_id for sample_id, *_ in samples_of(group, self.run.seed)] for group in groups],
             groups[0].step,
         )
         if prediction is None:

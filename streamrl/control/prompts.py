@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,63 +12,80 @@ import numpy as np
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed
 from streamrl.rollouts.types import Group
-from streamrl.tasks.source import PromptSource
+from streamrl.tasks.source import Prompt, PromptSource
 
 MAX_SKIPPED_IN_A_ROW = 1000
 
 
 class GroupSource:
-    """Makes the groups of each step. Prompts that do not fit the context are skipped, and counted."""
+    """Makes groups, one after the other. Prompts that do not fit the context are skipped, and counted."""
 
     def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any) -> None:
         self.run, self.source, self.tokenizer = run, source, tokenizer
         self.too_long = 0
         """Prompts skipped since the start."""
         self._next_index = 0
+        self._again: deque[int] = deque()
+        """Prompts that were issued before a resume and that no step has trained."""
         self._longest = run.model.max_context - run.sampling.max_tokens
 
-    def state(self) -> dict[str, int]:
-        """Position, for a checkpoint."""
-        return {"next_index": self._next_index, "too_long": self.too_long}
+    def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
+        """Position, for a checkpoint.
 
-    def restore(self, state: dict[str, int]) -> None:
+        Args:
+            open_groups: issued, and not trained by the checkpoint's step; they are made again after a resume.
+        """
+        again = [group.prompt_index for group in open_groups] + list(self._again)
+        return {"next_index": self._next_index, "too_long": self.too_long, "again": again}
+
+    def restore(self, state: dict[str, Any]) -> None:
         """Continues from a checkpoint's position."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
+        self._again = deque(state.get("again", ()))
 
-    def batch(self, step: int) -> list[Group]:
-        """The groups of an optimizer step (0-based), in order.
+    def group(self, step: int) -> Group:
+        """The next group, issued for an optimizer step (1-based).
 
         Raises:
             RunFailed: no prompt fits the context.
         """
-        return [self._group(step) for _ in range(self.run.batch.prompts_per_step)]
-
-    def _group(self, step: int) -> Group:
+        if self._again:
+            index = self._again.popleft()
+            prompt = self.source.prompt(index)
+            return self.make(f"{index:08d}", index, prompt, self.tokens(prompt.text), step)
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             index, self._next_index = self._next_index, self._next_index + 1
             prompt = self.source.prompt(index)
-            tokens = self._tokens(prompt.text)
-            if len(tokens) > self._longest:
-                self.too_long += 1
-                continue
-            return Group(
-                group_id=f"{index:08d}",
-                step=step,
-                prompt_index=index,
-                prompt_id=prompt.prompt_id,
-                task=prompt.task,
-                epoch=prompt.epoch,
-                prompt=prompt.text,
-                prompt_tokens=tokens,
-                size=self.run.batch.samples_per_prompt,
-                reward_input=prompt.reward_input,
-            )
+            tokens = self.tokens(prompt.text)
+            if len(tokens) <= self._longest:
+                return self.make(f"{index:08d}", index, prompt, tokens, step)
+            self.too_long += 1
         raise RunFailed(
             f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self._longest} tokens "
             f"(model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens})"
         )
 
-    def _tokens(self, text: str) -> np.ndarray:
+    def make(self, group_id: str, index: int, prompt: Prompt, tokens: np.ndarray, step: int) -> Group:
+        """A group of a prompt."""
+        return Group(
+            group_id=group_id,
+            step=step,
+            prompt_index=index,
+            prompt_id=prompt.prompt_id,
+            task=prompt.task,
+            epoch=prompt.epoch,
+            prompt=prompt.text,
+            prompt_tokens=tokens,
+            size=self.run.batch.samples_per_prompt,
+            reward_input=prompt.reward_input,
+        )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt."""
+        return self._longest
+
+    def tokens(self, text: str) -> np.ndarray:
         if self.tokenizer.chat_template is None:
             ids = self.tokenizer.encode(text)
         else:
@@ -77,10 +96,19 @@ class GroupSource:
         return np.asarray(ids, dtype=np.int32)
 
 
-def samples_of(group: Group, seed: int) -> list[tuple[str, int]]:
-    """(sample id, seed) of each completion of a group; both depend only on the run's seed and the prompt's index."""
-    samples = []
+SampleDraw = tuple[str, int, float | None]
+"""(sample id, seed, temperature: None is the run's, 0 greedy) of one completion."""
+
+
+def group_of(sample_id: str) -> str:
+    """The group that a sample of `samples_of` belongs to."""
+    return sample_id.rpartition(".")[0]
+
+
+def samples_of(group: Group, seed: int) -> list[SampleDraw]:
+    """Each completion of a group; id and seed depend only on the run's seed and the prompt's index."""
+    samples: list[SampleDraw] = []
     for number in range(group.size):
         digest = hashlib.sha256(f"{seed}/{group.group_id}/{number}".encode()).digest()
-        samples.append((f"{group.group_id}.{number:03d}", int.from_bytes(digest[:4], "little") >> 1))
+        samples.append((f"{group.group_id}.{number:03d}", int.from_bytes(digest[:4], "little") >> 1, None))
     return samples

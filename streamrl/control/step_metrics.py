@@ -3,83 +3,52 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
+from streamrl.control.times import Interval
 from streamrl.observe.metrics import MetricsRow
-
-Span = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """When things happened in a step (unix seconds)."""
-
-    started: float
-    """End of the previous step."""
-    ended: float
-    """All instances serve the new weights."""
-    optimizer_ended: float
-    """The optimizer step was done; from here on generation waits for weights."""
-    trainer_spans: list[Span]
-    """When the trainer computed: micro-batches, optimizer step, making weights."""
-
-
-def covered(spans: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of [start, end] in at least one span."""
-    total, reached = 0.0, start
-    for left, right in sorted(spans):
-        left, right = max(left, reached), min(right, end)
-        if right > left:
-            total += right - left
-            reached = right
-    return total
+from streamrl.rollouts.advantage import effective_sample_size
+from streamrl.rollouts.length_audit import StepAudit
 
 
 def step_metrics(
     batch: Batch,
-    times: StepTimes,
-    instances: list[str],
+    times: Interval,
     result: dict[str, Any],
     weight_bytes: int,
     prompts_too_long: int,
-    has_reference: bool,
     memory_gb: float | None,
     predictions: StepLengths,
+    audit: StepAudit,
+    put_off: int = 0,
 ) -> MetricsRow:
     """The row of a finished step.
 
     Args:
         batch: the step's batch, complete and trained.
         times: when things happened.
-        instances: names of all instances (idle ones count as bubbles).
-        result: the optimizer step's `grad_norm` and `learning_rate`.
-        weight_bytes: bytes sent over links for the new version.
+        result: the optimizer step's `grad_norm`, `learning_rate` and `skipped`.
+        weight_bytes: bytes of new weights sent over links during the step.
         prompts_too_long: prompts skipped since the start.
-        has_reference: there is a KL term.
         memory_gb: memory of all processes now, GiB.
         predictions: how the step's output lengths compare with what was predicted.
+        audit: what became of the lengths that were issued.
+        put_off: samples that were put off to a later round.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
     lengths = np.array([s.output_length for s in samples])
     rewards = np.array([m.reward for m in scored])
-    duration = times.ended - times.started
-    busy: dict[str, list[Span]] = {name: [] for name in instances}
-    for s in samples:
-        busy.setdefault(s.instance, []).append((s.t_dispatched, s.t_finished))
-    by_instance = [covered(spans, times.started, times.ended) for spans in busy.values()]
-    training = covered(times.trainer_spans, times.started, times.ended)
     stats: dict[str, float] = defaultdict(float)
     for micro in batch.stats:
         for key, value in micro.items():
-            stats[key] = max(stats[key], value) if key == "ratio_max" else stats[key] + value
+            stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
     tokens = stats["tokens"]
+    has_critic = batch.run.algorithm.advantage == "gae"
     staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
 
     def per_token(key: str, count: float) -> float | None:
@@ -92,16 +61,16 @@ def step_metrics(
     return MetricsRow(
         step=batch.step,
         time=times.ended,
-        step_time_s=duration,
-        generate_time_s=covered([span for spans in busy.values() for span in spans], times.started, times.ended),
-        train_time_s=training,
-        bubble_fraction_generation=1.0 - float(np.mean(by_instance)) / duration,
-        bubble_fraction_training=1.0 - training / duration,
-        samples_per_s=len(samples) / duration,
-        tokens_per_s=float(lengths.sum()) / duration,
+        step_time_s=times.seconds,
+        generate_time_s=times.generate_s,
+        train_time_s=times.train_s,
+        bubble_fraction_generation=times.generation_bubble,
+        bubble_fraction_training=times.training_bubble,
+        samples_per_s=len(samples) / times.seconds,
+        tokens_per_s=float(lengths.sum()) / times.seconds,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
-        loss=stats["loss_sum"] / batch.loss_tokens,
+        loss=stats["loss_sum"] / batch.normalizer,
         grad_norm=result["grad_norm"],
         entropy=per_token("entropy_sum", stats["entropy_tokens"]),
         output_length_mean=float(lengths.mean()),
@@ -114,7 +83,7 @@ def step_metrics(
         importance_ratio_max=stats["ratio_max"] if tokens else None,
         weight_version=batch.step,
         weight_bytes_sent=weight_bytes,
-        weight_sync_exposed_s=times.ended - times.optimizer_ended,
+        weight_sync_exposed_s=times.exposed_sync_s,
         groups_total=len(batch.groups),
         groups_no_gradient=batch.no_gradient,
         samples_total=len(samples),
@@ -123,14 +92,38 @@ def step_metrics(
         truncated_fraction=float(np.mean([s.finish_reason == "length" for s in samples])),
         learning_rate=result["learning_rate"],
         clip_fraction=per_token("clipped", tokens),
-        kl_mean=per_token("kl_sum", tokens) if has_reference else None,
+        kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
         tokens_trained=int(tokens),
         reward_by_task=by_task(rewards),
         output_length_by_task=by_task(lengths),
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
+        importance_ratio_mean=per_token("ratio_sum", tokens),
+        ess_token=effective_sample_size(stats["weight_sum"], stats["weight_sq_sum"], int(tokens)) if tokens else None,
+        ess_sequence=effective_sample_size(stats["seq_weight_sum"], stats["seq_weight_sq_sum"], int(stats["sequences"]))
+        if tokens
+        else None,
+        masked_fraction=per_token("masked", tokens),
+        truncated_weight_fraction=per_token("truncated", tokens),
+        value_loss=stats["value_loss_sum"] / batch.normalizer if has_critic else None,
+        explained_variance=_explained_variance(stats) if has_critic else None,
+        step_skipped=bool(result["skipped"]),
+        groups_dropped=len(batch.dropped),
+        samples_parked=put_off,
+        weight_publications=len(times.syncs),
+        length_audit=audit,
+        length_bias_warning=audit.warning,
         dispatch_by_prediction=any(group.forecast is not None for group in batch.groups.values()),
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _explained_variance(stats: dict[str, float]) -> float | None:
+    """1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
+    tokens = stats["tokens"]
+    if not tokens:
+        return None
+    variance = stats["return_sq_sum"] / tokens - (stats["return_sum"] / tokens) ** 2
+    return 1.0 - stats["value_sq_error_sum"] / tokens / variance if variance > 0 else None

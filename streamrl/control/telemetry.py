@@ -12,6 +12,7 @@ import psutil
 
 from streamrl.control.batch import Batch
 from streamrl.control.lengths import Lengths
+from streamrl.control.pool import GroupPool
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
 from streamrl.observe.metrics import MetricsRow, MetricsWriter
@@ -32,6 +33,7 @@ class Telemetry:
         self.error: str | None = None
         self.step = 0
         self.batch: Batch | None = None
+        self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
         """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
         self.detail = "waiting for processes"
@@ -57,7 +59,6 @@ class Telemetry:
         run = self.context.run
         left = run.steps - self.step
         eta = left * sum(self._step_times) / len(self._step_times) if self._step_times else None
-        batch = self.batch
         write_status(
             self.context.run_dir,
             {
@@ -72,24 +73,47 @@ class Telemetry:
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
                 "roles": self._roles(),
-                "progress": {
-                    "groups_total": len(batch.groups),
-                    "groups_complete": batch.complete,
-                    "samples_total": batch.total_samples,
-                    "samples_finished": batch.finished,
-                    "samples_trained": batch.samples_trained,
-                    "tokens_generated": sum(batch.lengths),
-                    "lengths": batch.lengths,
-                    "predicted_lengths": batch.predicted_lengths,
-                }
-                if batch
-                else {},
+                "progress": self._progress(),
                 "ranker": self.lengths.state(),
                 "latest": self._latest.model_dump() if self._latest else None,
                 "waits": self._waits(),
                 "error": self.error,
             },
         )
+
+    def watch(self, batch: Batch, pool: GroupPool) -> None:
+        """Shows the progress of this step from now on."""
+        self.batch, self.pool = batch, pool
+        self.detail = f"step {batch.step}"
+
+    def _progress(self) -> dict[str, Any]:
+        """The groups that the step has taken, and of those that wait to be, the first ones."""
+        batch, pool = self.batch, self.pool
+        if batch is None or pool is None:
+            return {}
+        taken = list(batch.groups.values())
+        wanted = max(0, pool.batch - len(taken))
+        coming = sorted(pool.groups.values(), key=lambda group: not group.complete)[:wanted]
+        groups = [*taken, *coming]
+        finished = [m.sample for group in groups for m in group.scored.values()]
+        ids = {group.group_id for group in coming}
+        finished += [sample for sample, _ in pool.received.values() if sample.group_id in ids]
+        lengths = [sample.output_length for sample in finished]
+        return {
+            "groups_total": pool.batch,
+            "groups_complete": len(taken) + sum(group.complete for group in coming),
+            "samples_total": sum(group.size for group in groups) or pool.batch,
+            "samples_finished": len(finished),
+            "samples_trained": batch.samples_trained,
+            "tokens_generated": sum(lengths),
+            "lengths": lengths,
+            "predicted_lengths": [
+                round(group.predicted_length)
+                for group in groups
+                if group.predicted_length is not None
+                for _ in range(group.size)
+            ],
+        }
 
     def step_done(self, row: MetricsRow, batch: Batch, trainer_spans: list[tuple[str, float, float]]) -> None:
         """Records a finished step."""

@@ -1,9 +1,15 @@
 """A site's requests from arrival to finished sample: asks the dispatch policy where, and tells the instances.
 
-    generate -> instance            a request, with what another instance has produced of it
-    release  -> instance            take it off; the answer is `released` with its tokens, and it goes on elsewhere
+    generate -> instance            a request, with what has been produced of it
+    release  -> instance            take it off; the answer is `released` with its tokens
 
-The policy decides; here is only who has what. A request that ends while it is being moved has simply ended.
+A request is taken off for one of these reasons, and what follows differs:
+
+    moved       the policy wants it elsewhere: it goes on there
+    parked      its round is over, or it has used its budget of tokens: it waits here, with its tokens, for `resume`
+    requeued    its instance loads new weights: the policy places it anew
+
+The policy decides; here is only who has what. A request that ends while it is taken off has simply ended.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from scheduler.cost import StepCurve
 from scheduler.forecast import Forecast
 from scheduler.policy import DispatchPolicy, Progress, Request
 from streamrl.generation.messages import request_to_wire
@@ -28,19 +35,51 @@ class Dispatcher:
     def __init__(self, policy: DispatchPolicy, send: Send, produced: Progress) -> None:
         """
         Args:
-            policy: its instances have joined.
+            policy: places requests.
             send: brings a message to an instance.
             produced: tokens that a running request has produced, as far as its instance has told.
         """
         self.policy = policy
         self.requests: dict[str, SampleRequest] = {}
-        """Requests without a finished sample, by sample id."""
+        """Requests without a finished sample, parked ones included, by sample id."""
+        self.parked: set[str] = set()
+        """Requests that wait for `resume`; some may still be on their way back from their instance."""
         self.moves = 0
         """Running requests that went to another instance, since the start."""
         self._send = send
         self._told = produced
+        self._forecasts: dict[str, Forecast | None] = {}
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
+        self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
+
+    async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
+        """An instance is ready for work, or ready again after `hold`."""
+        self._joined[instance] = (slots, curve, pool)
+        self.policy.join(instance, slots, curve, pool)
+        await self._dispatch()
+
+    async def hold(self, instance: str, requeue: bool) -> None:
+        """An instance gets no more requests until `unhold`.
+
+        Args:
+            instance: which.
+            requeue: what it has running is taken off and placed anew; else it stays there and may end.
+        """
+        waiting = []
+        for sample_id in self.policy.leave(instance):
+            if sample_id in self._moving:  # on its way here: placed anew once it has come back from where it was
+                del self._moving[sample_id]
+            elif sample_id not in self._at:  # a policy may have planned it for this instance
+                waiting.append(sample_id)
+            elif requeue:
+                await self._send(instance, "release", {"sample_id": sample_id}, {})
+        await self._place(waiting)
+
+    async def unhold(self, instance: str) -> None:
+        """An instance that was held is ready again."""
+        self.policy.join(instance, *self._joined[instance])
+        await self._dispatch()
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Takes groups that are to be placed together, each with its requests and its forecast."""
@@ -48,43 +87,94 @@ class Dispatcher:
         for requests, forecast in groups:
             for request in requests:
                 self.requests[request.sample_id] = request
-                new.append(Request(request.sample_id, request.group_id, forecast, len(request.prompt_tokens)))
-        self.policy.submit(new)
+                self._forecasts[request.sample_id] = forecast
+                new.append(request.sample_id)
+        await self._place(new)
+
+    async def park(self, sample_ids: Iterable[str]) -> None:
+        """Takes requests off, whether they run or wait; those that have ended are left alone."""
+        wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests} - self.parked
+        self.parked |= wanted
+        self.policy.withdraw(wanted)
+        for sample_id in sorted(wanted & self._at.keys()):
+            self._moving.pop(sample_id, None)
+            await self._send(self._at[sample_id], "release", {"sample_id": sample_id}, {})
         await self._dispatch()
+
+    async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
+        """Parked requests go on, from the tokens that they have.
+
+        Args:
+            sample_ids: those that have ended meanwhile are left alone.
+            budget: new tokens after which they are parked again.
+        """
+        wanted = [sample_id for sample_id in sample_ids if sample_id in self.parked]
+        for sample_id in wanted:
+            request = self.requests[sample_id]
+            has = len(request.kept.completion_tokens) if request.kept else 0
+            self.requests[sample_id] = replace(request, pause_at=None if budget is None else has + budget)
+            self.parked.discard(sample_id)
+        # what is still on its way back is placed when it has come
+        await self._place([sample_id for sample_id in wanted if sample_id not in self._at])
 
     async def finished(self, sample_id: str, length: int) -> None:
         """A sample has come."""
         self.requests.pop(sample_id, None)
+        self._forecasts.pop(sample_id, None)
+        self.parked.discard(sample_id)
         self._moving.pop(sample_id, None)
         self._at.pop(sample_id, None)
         self.policy.finished(sample_id, length)
         await self._dispatch()
 
-    async def released(self, partial: PartialSample) -> None:
-        """An instance has taken a request off; it goes on where the policy wanted it."""
-        target = self._moving.pop(partial.sample_id, None)
-        if target is None:
-            return
-        instance, route = target
-        request = replace(self.requests[partial.sample_id], kept=partial)
-        self.requests[partial.sample_id] = request
-        self.moves += 1
-        await self._start(request, instance, route)
+    async def released(self, partial: PartialSample) -> bool:
+        """An instance has taken a request off, with what it has produced.
+
+        Returns:
+            Whether it is parked because it has used its budget: whoever gave the budget may want to know.
+        """
+        sample_id = partial.sample_id
+        request = self.requests.get(sample_id)
+        if request is None:
+            return False
+        self._at.pop(sample_id, None)
+        self.requests[sample_id] = replace(request, kept=partial)
+        if sample_id in self.parked:
+            return False
+        if request.pause_at is not None and len(partial.completion_tokens) >= request.pause_at:
+            self._moving.pop(sample_id, None)
+            self.parked.add(sample_id)
+            self.policy.withdraw({sample_id})
+            await self._dispatch()
+            return True
+        if (target := self._moving.pop(sample_id, None)) is not None:
+            self.moves += 1
+            await self._start(sample_id, *target)
+        else:
+            await self._place([sample_id])
+        return False
+
+    async def _place(self, sample_ids: Iterable[str]) -> None:
+        requests = [self.requests[sample_id] for sample_id in sample_ids]
+        self.policy.submit(
+            [Request(r.sample_id, r.group_id, self._forecasts[r.sample_id], len(r.prompt_tokens)) for r in requests]
+        )
+        await self._dispatch()
 
     async def _dispatch(self) -> None:
         for decision in self.policy.decide(self._produced):
             sample_id = decision.request_id
             if not decision.moved:
-                await self._start(self.requests[sample_id], decision.instance, decision.route)
+                await self._start(sample_id, decision.instance, decision.route)
                 continue
             under_way = sample_id in self._moving
             self._moving[sample_id] = (decision.instance, decision.route)
             if not under_way:
                 await self._send(self._at[sample_id], "release", {"sample_id": sample_id}, {})
 
-    async def _start(self, request: SampleRequest, instance: str, route: str) -> None:
-        self._at[request.sample_id] = instance
-        body, arrays = request_to_wire(request)
+    async def _start(self, sample_id: str, instance: str, route: str) -> None:
+        self._at[sample_id] = instance
+        body, arrays = request_to_wire(self.requests[sample_id])
         await self._send(instance, "generate", body | {"route": route}, arrays)
 
     def _produced(self, sample_id: str) -> float:

@@ -8,12 +8,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import OnUpdate
 from streamrl.launch.models import resolve_model
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.vllm_plugin import BACKEND
@@ -42,12 +43,16 @@ class Engine:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.pool, self.run, self.instance, self.site = pool, run, instance, site
+        self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
         self.running = 0
         self.tokens = 0
         """Tokens generated since the start, of requests that have ended here."""
+        self.busy_since: float | None = None
+        """Unix seconds at which the first of the requests that run now began; None: nothing runs."""
+        self.version = UNNAMED_VERSION
+        """Weights that new requests meet: while an update is under way, already the coming ones."""
         self._kept: dict[str, int] = {}
-        """Tokens that running requests had when they came from another instance."""
+        """Tokens that running requests had when they came here."""
         model = resolve_model(run.model.path)
         self.backend = weight_backend(run, cuda)
         hardware: dict[str, Any] = (
@@ -72,6 +77,7 @@ class Engine:
             max_num_seqs=pool.max_batch,
             tensor_parallel_size=pool.gpus_per_replica,
             enable_prefix_caching=True,
+            enable_sleep_mode=cuda and run.schedule.name == "colocated",
             # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=self.backend),
@@ -89,6 +95,7 @@ class Engine:
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         await self._llm.update_weight_version(str(version))
+        self.version = version
 
     @property
     def vocabulary(self) -> int:
@@ -100,29 +107,31 @@ class Engine:
         vocabulary = min(100, self.vocabulary)
         for batch in {1, min(4, self.pool.max_batch), self.pool.max_batch}:
             requests = [
-                SampleRequest(
-                    f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0, 0.0
-                )
+                SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0.0)
                 for i in range(batch)
             ]
             await asyncio.gather(*(self._generate(request, max_tokens=3) for request in requests))
         await self._llm.reset_prefix_cache()
 
     async def generate(self, request: SampleRequest, route: str) -> Sample | PartialSample:
-        """Draws one completion, or the rest of one that another instance began.
+        """Draws one completion, or the rest of one that was begun before.
 
         Returns:
-            The finished sample; what there is of it if it was taken off by `release`.
+            The finished sample; what there is of it if it was taken off by `release`, or has reached `pause_at`.
 
         Raises:
             RuntimeError: vLLM failed (its own message follows).
         """
         t_dispatched, started = time.time(), time.monotonic()
+        longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         self.running += 1
+        self.busy_since = self.busy_since or t_dispatched
         try:
-            output = await self._generate(request, self.run.sampling.max_tokens)
+            output = await self._generate(request, min(longest, request.pause_at or longest))
         finally:
             self.running -= 1
+            if self.running == 0:
+                self.busy_since = None
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
@@ -139,12 +148,12 @@ class Engine:
         )
         if request.kept is not None:
             partial = join(request.kept, partial)
-        if completion.finish_reason == "abort":
+        out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
+        if completion.finish_reason == "abort" or out_of_budget:
             return partial
         return Sample(
             **partial.__dict__,
             group_id=request.group_id,
-            step=request.step,
             finish_reason="length" if completion.finish_reason == "length" else "stop",
             site=self.site,
             instance=self.instance,
@@ -185,12 +194,13 @@ class Engine:
             kept = len(request.kept.completion_tokens)
             prompt = np.concatenate([prompt, request.kept.completion_tokens])
             seed = _seed_after(seed, kept)
+        greedy = request.temperature == 0
         params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(max_tokens, self.run.model.max_context - len(request.prompt_tokens)) - kept,
-            seed=seed,
+            temperature=sampling.temperature if request.temperature is None else request.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else sampling.top_k,
+            max_tokens=max_tokens - kept,
+            seed=None if greedy else seed,
             stop=None if to_the_end else sampling.stop or None,
             stop_token_ids=[] if to_the_end else self._stop_ids,
             ignore_eos=to_the_end,
@@ -202,7 +212,8 @@ class Engine:
         if kept:
             self._kept[request.sample_id] = kept
         try:
-            tokens = TokensPrompt(prompt_token_ids=prompt.tolist())
+            # salted with the version: a prefix that older weights have computed is never found by a newer request
+            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {self.version}")
             async for output in self._llm.generate(tokens, params, request.sample_id):
                 last = output
         finally:
@@ -211,9 +222,32 @@ class Engine:
             raise RuntimeError(f"vLLM ended {request.sample_id} without a result")
         return last
 
-    async def pause(self, keep_kv: bool) -> None:
-        """Freezes running requests (they keep their tokens) and, unless `keep_kv`, drops their KV cache."""
-        await self._llm.pause_generation(mode="keep", clear_cache=not keep_kv)
+    async def pause(self, on_update: OnUpdate, version: int) -> None:
+        """Stops computing, for weights of `version` to come in. Requests that arrive from now on wait for them.
+
+        Args:
+            on_update: what becomes of running requests. wait: they run to their end first; keep_kv: they are frozen as
+                they are; otherwise they are frozen and their KV cache is dropped, to be computed anew.
+            version: the coming weights'.
+        """
+        self.version = version
+        mode: Literal["wait", "keep"] = "wait" if on_update == "wait" else "keep"
+        await self._llm.pause_generation(mode=mode, clear_cache=on_update != "keep_kv")
+
+    async def sleep(self) -> None:
+        """Makes room for training on the same devices: on CUDA weights go to host memory and the KV cache is dropped.
+        Nothing may be running."""
+        if self.cuda:
+            await self._llm.sleep(level=1)
+        else:
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def wake_up(self) -> None:
+        """Takes the devices back."""
+        if self.cuda:
+            await self._llm.wake_up()
+        else:
+            await self._llm.resume_generation()
 
     async def start_weight_update(self) -> None:
         """Begins an update of paused weights."""

@@ -29,7 +29,7 @@ class Instance:
         self.pool = next(p for p in context.cluster.sites[site].generation if p.name == pool_name)
         self.waits = WaitRegistry(context.name)
         self.version = UNNAMED_VERSION
-        self.updating = False
+        self.updating = self.asleep = False
         self._rate = (time.monotonic(), 0)
 
     async def run(self) -> None:
@@ -82,6 +82,11 @@ class Instance:
             case "release":
                 delivery.ack()
                 await self.engine.release(str(delivery.body["sample_id"]))
+            case "sleep":
+                delivery.ack()
+                await self.engine.sleep()
+                self.asleep = True
+                await self.link.send("asleep", {})
             case "apply_weights":
                 delivery.ack()
                 await self._apply(int(delivery.body["number"]), str(delivery.body["content_hash"]))
@@ -94,8 +99,11 @@ class Instance:
 
     async def _apply(self, number: int, content_hash: str) -> None:
         """Loads a version from the site's store; generation pauses for exactly this long."""
+        if self.asleep:
+            await self.engine.wake_up()
+            self.asleep = False
+        await self._pause(number)
         started = time.time()
-        await self._pause()
         await self.engine.start_weight_update()
         await self.engine.update_weights({"number": number, "content_hash": content_hash})
         await self._finish(number)
@@ -107,7 +115,7 @@ class Instance:
             case "init_weight_transfer_engine":
                 await self.engine.set_up_weights(body["payload"], self.version)
             case "start_weight_update":
-                await self._pause()
+                await self._pause(int(body["payload"].get("version", self.version + 1)))
                 await self.engine.start_weight_update()
             case "update_weights":
                 await self.engine.update_weights(body["payload"])
@@ -117,9 +125,9 @@ class Instance:
                 raise ValueError(f"unknown weight call {other!r}")
         await self.link.send("weight_answer", {"call": body["call"]})
 
-    async def _pause(self) -> None:
+    async def _pause(self, number: int) -> None:
         self.updating = True
-        await self.engine.pause(self.context.run.weights.keep_kv)
+        await self.engine.pause(self.context.run.schedule.on_update, number)
 
     async def _finish(self, number: int) -> None:
         await self.engine.finish_weight_update(number)
@@ -130,9 +138,15 @@ class Instance:
         now, tokens = time.monotonic(), self.engine.tokens
         (then, before), self._rate = self._rate, (now, tokens)
         return {
-            "state": "updating" if self.updating else "generating" if self.engine.running else "idle",
+            "state": self._doing(),
             "running": self.engine.running,
             "tokens_per_s": (tokens - before) / max(now - then, 1e-3),
             "weight_version": self.version,
+            "busy_since": self.engine.busy_since,
             "produced": self.engine.produced(),
         }
+
+    def _doing(self) -> str:
+        if self.updating or self.asleep:
+            return "updating" if self.updating else "asleep"
+        return "generating" if self.engine.running else "idle"

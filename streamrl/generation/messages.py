@@ -20,19 +20,22 @@ _KEPT = "kept."
 
 
 def groups_to_wire(
-    groups: Sequence[Group], samples: Sequence[list[tuple[str, int]]], t_queued: float
+    groups: Sequence[Group],
+    samples: Sequence[Sequence[tuple[str, int, float | None]]],
+    t_queued: float,
+    budget: int | None = None,
 ) -> tuple[dict[str, Any], Arrays]:
-    """Groups of one step that are issued together, so that they can be dispatched as a whole.
+    """Groups that are issued together, so that they can be dispatched as a whole.
 
     Args:
-        groups: of one step.
-        samples: (sample id, seed) of each group's completions.
+        groups: any number.
+        samples: (sample id, seed, temperature or None for the run's) of each group's completions.
         t_queued: unix seconds.
+        budget: tokens after which a sample is parked; None: it runs to its end.
     """
     described = [
         {
             "group_id": group.group_id,
-            "step": group.step,
             "samples": some,
             "forecast": group.forecast and {"lengths": group.forecast.lengths, "tail": group.forecast.tail},
         }
@@ -43,7 +46,7 @@ def groups_to_wire(
         "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
     }
-    return {"t_queued": t_queued, "groups": described}, arrays
+    return {"t_queued": t_queued, "budget": budget, "groups": described}, arrays
 
 
 def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
@@ -57,8 +60,8 @@ def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[Sa
     found = []
     for group, prompt in zip(body["groups"], prompts, strict=True):
         requests = [
-            SampleRequest(sample_id, group["group_id"], prompt, seed, group["step"], body["t_queued"])
-            for sample_id, seed in group["samples"]
+            SampleRequest(sample_id, group["group_id"], prompt, seed, body["t_queued"], temperature, body["budget"])
+            for sample_id, seed, temperature in group["samples"]
         ]
         told = group["forecast"]
         found.append((requests, told and Forecast(tuple(told["lengths"]), tuple(told["tail"]))))

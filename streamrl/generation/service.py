@@ -1,8 +1,9 @@
 """The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
 
-controller <- sample -  service  <- sample, released -   instances
-           - generate ->         - generate, release ->
-           - weights  ->  relay  - apply_weights ->
+controller   - generate, park, resume ->   service   - generate, release ->   instances
+             <- sample, parked -                      <- sample, released -
+             - weights ->               (relay)       - apply_weights ->
+             - sleep ->                               - sleep ->
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partia
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub, Link
+from streamrl.transport.endpoint import Delivery, Hub, Link
 from streamrl.weights.relay import WeightRelay
 from streamrl.weights.store import WeightStore, store_directory
 
@@ -46,7 +47,8 @@ class GenerationService:
         self.relay = WeightRelay(
             self._link("relay"), WeightStore(store_directory(context.run_dir)), self.limits.weights_s
         )
-        self._applied: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
+        """Expected of an instance: (kind, instance)."""
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     def _link(self, role: str) -> Link:
@@ -68,7 +70,7 @@ class GenerationService:
         self.instances = tuple(sorted(expected))
         fleet = self._fleet(self.instances)
         for instance in fleet:
-            self.dispatcher.policy.join(instance.name, instance.slots, instance.curve, instance.pool)
+            await self.dispatcher.join(instance.name, instance.slots, instance.curve, instance.pool)
         self.controller.meta = {"fleet": fleet_to_wire(fleet)}
         self.controller.state = self._state
         await self.relay.link.connect(self.context.addresses.publisher, self.limits.startup_s)
@@ -88,6 +90,12 @@ class GenerationService:
             match delivery.kind:
                 case "generate":
                     await self.dispatcher.submit(groups_from_wire(delivery.body, delivery.arrays))
+                case "park":
+                    await self.dispatcher.park(delivery.body["sample_ids"])
+                case "resume":
+                    await self.dispatcher.resume(delivery.body["sample_ids"], delivery.body["budget"])
+                case "sleep":
+                    tasks.create_task(self._sleep())
                 case "weights":
                     tasks.create_task(self._update_weights(delivery.body))
                 case "weight_call":
@@ -132,12 +140,15 @@ class GenerationService:
                     length = len(delivery.arrays["completion_tokens"])
                     await self.dispatcher.finished(delivery.body["sample_id"], length)
                 case "released":
-                    await self.dispatcher.released(partial_from_wire(delivery.body, delivery.arrays))
+                    partial = partial_from_wire(delivery.body, delivery.arrays)
+                    if await self.dispatcher.released(partial):
+                        tokens = len(partial.completion_tokens)
+                        await self.controller.send("parked", {"sample_id": partial.sample_id, "tokens": tokens})
                     delivery.ack()
+                case "asleep":
+                    self._answered(delivery)
                 case "applied":
-                    delivery.ack()
-                    if (future := self._applied.get(delivery.peer)) is not None and not future.done():
-                        future.set_result(delivery.body)
+                    self._answered(delivery)
                 case "weight_answer":
                     delivery.ack()
                     if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
@@ -154,16 +165,12 @@ class GenerationService:
         started = time.time()
         manifest = await self.relay.fetch(number, content_hash)
         fetched = time.time()
-        instances = list(self.instances)
-        loop = asyncio.get_running_loop()
-        self._applied = {name: loop.create_future() for name in instances}
-        for name in instances:
-            await self.hub.send(name, "apply_weights", {"number": number, "content_hash": content_hash})
-        spans = {}
-        for name in instances:
-            async with self.waits.deadline(f"{name} to apply weight version {number}", self.limits.weights_s):
-                answer = await self._applied[name]
-            spans[name] = [answer["started"], answer["finished"]]
+        message = {"number": number, "content_hash": content_hash}
+        if self.context.run.schedule.rolling:
+            answers = [await self._update_instance(name, message) for name in self.instances]
+        else:
+            answers = await asyncio.gather(*(self._update_instance(name, message) for name in self.instances))
+        spans = {name: [a["started"], a["finished"]] for name, a in zip(self.instances, answers, strict=True)}
         self.relay.store.keep_only({number})
         report = {
             "number": number,
@@ -173,6 +180,36 @@ class GenerationService:
             "applied": spans,
         }
         await self.controller.send("weights_ready", report)
+
+    async def _update_instance(self, name: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`)."""
+        on_update = self.context.run.schedule.on_update
+        held = on_update in ("wait", "abort_and_requeue")
+        if held:
+            await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue")
+        limit_s = self.limits.weights_s + (self.limits.generation_s if on_update == "wait" else 0)
+        answer = await self._ask(name, "apply_weights", message, "applied", limit_s)
+        if held:
+            await self.dispatcher.unhold(name)
+        return answer
+
+    async def _sleep(self) -> None:
+        """All instances free their devices for training; new weights wake them up."""
+        limit_s = self.limits.weights_s
+        await asyncio.gather(*(self._ask(name, "sleep", {}, "asleep", limit_s) for name in self.instances))
+        await self.controller.send("asleep", {})
+
+    async def _ask(self, name: str, kind: str, body: dict[str, Any], answer: str, limit_s: float) -> dict[str, Any]:
+        """Sends an instance a command and waits for its answer."""
+        future = self._answers[answer, name] = asyncio.get_running_loop().create_future()
+        await self.hub.send(name, kind, body)
+        async with self.waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
+            return await future
+
+    def _answered(self, delivery: Delivery) -> None:
+        delivery.ack()
+        if (future := self._answers.pop((delivery.kind, delivery.peer), None)) is not None:
+            future.set_result(delivery.body)
 
     async def _weight_call(self, body: dict[str, Any]) -> None:
         """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
@@ -194,11 +231,13 @@ class GenerationService:
         await self.controller.send("weight_answer", {"call": call})
 
     def _state(self) -> dict[str, Any]:
-        requests, waiting = len(self.dispatcher.requests), self.dispatcher.policy.waiting
+        requests = len(self.dispatcher.requests) - len(self.dispatcher.parked)
+        waiting = self.dispatcher.policy.waiting
         return {
             "state": "dispatching" if requests else "idle",
             "waiting": waiting,
             "running": requests - waiting,
+            "parked": len(self.dispatcher.parked),
             "moves": self.dispatcher.moves,
             # per-request progress stays here
             "instances": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ Role = Literal["controller", "trainer", "service", "instance", "rewards"]
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 """OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
 cores, because whoever waits takes the core from whoever is waited for."""
+
+CORES = "STREAMRL_CORES"
+"""Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
 
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Some of reasoning-gym's questions depend on the order of sets of strings: the process that asks and the one that
@@ -44,19 +48,14 @@ class ProcessSpec:
 def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
     """Processes of a run in the order in which they are started.
 
-    CUDA devices are numbered in order: the trainer's ranks first, then every instance's.
+    CUDA devices are numbered in order: the trainer's ranks first, then every instance's; colocated ones share them.
     """
     cuda = cluster.hardware == "cuda"
     specs: list[ProcessSpec] = []
-    next_gpu = 0
+    gpus_taken = itertools.count()
 
     def take_gpus(count: int) -> tuple[int, ...]:
-        nonlocal next_gpu
-        if not cuda:
-            return ()
-        taken = tuple(range(next_gpu, next_gpu + count))
-        next_gpu += count
-        return taken
+        return tuple(itertools.islice(gpus_taken, count)) if cuda else ()
 
     def role_command(role: Role, *extra: str) -> list[str]:
         return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
@@ -80,6 +79,7 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
             ],
             env={"OMP_NUM_THREADS": str(trainer.threads)}
             | PASSIVE_WAITING
+            | _pinned(trainer.cores)
             | _visible(gpus := take_gpus(trainer.ranks), cuda),
             threads=trainer.threads,
             gpu=trainer.gpu,
@@ -87,6 +87,8 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
             price_per_hour=trainer.price_per_hour * trainer.ranks,
         )
     )
+    if run.schedule.name == "colocated":
+        gpus_taken = itertools.count()  # the trainer's devices, in turns
     for site_name, site in cluster.sites.items():
         if site.generation:
             specs.append(
@@ -109,7 +111,10 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                         site=site_name,
                         pool=pool.name,
                         command=role_command("instance", "--site", site_name, "--pool", pool.name, "--name", name),
-                        env={"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING | _visible(gpus, cuda),
+                        env={"OMP_NUM_THREADS": str(pool.threads)}
+                        | PASSIVE_WAITING
+                        | _pinned(pool.cores)
+                        | _visible(gpus, cuda),
                         threads=pool.threads,
                         gpu=pool.gpu,
                         gpu_ids=gpus,
@@ -130,6 +135,10 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                 )
             )
     return specs
+
+
+def _pinned(cores: list[int] | None) -> dict[str, str]:
+    return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
 def _visible(gpus: tuple[int, ...], cuda: bool) -> dict[str, str]:

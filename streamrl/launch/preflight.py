@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig, TrainerPool
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
@@ -27,6 +28,9 @@ NVIDIA_SMI_S = 30
 """Seconds; it needs several on a machine with eight GPUs that sleep."""
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 """Of the trainer: bf16 weights and gradients, fp32 weights, gradients and two AdamW moments, 20 bytes a parameter."""
+FROZEN_BYTES_PER_WEIGHT_BYTE = 3
+"""A reference or proximal copy: fp32 weights and their compute copy, for weights that are bf16 on disk."""
+
 PROCESS_BYTES = 1.0 * 2**30
 """What a process with torch and vLLM occupies before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
 
@@ -88,12 +92,15 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
     from streamrl.tasks.rewards import Scorer
     from streamrl.tasks.source import PromptSource
 
-    for index, task in enumerate(run.tasks):
+    held_out = run.evaluation.tasks if run.evaluation else []
+    named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
+    named += [(f"evaluation.tasks.{index}", task) for index, task in enumerate(held_out)]
+    for key, task in named:
         try:
             PromptSource([task], run.seed).prompt(0)
             Scorer([task], run.seed)
         except UserError as error:
-            yield f"tasks.{index}: {error}"
+            yield f"{key}: {error}"
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:
@@ -188,7 +195,9 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float) -> list
     needed = 0.0
     for site in cluster.sites.values():
         if site.trainer:
-            copies = TRAINING_BYTES_PER_WEIGHT_BYTE + (1 if run.algorithm.kl_coef > 0 else 0)
+            learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
+            frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.schedule.sync_every)
+            copies = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
             needed += copies * weights + site.trainer.ranks * PROCESS_BYTES
         for pool in site.generation:
             needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)

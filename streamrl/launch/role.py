@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import RunFailed, UserError
+from streamrl.launch.plan import CORES
 
 LAST_WORDS = "LAST WORDS: "
 PR_SET_PDEATHSIG = 1
@@ -29,6 +30,12 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1 and os.environ.get("STREAMRL_PARENT") not in (None, "1"):
             sys.exit(1)  # it died before we could ask
+
+
+def _pin() -> None:
+    """Keeps this process, and all that it starts, on the CPU cores that the cluster file gives it."""
+    if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
@@ -99,6 +106,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
     _end_with_parent()
+    _pin()
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
+from streamrl.observe import evaluations as evaluations_file
 from streamrl.observe import metrics as metrics_file
-from streamrl.observe.metrics import MetricsRow, read_metrics
+from streamrl.observe.evaluations import EvaluationRow, best, evaluation_line
+from streamrl.observe.metrics import MetricsRow
 from streamrl.observe.panels import render, stale_message, step_line, time_left
+from streamrl.observe.rows import AnyRow, read_rows
 from streamrl.observe.status import RunStatus, read_status
 from streamrl.observe.summary import duration, headline_figures, summarise
 
@@ -26,22 +29,22 @@ PLAIN_WIDTH = 200
 BAD_STATES = frozenset({"failed", "dead", "exited"})
 
 
-class MetricsFollower:
-    """Reads a metrics file again only when it has changed."""
+class Follower(Generic[AnyRow]):
+    """Reads a file of rows again only when it has changed."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, model: type[AnyRow]) -> None:
+        self._path, self._model = path, model
         self._seen: tuple[int, int] | None = None
-        self._rows: list[MetricsRow] = []
+        self._rows: list[AnyRow] = []
 
-    def rows(self) -> list[MetricsRow]:
+    def rows(self) -> list[AnyRow]:
         """All rows as they are now."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
             return self._rows
         if (seen := (stat.st_size, stat.st_mtime_ns)) != self._seen:
-            self._seen, self._rows = seen, read_metrics(self._path)
+            self._seen, self._rows = seen, read_rows(self._path, self._model)
         return self._rows
 
 
@@ -51,15 +54,24 @@ class PlainLines:
     State in, lines out, no clock and no I/O of its own.
     """
 
-    def __init__(self, known: Sequence[MetricsRow]) -> None:
-        """`known`: rows from before (a resumed run), which are not told again."""
+    def __init__(self, known: Sequence[MetricsRow], evaluated: Sequence[EvaluationRow] = ()) -> None:
+        """`known`, `evaluated`: rows from before (a resumed run), which are not told again."""
         self._told = {(row.step, row.time) for row in known}
+        self._told_evaluations = {(row.step, row.time) for row in evaluated}
         self._roles: dict[str, tuple[str, str]] = {}
         self._state = ""
         self._stale_told = 0.0
         self._ranker_note = ""
+        self._schedule_note = ""
+        self._warned = bool(known and known[-1].length_bias_warning)
 
-    def lines(self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float) -> list[str]:
+    def lines(
+        self,
+        status: RunStatus | None,
+        rows: Sequence[MetricsRow],
+        now: float,
+        evaluations: Sequence[EvaluationRow] = (),
+    ) -> list[str]:
         """Lines that are new since the last call. `now`: unix seconds."""
         found: list[str] = []
         if status is not None:
@@ -71,11 +83,31 @@ class PlainLines:
             steps = row.step if status is None else max(status.steps, row.step)
             left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
             found.append(step_line(row, rows[index - 1] if index else None, steps, left))
+            found += self._bias_lines(row)
+        found += self._evaluation_lines(evaluations)
         if status is not None:
+            if status.schedule_note != self._schedule_note:
+                self._schedule_note = status.schedule_note
+                found.append(f"schedule: {status.schedule_note}")
             if status.ranker.note != self._ranker_note:
                 self._ranker_note = status.ranker.note
                 found.append(status.ranker.note)
             found += self._stale_lines(status, now)
+        return found
+
+    def _bias_lines(self, row: MetricsRow) -> list[str]:
+        """A length bias when it begins and when it has ended: between, its figures are in every row."""
+        warned, self._warned = self._warned, bool(row.length_bias_warning)
+        if row.length_bias_warning and not warned:
+            return [f"warning: {row.length_bias_warning}"]
+        return ["the length bias has ended"] if warned and not self._warned else []
+
+    def _evaluation_lines(self, evaluations: Sequence[EvaluationRow]) -> list[str]:
+        found = []
+        for index, row in enumerate(evaluations):
+            if (row.step, row.time) not in self._told_evaluations:
+                self._told_evaluations.add((row.step, row.time))
+                found.append(evaluation_line(row, evaluations[: index + 1]))
         return found
 
     def _state_lines(self, status: RunStatus, now: float) -> list[str]:
@@ -131,8 +163,9 @@ class LiveView:
         self._console = console or Console(highlight=False)
         self._plain = not self._console.is_terminal if plain is None else plain
         self._clock = clock
-        self._follower = MetricsFollower(run_dir / metrics_file.FILE_NAME)
-        self._lines = PlainLines(self._follower.rows())
+        self._follower = Follower(run_dir / metrics_file.FILE_NAME, MetricsRow)
+        self._evaluations = Follower(run_dir / evaluations_file.FILE_NAME, EvaluationRow)
+        self._lines = PlainLines(self._follower.rows(), self._evaluations.rows())
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -156,14 +189,14 @@ class LiveView:
             status = read_status(self.run_dir)
         except UserError:
             status = None
-        rows = self._follower.rows()
+        rows, evaluations = self._follower.rows(), self._evaluations.rows()
         if self._live is None:
-            for line in self._lines.lines(status, rows, now):
+            for line in self._lines.lines(status, rows, now, evaluations):
                 self._say(line)
         elif status is None:
             self._live.update(Text(f"{self.run_dir.name}: the controller has not reported yet"), refresh=True)
         else:
-            self._live.update(render(status, rows, now), refresh=True)
+            self._live.update(render(status, rows, now, evaluations), refresh=True)
         return status
 
     def summary(self) -> None:
@@ -182,9 +215,15 @@ class LiveView:
         else:
             for what, value in headline_figures(summarise(rows)):
                 self._say(f"  {what:<28}{value}")
+            if rows[-1].length_bias_warning:
+                self._say(f"  warning: {rows[-1].length_bias_warning}")
+        top = best(self._evaluations.rows())
+        if top is not None:
+            self._say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (
             ("report", self.run_dir / "report.html"),
             ("checkpoint", latest_checkpoint(self.run_dir)),
+            ("best checkpoint", None if top is None else self.run_dir / "checkpoints" / f"step_{top.step}"),
         ):
             if path is not None and path.exists():
                 self._say(f"  {what:<28}{path}")

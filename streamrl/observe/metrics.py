@@ -1,39 +1,23 @@
 """`metrics.jsonl`: one row per optimizer step, written by the controller and read by everything that shows a
 run.
 
-The file only ever grows, except when a run is resumed from an older checkpoint (`MetricsWriter.rewind`). A
-killed run may leave a cut last line: readers skip it and the writer removes it before it appends.
+The file only ever grows, except when a run is resumed from an older checkpoint (`RowWriter.rewind`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field
+
+from streamrl.observe.rows import Row, RowWriter, read_rows
+from streamrl.rollouts.length_audit import StepAudit
 
 FILE_NAME = "metrics.jsonl"
 
 
-def finite(value: Any) -> Any:
-    """The same value with NaN and infinities replaced by None, at any depth of dicts, lists and tuples."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
-class MetricsRow(BaseModel):
+class MetricsRow(Row):
     """What was measured in one optimizer step; None where there is no figure. Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: int = Field(ge=1, description="optimizer steps completed, with this one (the first row is 1)")
     time: float = Field(description="unix seconds at which the step ended")
@@ -56,7 +40,7 @@ class MetricsRow(BaseModel):
     staleness_mean: float | None = Field(None, description="weight versions between sampling and training")
     staleness_max: float | None = None
     logprob_gap_mean: float | None = Field(None, description="mean |trainer - generator| log-probability, nats")
-    importance_ratio_max: float | None = None
+    importance_ratio_max: float | None = Field(None, description="largest trainer/generator probability of a token")
     weight_version: int | None = Field(None, description="version that this step made")
     weight_bytes_sent: int | None = None
     weight_sync_exposed_s: float | None = Field(None, description="time generation waited for new weights")
@@ -84,73 +68,31 @@ class MetricsRow(BaseModel):
     output_length_by_task: dict[str, float | None] = Field(default_factory=dict)
     process_memory_gb: float | None = Field(None, description="GiB over all of the run's processes")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_nan(cls, values: Any) -> Any:
-        return finite(values)
-
-
-def _parse(line: bytes) -> MetricsRow | None:
-    """The row of one line, or None for a cut or foreign line. Keys of a newer version are dropped."""
-    try:
-        values = json.loads(line)
-        return MetricsRow(**{key: item for key, item in values.items() if key in MetricsRow.model_fields})
-    except (ValueError, AttributeError, ValidationError):
-        return None
+    importance_ratio_mean: float | None = Field(None, description="over the step's tokens; about 1 when all is well")
+    ess_token: float | None = Field(None, description="effective sample size of the tokens' weights as a share, 0 to 1")
+    ess_sequence: float | None = Field(None, description="the same of the sequences' weights")
+    masked_fraction: float | None = Field(
+        None, description="share of tokens left out of the loss as too far off-policy"
+    )
+    truncated_weight_fraction: float | None = Field(None, description="share of tokens whose weight was cut to its cap")
+    value_loss: float | None = Field(None, description="of the critic; None without one")
+    explained_variance: float | None = Field(None, description="of the returns, by the critic; 1 is all of it")
+    step_skipped: bool | None = Field(None, description="the optimizer did not step, because a gradient was not finite")
+    groups_dropped: int | None = Field(None, description="groups that were generated, or begun, and never trained")
+    samples_parked: int | None = Field(None, description="samples taken off their instance to go on later")
+    weight_publications: int | None = Field(None, description="weight versions published in this step")
+    length_audit: StepAudit | None = Field(None, description="lengths issued, finished, trained and dropped")
+    length_bias_warning: str | None = Field(None, description="set when trained and issued lengths differ")
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
     """All whole rows of a metrics file in order; an absent file has none, unreadable lines are skipped."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    return [row for line in lines if (row := _parse(line)) is not None]
+    return read_rows(path, MetricsRow)
 
 
-def _encode(row: MetricsRow) -> bytes:
-    return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
-
-
-class MetricsWriter:
-    """Appends rows; each one is on its way to the file before `append` returns. One writer per file."""
+class MetricsWriter(RowWriter[MetricsRow]):
+    """Appends metrics rows. One writer per file."""
 
     def __init__(self, path: Path) -> None:
         """Opens (or makes) the file and removes a last line that was cut by a kill."""
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
-        self._file = path.open("ab", buffering=0)
-
-    def append(self, row: MetricsRow) -> None:
-        """Writes one row. Raises OSError (a full disk)."""
-        self._file.write(_encode(row))
-
-    def rewind(self, step: int) -> int:
-        """Drops the rows after `step` (a run resumed from that checkpoint does them again); returns how many.
-
-        The file is replaced in one piece: a kill leaves the old or the new one.
-        """
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if row.step <= step]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_bytes(b"".join(map(_encode, kept)))
-        self._file.close()
-        os.replace(temporary, self.path)
-        self._file = self.path.open("ab", buffering=0)
-        return len(rows) - len(kept)
-
-    def close(self) -> None:
-        """Ends writing."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(path, MetricsRow, lambda row: row.step)

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.observe.evaluations import EvaluationRow, evaluation_line
 from streamrl.observe.metrics import MetricsRow
 from streamrl.observe.status import RunStatus
 from streamrl.observe.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
@@ -20,6 +21,8 @@ HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
 WAIT_SHOWN_AFTER_S = 5.0
 """Shorter waits are the ordinary course of a run."""
+ESS_SHOWN_BELOW = 0.999
+"""Effective sample size that is told: above it, all samples weigh the same."""
 
 _COLOURS = {
     "ready": "green",
@@ -199,7 +202,37 @@ def ranker_text(status: RunStatus) -> Text:
     return text
 
 
-def render(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> RenderableType:
+def off_policy(row: MetricsRow) -> list[str]:
+    """How stale a step's samples were ('stale mean/max', weight versions), and what is left of them as effective sample
+    size; nothing for a step on policy."""
+    parts = []
+    if row.staleness_max:
+        parts.append(f"stale {fixed(row.staleness_mean, 1)}/{fixed(row.staleness_max, 0)}")
+    ess = row.ess_sequence if row.ess_sequence is not None else row.ess_token
+    if ess is not None and ess < ESS_SHOWN_BELOW:
+        parts.append(f"ESS {ess:.2f}")
+    return parts
+
+
+def run_notes(
+    status: RunStatus, rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationRow]
+) -> list[tuple[str, str, str]]:
+    """(what, text, colour) of each thing to know about the run beside its figures."""
+    notes = []
+    if status.schedule_note:
+        notes.append(("schedule", status.schedule_note, ""))
+    if rows and (stale := off_policy(rows[-1])):
+        notes.append(("off-policy", ", ".join(stale), ""))
+    if evaluations:
+        notes.append(("evaluation", evaluation_line(evaluations[-1], evaluations), "green"))
+    if rows and rows[-1].length_bias_warning:
+        notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
+    return notes
+
+
+def render(
+    status: RunStatus, rows: Sequence[MetricsRow], now: float, evaluations: Sequence[EvaluationRow] = ()
+) -> RenderableType:
     """The whole view. `now`: unix seconds."""
     parts: list[RenderableType] = [header(status, rows, now), ""]
     if status.state in ("running", "stopping"):
@@ -208,6 +241,11 @@ def render(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Rendera
         parts += [roles_table(status, now), ""]
     if rows:
         parts += [steps_table(rows), reward_sparkline(rows)]
+    if notes := run_notes(status, rows, evaluations):
+        table = Table.grid(padding=(0, 1))
+        for what, text, colour in notes:
+            table.add_row(f"{what:<10}", Text(text, style=colour))
+        parts.append(table)
     if not status.final and (waits := waits_text(status, now)):
         parts.append(waits)
     return Panel(Group(*parts), title="streamrl", border_style="dim", expand=True)
@@ -229,7 +267,10 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         f"gap {number(row.logprob_gap_mean, 2)}",
         f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, train {fixed(row.train_time_s, 1)})",
         f"{samples}{fixed(row.samples_per_s, 1)}/s",
+        *off_policy(row),
     ]
+    if row.step_skipped:
+        parts.append("no optimizer step: the gradient was not finite")
     if row.ranker_recall_at_20 is not None:
         parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
     if row.dispatch_by_prediction and row.dispatch_saved is not None:

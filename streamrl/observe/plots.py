@@ -38,7 +38,8 @@ COLOURS = ("#2f7ed8", "#e0801f", "#1f9d78", "#c2569b", "#8f7fe0", "#9a8a2e", "#d
 BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
 
 
-def _new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, list[Axes]]:
+def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row; `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
     for axis in axes:
@@ -52,17 +53,24 @@ def _new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, 
     return figure, axes
 
 
-def _label(axis: Axes, x: str, y: str, title: str = "") -> None:
+def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
+    """Names of both axes, and a title."""
     axis.set_xlabel(x, color=_INK, fontsize=9)
     axis.set_ylabel(y, color=_INK, fontsize=9)
     if title:
         axis.set_title(title, color=_INK, fontsize=10, loc="left")
 
 
-def _legend(axis: Axes, columns: int = 1) -> None:
+def legend(axis: Axes, columns: int = 1) -> None:
+    """A legend, if anything has a name."""
     handles, _ = axis.get_legend_handles_labels()
     if handles:
         axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=columns)
+
+
+def ink_text(axis: Axes, text: str) -> None:
+    """A remark in the middle of an empty plot."""
+    axis.text(0.5, 0.5, text, color=_INK, ha="center", transform=axis.transAxes, fontsize=9)
 
 
 def to_svg(figure: Figure, name: str) -> str:
@@ -96,11 +104,12 @@ def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
     return steps
 
 
-def _curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str, style: str = "-") -> None:
+def curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str) -> None:
+    """One column of the metrics over the steps; nothing if it has no value."""
     values = _values(rows, name)
     if not np.isnan(values).all():
         marker = "o" if len(rows) <= 40 else ""
-        axis.plot(_steps(axis, rows), values, style, marker=marker, ms=3, lw=1.6, color=colour, label=label)
+        axis.plot(_steps(axis, rows), values, marker=marker, ms=3, lw=1.6, color=colour, label=label)
 
 
 def has(rows: Sequence[MetricsRow], *names: str) -> bool:
@@ -111,44 +120,44 @@ def has(rows: Sequence[MetricsRow], *names: str) -> bool:
 def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Mean reward with its deviation, and the mean of every task."""
     tasks = sorted({task for row in rows for task in row.reward_by_task})
-    figure, axes = _new(1, 2 if tasks else 1)
+    figure, axes = new(1, 2 if tasks else 1)
     mean, std = _values(rows, "reward_mean"), _values(rows, "reward_std")
     steps = _steps(axes[0], rows)
     if len(rows) > 1:
         axes[0].fill_between(steps, mean - std, mean + std, color=BLUE, alpha=0.18, lw=0, label="± deviation")
     else:
         axes[0].errorbar(steps, mean, yerr=np.nan_to_num(std), color=BLUE, alpha=0.5, capsize=4)
-    _curve(axes[0], rows, "reward_mean", "mean", BLUE)
-    _label(axes[0], "optimizer step", "reward", "all tasks")
-    _legend(axes[0])
+    curve(axes[0], rows, "reward_mean", "mean", BLUE)
+    label_axis(axes[0], "optimizer step", "reward", "all tasks")
+    legend(axes[0])
     for index, task in enumerate(tasks):
         values = [math.nan if (v := row.reward_by_task.get(task)) is None else v for row in rows]
         colour = COLOURS[index % len(COLOURS)]
         axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, color=colour, label=task)
     if tasks:
-        _label(axes[1], "optimizer step", "mean reward", "by task")
-        _legend(axes[1])
+        label_axis(axes[1], "optimizer step", "mean reward", "by task")
+        legend(axes[1])
     return figure
 
 
 def length_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Output lengths per step: median, 90th percentile, longest."""
-    figure, (axis,) = _new(height=2.5)
+    figure, (axis,) = new(height=2.5)
     for name, label, colour in (
         ("output_length_max", "longest", PINK),
         ("output_length_p90", "90th percentile", ORANGE),
         ("output_length_p50", "median", BLUE),
     ):
-        _curve(axis, rows, name, label, colour)
+        curve(axis, rows, name, label, colour)
     axis.set_ylim(0, 1.3 * axis.get_ylim()[1])  # room for the legend above the curves
-    _label(axis, "optimizer step", "tokens")
-    _legend(axis, columns=3)
+    label_axis(axis, "optimizer step", "tokens")
+    legend(axis, columns=3)
     return figure
 
 
 def length_histogram_figure(rollouts: Rollouts) -> Figure:
     """Output lengths of the whole run by task, and why completions ended."""
-    figure, (left, right) = _new(1, 2, height=2.9)
+    figure, (left, right) = new(1, 2, height=2.9)
     tasks = rollouts.tasks
     longest = int(rollouts.output_length.max())
     width = longest // 40 + 1
@@ -156,8 +165,8 @@ def length_histogram_figure(rollouts: Rollouts) -> Figure:
     lengths = [rollouts.output_length[rollouts.task == task] for task in tasks]
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(tasks))]
     left.hist(lengths, bins=list(edges), stacked=True, color=colours, label=tasks, lw=0)
-    _label(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
-    _legend(left)
+    label_axis(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
+    legend(left)
     reasons = sorted(set(rollouts.finish_reason))
     start = np.zeros(len(tasks))
     for index, reason in enumerate(reasons):
@@ -167,23 +176,23 @@ def length_histogram_figure(rollouts: Rollouts) -> Figure:
         start += 100 * share
     right.set_xlim(0, 100)
     right.set_ylim(len(tasks) - 0.4, -1.1)
-    _label(right, "% of samples", "", "ended by")
-    _legend(right, columns=max(1, len(reasons)))
+    label_axis(right, "% of samples", "", "ended by")
+    legend(right, columns=max(1, len(reasons)))
     return figure
 
 
 def prediction_figure(rows: Sequence[MetricsRow], rollouts: Rollouts) -> Figure:
     """How well lengths were ranked in each step, and every predicted length against what came."""
-    figure, (left, right) = _new(1, 2)
+    figure, (left, right) = new(1, 2)
     for name, label, colour in (
         ("ranker_recall_at_20", "recall of the longest 20 %", BLUE),
         ("ranker_kendall_tau", "Kendall's tau", ORANGE),
         ("dispatch_saved", "generation time saved (simulated)", GREEN),
     ):
-        _curve(left, rows, name, label, colour)
+        curve(left, rows, name, label, colour)
     left.set_ylim(min(0.0, left.get_ylim()[0]), 1.35)  # room for the legend above the curves
-    _label(left, "optimizer step", "", "ranking, and what dispatch made of it")
-    _legend(left)
+    label_axis(left, "optimizer step", "", "ranking, and what dispatch made of it")
+    legend(left)
     predicted, actual = rollouts.predicted_length, rollouts.output_length
     for route, colour in (("regular", BLUE), ("tail", PINK)):
         mask = (rollouts.route == route) & ~np.isnan(predicted)
@@ -194,38 +203,38 @@ def prediction_figure(rows: Sequence[MetricsRow], rollouts: Rollouts) -> Figure:
     right.plot([1, longest], [1, longest], color=_INK, lw=0.8, ls=":", label="as predicted")
     right.set_xscale("log")
     right.set_yscale("log")
-    _label(right, "predicted length, tokens", "actual length, tokens", "each sample")
-    _legend(right)
+    label_axis(right, "predicted length, tokens", "actual length, tokens", "each sample")
+    legend(right)
     return figure
 
 
 def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Where a step's time goes, and how long each side stands idle."""
-    figure, (left, right) = _new(1, 2)
+    figure, (left, right) = new(1, 2)
     for name, label, colour in (
         ("step_time_s", "whole step", COLOURS[4]),
         ("generate_time_s", "generating", BLUE),
         ("train_time_s", "training", ORANGE),
         ("weight_sync_exposed_s", "waiting for weights", PINK),
     ):
-        _curve(left, rows, name, label, colour)
+        curve(left, rows, name, label, colour)
     left.set_ylim(0, 1.35 * left.get_ylim()[1])  # room for the legend above the curves
-    _label(left, "optimizer step", "seconds", "time per step")
-    _legend(left, columns=2)
+    label_axis(left, "optimizer step", "seconds", "time per step")
+    legend(left, columns=2)
     for name, label, colour in (
         ("bubble_fraction_generation", "instances idle", BLUE),
         ("bubble_fraction_training", "trainer idle", ORANGE),
     ):
-        _curve(right, rows, name, label, colour)
+        curve(right, rows, name, label, colour)
     right.set_ylim(0, 1)
-    _label(right, "optimizer step", "share of the step", "bubbles")
-    _legend(right)
+    label_axis(right, "optimizer step", "share of the step", "bubbles")
+    legend(right)
     return figure
 
 
 def training_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Loss, gradient norm, entropy, log-probability gap."""
-    figure, axes = _new(2, 2, height=4.4)
+    figure, axes = new(2, 2, height=4.4)
     for axis, (name, title, unit), colour in zip(
         axes,
         (
@@ -237,19 +246,19 @@ def training_figure(rows: Sequence[MetricsRow]) -> Figure:
         COLOURS,
         strict=False,
     ):
-        _curve(axis, rows, name, title, colour)
+        curve(axis, rows, name, title, colour)
         if not has(rows, name):
-            axis.text(0.5, 0.5, "not measured", color=_INK, ha="center", transform=axis.transAxes, fontsize=9)
+            ink_text(axis, "not measured")
         elif name != "loss":
             axis.set_ylim(bottom=0)
-        _label(axis, "optimizer step", unit, title)
+        label_axis(axis, "optimizer step", unit, title)
     return figure
 
 
 def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[str, str]) -> Figure:
     """A row per track from `window.start` to `window.end`; overlapping bars are stacked inside their row."""
     names = [track.name for track in tracks]
-    figure, (axis,) = _new(height=1.1 + 0.42 * len(names))
+    figure, (axis,) = new(height=1.1 + 0.42 * len(names))
     for row, track in enumerate(tracks):
         # Lanes are given among the bars of the window, so that a row is as full as it was then.
         shown = Track(track.name, 0, [b for b in track.bars if b.end > window.start and b.start < window.end])
@@ -276,6 +285,6 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.45, -0.55)
     axis.set_xlim(0, max(window.end - window.start, 1e-6))
-    _label(axis, "seconds", "", window.title)
+    label_axis(axis, "seconds", "", window.title)
     axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.08))
     return figure

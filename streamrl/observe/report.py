@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.observe import plots
+from streamrl.observe.page import CSS, figure, section, table
 from streamrl.observe.panels import stale_message
-from streamrl.observe.report_style import CSS
+from streamrl.observe.report_checks import evaluation, length_audit, schedule
 from streamrl.observe.run_data import (
     Rollouts,
     RunData,
@@ -63,7 +63,8 @@ def build_report(data: RunData, now: float) -> str:
     """The page's HTML. `now`: unix seconds, for a run that has not ended."""
     sections = [_head(data, now)]
     if data.rows:
-        sections += [_reward(data), _lengths(data), _predictions(data), _step_time(data)]
+        sections += [_reward(data), evaluation(data), _lengths(data), length_audit(data), _predictions(data)]
+        sections += [_step_time(data), schedule(data)]
     elif data.rollouts is not None:
         sections.append(_lengths(data))
     sections.append(_timeline(data))
@@ -78,21 +79,6 @@ def build_report(data: RunData, now: float) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>'
         f"<body><main>{''.join(sections)}</main></body></html>\n"
     )
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>" if any(parts) else ""
-
-
-def _figure(figure: plots.Figure, name: str, caption: str) -> str:
-    svg = plots.to_svg(figure, name)
-    return f'<figure id="plot-{name}">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _head(data: RunData, now: float) -> str:
@@ -125,9 +111,9 @@ def _head(data: RunData, now: float) -> str:
 def _reward(data: RunData) -> str:
     if not plots.has(data.rows, "reward_mean"):
         return ""
-    return _section(
+    return section(
         "Reward",
-        _figure(
+        figure(
             plots.reward_figure(data.rows),
             "reward",
             "Mean reward of the samples trained in each optimizer step; the band is their standard "
@@ -140,17 +126,17 @@ def _lengths(data: RunData) -> str:
     parts = []
     if plots.has(data.rows, "output_length_p50", "output_length_max"):
         caption = "Tokens per completion (end token included) among the samples trained in each step."
-        parts.append(_figure(plots.length_figure(data.rows), "lengths", caption))
+        parts.append(figure(plots.length_figure(data.rows), "lengths", caption))
     if data.rollouts is not None:
         parts.append(
-            _figure(
+            figure(
                 plots.length_histogram_figure(data.rollouts),
                 "length-histogram",
                 f"All {len(data.rollouts):,} recorded samples of the run. 'stop': the model ended the "
                 "completion (end token or stop string); 'length': it was cut at the token limit.",
             )
         )
-    return _section("Output lengths", *parts)
+    return section("Output lengths", *parts)
 
 
 def _predictions(data: RunData) -> str:
@@ -162,26 +148,26 @@ def _predictions(data: RunData) -> str:
         "the share of generation time that dispatch by them saved against least-loaded dispatch, simulated from the "
         "step's lengths and the instances' measured step times. Right: samples by the route they took."
     )
-    parts = [_figure(plots.prediction_figure(data.rows, rollouts), "predictions", caption)]
-    table = []
+    parts = [figure(plots.prediction_figure(data.rows, rollouts), "predictions", caption)]
+    by_route = []
     for route, pool in sorted(set(zip(rollouts.route, rollouts.pool, strict=True))):
         mask = (rollouts.route == route) & (rollouts.pool == pool)
         predicted = rollouts.predicted_length[mask & ~np.isnan(rollouts.predicted_length)]
         told = fixed(float(predicted.mean()), 0) if len(predicted) else NONE
         actual = rollouts.output_length[mask]
-        table.append((route, pool, f"{mask.sum():,}", told, fixed(float(actual.mean()), 0), str(actual.max())))
+        by_route.append((route, pool, f"{mask.sum():,}", told, fixed(float(actual.mean()), 0), str(actual.max())))
     columns = ("route", "pool", "samples", "mean predicted length", "mean actual length", "longest")
     by_prediction = [row for row in data.rows if row.dispatch_by_prediction]
     saved = mean(row.dispatch_saved for row in by_prediction)
     note = f"{len(by_prediction)} of {len(data.rows)} steps were dispatched by predicted length"
     note += f"; mean saving in them {100 * saved:.1f} % of generation time (simulated)." if saved is not None else "."
-    return _section("Predicted lengths and dispatch", *parts, _table(columns, table), f'<p class="note">{note}</p>')
+    return section("Predicted lengths and dispatch", *parts, table(columns, by_route), f'<p class="note">{note}</p>')
 
 
 def _step_time(data: RunData) -> str:
-    return _section(
+    return section(
         "Step time",
-        _figure(
+        figure(
             plots.step_time_figure(data.rows),
             "step-time",
             "Seconds of each step in which samples were being generated, in which the trainer computed, "
@@ -217,14 +203,14 @@ def _timeline(data: RunData) -> str:
             "What every instance and the trainer did, from trace.json (open it in ui.perfetto.dev for all "
             "of the run). Thin bars inside one row are samples generated at the same time; blank is idle."
         )
-        parts.append(_figure(plots.timeline_figure(shown, window, used), f"timeline-{index}", caption))
-    return _section("Timeline", *parts)
+        parts.append(figure(plots.timeline_figure(shown, window, used), f"timeline-{index}", caption))
+    return section("Timeline", *parts)
 
 
 def _training(data: RunData) -> str:
-    return _section(
+    return section(
         "Training",
-        _figure(
+        figure(
             plots.training_figure(data.rows),
             "training",
             "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the "
@@ -255,8 +241,8 @@ def _tasks(rollouts: Rollouts) -> str:
             )
         )
     columns = ("task", "samples", "mean reward", "first half of the steps", "second half")
-    table = _table((*columns, "length p50 / p90 / max", "cut at limit", "reward errors"), rows)
-    return _section("Tasks", table, '<p class="note">Over all recorded samples of the run.</p>')
+    shown = table((*columns, "length p50 / p90 / max", "cut at limit", "reward errors"), rows)
+    return section("Tasks", shown, '<p class="note">Over all recorded samples of the run.</p>')
 
 
 def _mean(values: np.ndarray) -> str:
@@ -287,15 +273,15 @@ def _trouble(data: RunData) -> str:
         ),
         ("weights sent", byte_size(summary.weight_bytes_sent), "to all sites, over the run"),
     ]
-    parts = [_table(("what", "how many", "meaning"), rows)]
+    parts = [table(("what", "how many", "meaning"), rows)]
     if data.rollouts is not None and (errors := error_counts(data.rollouts)):
-        parts.append(_table(("most frequent reward errors", "samples"), [(m, str(n)) for m, n in errors]))
-    return _section("Counts to look at", *parts)
+        parts.append(table(("most frequent reward errors", "samples"), [(m, str(n)) for m, n in errors]))
+    return section("Counts to look at", *parts)
 
 
 def _samples(data: RunData) -> str:
     if data.rollouts is None:
-        return _section("Samples", "<p>No finished samples have been recorded.</p>")
+        return section("Samples", "<p>No finished samples have been recorded.</p>")
     picked = pick_samples(data.rollouts)
     texts = read_texts(data, [index for indices in picked.values() for index in indices])
     parts = []
@@ -303,7 +289,7 @@ def _samples(data: RunData) -> str:
         if indices:
             parts.append(f"<h3>{escape(title)}</h3>")
             parts += [_sample(texts[index]) for index in indices]
-    return _section("Samples", *parts)
+    return section("Samples", *parts)
 
 
 def _sample(text: SampleText) -> str:
@@ -330,7 +316,7 @@ def _shortened(text: str | None) -> str:
 def _configuration(data: RunData) -> str:
     if data.config_text is None:
         return ""
-    return _section(
+    return section(
         "Configuration",
         f"<details><summary>config.yaml, all values resolved</summary><pre>{escape(data.config_text)}</pre></details>",
     )
@@ -338,4 +324,4 @@ def _configuration(data: RunData) -> str:
 
 def _notes(data: RunData) -> str:
     items = "".join(f"<li>{escape(note)}</li>" for note in data.notes)
-    return _section("What this page could not show", f"<ul>{items}</ul>" if items else "")
+    return section("What this page could not show", f"<ul>{items}</ul>" if items else "")

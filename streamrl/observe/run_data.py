@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import UserError
+from streamrl.observe import evaluations as evaluations_file
 from streamrl.observe import metrics as metrics_file
 from streamrl.observe import trace as trace_file
+from streamrl.observe.evaluations import EvaluationRow, read_evaluations
 from streamrl.observe.live import latest_checkpoint
 from streamrl.observe.metrics import MetricsRow, read_metrics
 from streamrl.observe.status import RunStatus, read_status
@@ -92,6 +94,7 @@ class RunData:
     run_dir: Path
     status: RunStatus | None
     rows: list[MetricsRow]
+    evaluations: list[EvaluationRow]
     events: list[Event]
     origin: float | None
     """Unix seconds of the trace's time zero."""
@@ -122,6 +125,7 @@ def load_run(run_dir: Path) -> RunData:
         run_dir=run_dir,
         status=status,
         rows=read_metrics(metrics),
+        evaluations=read_evaluations(run_dir / evaluations_file.FILE_NAME),
         events=events,
         origin=trace_origin(events),
         rollouts=_read_rollouts(run_dir / "rollouts", notes),

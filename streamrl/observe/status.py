@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.errors import UserError
-from streamrl.observe.metrics import MetricsRow, finite
+from streamrl.observe.metrics import MetricsRow
+from streamrl.observe.rows import finite
 
 FILE_NAME = "status.json"
 STALE_AFTER_S = 10.0
@@ -90,6 +91,7 @@ class RunStatus(StatusModel):
     updated_at: float
     eta_s: float | None = None
     schedule: str = ""
+    schedule_note: str = Field("", description="what the schedule has chosen by itself, and why; the newest choice")
     model: str = ""
     hardware: str = ""
     roles: dict[str, RoleStatus] = Field(default_factory=dict)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from streamrl.observe.metrics import finite
+from streamrl.observe.rows import finite
 
 FILE_NAME = "trace.json"
 PID = 1

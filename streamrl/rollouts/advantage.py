@@ -1,25 +1,106 @@
-"""Group-relative advantages."""
+"""From rewards to advantages, before anything reaches the trainer. Pure, float64; an empty input gives an empty output.
+
+(GAE needs a critic's values and is the trainer's: streamrl/training/advantages.py.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from streamrl.config.algorithm import GroupAdvantage, OverlongConfig
 
-def group_advantages(rewards: list[float], normalize_by_std: bool) -> list[float]:
-    """Advantage of each sample of a group: A_i = (r_i - mean(r)) / (std(r) + 1e-6), or without the division.
+EPSILON = 1e-6
+"""Added to a standard deviation that is divided by."""
 
-    Source: GRPO, arXiv 2402.03300, eq. 1 (outcome supervision); without the division Dr. GRPO,
-    arXiv 2503.20783. Computed in float64. A group whose rewards are all equal gets zeros exactly, and so no
-    gradient.
+
+def is_flat(rewards: Sequence[float]) -> bool:
+    """Whether all rewards are equal (also when there are none): relative to each other they teach nothing."""
+    return all(reward == rewards[0] for reward in rewards)
+
+
+def group_advantages(rewards: Sequence[float], kind: GroupAdvantage) -> list[float]:
+    """Advantages of a group's samples, relative to each other.
+
+    With m the group's mean, s its population standard deviation and G its size:
+
+        group_std      A_i = (r_i - m) / (s + 1e-6)            GRPO, arXiv 2402.03300, sec. 4.1.2
+        group_mean     A_i = r_i - m                           Dr. GRPO, arXiv 2503.20783, eq. 3
+        leave_one_out  A_i = r_i - mean of the others
+                           = G / (G - 1) (r_i - m)             RLOO, arXiv 2402.14740, sec. 3.3
+
+    A group whose rewards are all equal (so also one of a single sample) gets zeros exactly, and so no gradient.
 
     Args:
-        rewards: one reward per sample, shape [G].
-        normalize_by_std: divide by the population standard deviation.
+        rewards: one per sample, shape [G].
+        kind: which of the three.
     """
+    if is_flat(rewards):
+        return [0.0] * len(rewards)
     values = np.asarray(rewards, dtype=np.float64)
-    if values.size == 0 or np.all(values == values[0]):
-        return [0.0] * int(values.size)
     centred = values - values.mean()
-    if normalize_by_std:
-        centred = centred / (values.std() + 1e-6)
+    if kind == "group_std":
+        centred = centred / (values.std() + EPSILON)
+    elif kind == "leave_one_out":
+        centred = centred * (values.size / (values.size - 1))
     return [float(value) for value in centred]
+
+
+def batch_advantages(groups: Sequence[Sequence[float]], group_baseline: bool) -> list[list[float]]:
+    """Advantages normalised over the whole batch, in the shape of `groups`.
+
+        A = (r - mean of the batch) / (std of the batch + 1e-6)
+
+    With `group_baseline`, each reward is taken minus its group's mean first; the batch's mean of these is 0 then, and
+    a group whose rewards are all equal gets zeros exactly. Source: REINFORCE++ and REINFORCE++-baseline,
+    arXiv 2501.03262. The std is the population's. Equal rewards throughout give zeros.
+
+    Args:
+        groups: the rewards of each group's samples.
+        group_baseline: subtract group means.
+    """
+    if group_baseline:
+        centred = [group_advantages(group, "group_mean") for group in groups]
+    else:
+        flat = [reward for group in groups for reward in group]
+        if is_flat(flat):
+            return [[0.0] * len(group) for group in groups]
+        mean = float(np.mean(flat, dtype=np.float64))
+        centred = [[reward - mean for reward in group] for group in groups]
+    values = np.asarray([value for group in centred for value in group], dtype=np.float64)
+    scale = float(values.std()) + EPSILON if values.size else 1.0
+    return [[value / scale for value in group] for group in centred]
+
+
+def shaped_reward(reward: float, length: int, max_tokens: int, overlong: OverlongConfig | None) -> float:
+    """The reward minus DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+
+    Nothing up to `max_tokens - margin` tokens, then growing linearly to `penalty` at `max_tokens`.
+
+    Args:
+        reward: the task's.
+        length: tokens of the completion.
+        max_tokens: the limit, `sampling.max_tokens`.
+        overlong: margin and penalty; None: the reward as it is.
+    """
+    if overlong is None:
+        return reward
+    margin = min(overlong.margin_tokens or max(1, max_tokens // 5), max_tokens)
+    beyond = length - (max_tokens - margin)
+    return reward - overlong.penalty * min(max(beyond / margin, 0.0), 1.0)
+
+
+def effective_sample_size(weight_sum: float, weight_sq_sum: float, n: int) -> float:
+    """Share of `n` weighted samples that they are worth: (sum w)^2 / (n sum w^2), in [0, 1]; 0 without samples.
+
+    1: all weights are equal. Source: Kish, Survey Sampling (1965).
+
+    Args:
+        weight_sum: sum of the importance weights.
+        weight_sq_sum: sum of their squares.
+        n: their number.
+    """
+    if n <= 0 or weight_sq_sum <= 0.0:
+        return 0.0
+    return min(1.0, weight_sum / weight_sq_sum * (weight_sum / n))

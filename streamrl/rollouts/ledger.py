@@ -1,6 +1,7 @@
 """The ledger: a durable account (SQLite, WAL) of every sample from issue to training.
 
     issued -> finished -> scored -> trained          (a resumed run deletes what lies after its checkpoint)
+                                 -> dropped          (dynamic sampling: another group took its place)
 
 A finished sample's tokens are in the ledger from the moment it is acknowledged to its instance until its step's
 Parquet file is written; so whatever dies, an acknowledged sample is on disk.
@@ -9,7 +10,7 @@ Parquet file is written; so whatever dies, an acknowledged sample is on disk.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS samples (
     sample_id TEXT PRIMARY KEY,
     group_id  TEXT NOT NULL,
-    step      INTEGER NOT NULL,
-    state     TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'scored', 'trained')),
+    step      INTEGER,
+    state     TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'scored', 'trained', 'dropped')),
     reward    REAL,
     error     TEXT,
     content   BLOB
@@ -61,10 +62,10 @@ class Ledger:
                 self._db.execute("ROLLBACK")
             raise RunFailed(f"cannot write the ledger {self.path}: {error}") from error
 
-    def issue(self, step: int, group_id: str, sample_ids: list[str]) -> None:
-        """Samples are about to be generated."""
-        rows = [(sample_id, group_id, step) for sample_id in sample_ids]
-        self._write([("INSERT INTO samples (sample_id, group_id, step, state) VALUES (?, ?, ?, 'issued')", rows)])
+    def issue(self, samples: Iterable[tuple[str, str]]) -> None:
+        """Samples, as (sample id, group id), are about to be generated."""
+        rows = list(samples)
+        self._write([("INSERT INTO samples (sample_id, group_id, state) VALUES (?, ?, 'issued')", rows)])
 
     def finish(self, samples: list[tuple[Sample, bytes]]) -> set[str]:
         """Commits finished samples with their content; returns the ids that were news.
@@ -94,34 +95,43 @@ class Ledger:
         sql = "UPDATE samples SET state = 'scored', reward = ?, error = ? WHERE sample_id = ? AND state = 'finished'"
         self._write([(sql, rows)])
 
-    def train(self, step: int, weight_version: int, groups: list[Group], time: float) -> None:
-        """Commits that all samples of a step are trained (their Parquet file is written by now).
+    def train(
+        self, step: int, weight_version: int, groups: list[Group], time: float, dropped: Sequence[Group] = ()
+    ) -> None:
+        """Commits that all samples of a step are trained, or dropped (their Parquet file is written by now).
 
         Raises:
             RunFailed: a sample was not scored, or was trained before: the account does not balance.
         """
-        ids = [member.sample.sample_id for group in groups for member in group.members()]
-        ready = self._db.execute("SELECT COUNT(*) FROM samples WHERE step = ? AND state = 'scored'", (step,)).fetchone()
-        if ready != (len(ids),):
-            raise RunFailed(f"ledger: step {step} trained {len(ids)} samples, {ready[0]} are scored and untrained")
+        trained = [(step, member.sample.sample_id) for group in groups for member in group.members()]
+        left_out = [(step, member.sample.sample_id) for group in dropped for member in group.members()]
+        ready = sum(
+            self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() == ("scored",)
+            for _, sample_id in (*trained, *left_out)
+        )
+        if ready != len(trained) + len(left_out):
+            raise RunFailed(
+                f"ledger: step {step} trained {len(trained)} samples and dropped {len(left_out)}, "
+                f"of which {ready} are scored and untrained"
+            )
+        sql = "UPDATE samples SET state = '{}', step = ?, content = NULL WHERE sample_id = ?"
         self._write(
             [
-                (
-                    "UPDATE samples SET state = 'trained', content = NULL WHERE sample_id = ?",
-                    [(i,) for i in ids],
-                ),
-                ("INSERT INTO steps VALUES (?, ?, ?, ?)", [(step, weight_version, len(ids), time)]),
+                (sql.format("trained"), trained),
+                (sql.format("dropped"), left_out),
+                ("INSERT INTO steps VALUES (?, ?, ?, ?)", [(step, weight_version, len(trained), time)]),
             ]
         )
 
     def rewind(self, first_step: int) -> int:
-        """Forgets everything of `first_step` and later (resume); returns how many trained samples that undid."""
+        """Forgets everything of `first_step` and later, and what no step has trained (resume: it is issued again);
+        returns how many trained samples that undid."""
         undone = self._db.execute(
             "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
         ).fetchone()
         self._write(
             [
-                ("DELETE FROM samples WHERE step >= ?", [(first_step,)]),
+                ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
                 ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
             ]
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from streamrl.config.algorithm import AggregationKind
 from streamrl.rollouts.types import FloatArray, Group, IntArray
 from streamrl.transport.wire import Arrays
 
@@ -20,6 +22,8 @@ class TrainSequence:
     logprobs: FloatArray
     """Behaviour log-probabilities from the generator, shape [C]."""
     advantage: float
+    """Of every token of the completion. With `advantage: gae` the sequence's (shaped) reward instead: the trainer makes
+    advantages of it with the critic's values."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,42 @@ class TrainGroup:
         return sum(len(seq.completion_tokens) for seq in self.sequences)
 
 
-def train_group(group: Group) -> TrainGroup:
-    """A complete group as the trainer sees it; samples in the order of their ids."""
+def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
+    """A complete group as the trainer sees it; samples in the order of their ids.
+
+    Args:
+        group: every sample has its advantage.
+        kept: ids of the samples that are trained on; None: all.
+    """
     return TrainGroup(
         group.group_id,
         group.prompt_tokens,
         [
             TrainSequence(m.sample.completion_tokens, m.sample.logprobs, group.advantages[m.sample.sample_id])
             for m in group.members()
+            if kept is None or m.sample.sample_id in kept
         ],
     )
+
+
+def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, max_tokens: int) -> float:
+    """What a batch's summed loss is divided by (at least 1).
+
+    The trainer sums token losses, each weighted by 1 over its sequence's length for `sequence` and by 1 otherwise.
+
+    Args:
+        aggregation: token: the batch's tokens; sequence: its sequences; constant: sequences * max_tokens.
+        tokens: completion tokens of the whole batch, over all ranks.
+        sequences: samples of the whole batch.
+        max_tokens: `sampling.max_tokens`.
+    """
+    match aggregation:
+        case "token":
+            return float(max(1, tokens))
+        case "sequence":
+            return float(max(1, sequences))
+        case "constant":
+            return float(max(1, sequences * max_tokens))
 
 
 def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:

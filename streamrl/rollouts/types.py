@@ -39,12 +39,14 @@ class SampleRequest:
     prompt_tokens: IntArray
     """Token ids of the templated prompt, shape [P]."""
     seed: int
-    step: int
-    """Optimizer step (0-based) that the sample is issued for."""
     t_queued: float
     """Unix seconds at which the controller issued it."""
+    temperature: float | None = None
+    """Of the sampling; 0: greedy; None: the run's."""
+    pause_at: int | None = None
+    """Tokens, those that it has included, at which it is to be parked; None: it may run to its end."""
     kept: PartialSample | None = None
-    """What another instance has produced of it already."""
+    """What was produced of it before it was taken off an instance."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class Sample:
 
     sample_id: str
     group_id: str
-    step: int
     completion_tokens: IntArray
     """Sampled token ids, shape [C], with the end token when the model produced it."""
     logprobs: FloatArray
@@ -100,6 +101,7 @@ class Group:
 
     group_id: str
     step: int
+    """Optimizer step (1-based) that it was issued for; once it is taken, the one that trains on it."""
     prompt_index: int
     prompt_id: str
     task: str
@@ -108,6 +110,8 @@ class Group:
     prompt_tokens: IntArray
     size: int
     reward_input: dict[str, Any] = field(default_factory=dict)
+    issued_under: int = 0
+    """Weight version that every instance served when it was issued."""
     predicted_rank: float | None = None
     """Place of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
     predicted_length: float | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.run import FileTask
+from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.config.run import ReasoningGymTask
+from streamrl.config.tasks import ReasoningGymTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.tasks.extras import import_extra
 

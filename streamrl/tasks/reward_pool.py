@@ -34,7 +34,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from streamrl.config.run import Task
+from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 
 ATTEMPTS = 3

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.answers import EXTRACTORS, full, tagged
 from streamrl.tasks.extras import import_extra

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.tasks.files import load_rows
 from streamrl.tasks.procedural import ProceduralItems, derive_seed
 

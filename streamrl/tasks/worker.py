@@ -19,8 +19,10 @@ class RewardWorker:
     def __init__(self, context: RoleContext, site: str) -> None:
         self.context = context
         rewards = context.cluster.sites[site].rewards
+        run = context.run
+        held_out = run.evaluation.held_out(run.tasks) if run.evaluation else []
         self.pool = RewardPool(
-            context.run.tasks,
+            [*run.tasks, *held_out],
             context.run.seed,
             workers=rewards.workers if rewards else 1,
             timeout_s=context.run.deadlines.reward_s,

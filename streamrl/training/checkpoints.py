@@ -1,13 +1,22 @@
-"""The `checkpoints/` folder: `step_<n>` is complete or does not exist."""
+"""The `checkpoints/` folder: `step_<n>` is complete or does not exist; `best.json` names the best one so far."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
+
+BEST_FILE = "best.json"
 
 
 class CheckpointFolder:
-    """Names, completes and prunes checkpoints; step n means n optimizer steps done."""
+    """Names, completes and prunes checkpoints; step n means n optimizer steps done.
+
+    The newest `keep` stay, and the best one, however old. An evaluation ends after its checkpoint was written, so a
+    checkpoint whose evaluation is still under way (`pending`) stays too until a later commit.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -28,14 +37,44 @@ class CheckpointFolder:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, step: int, keep: int) -> Path:
-        """Gives a written checkpoint its name and deletes all but the newest `keep`."""
+    def commit(self, step: int, keep: int, best: int | None = None, pending: Collection[int] = ()) -> Path:
+        """Gives a written checkpoint its name and deletes those that are no longer needed.
+
+        Args:
+            step: the checkpoint that `begin` was called for.
+            keep: newest checkpoints that stay.
+            best: step of the best checkpoint, which stays too; default: the one that `mark_best` recorded.
+            pending: steps that are being evaluated: one of them may turn out to be the best.
+        """
         target = self.path(step)
         shutil.rmtree(target, ignore_errors=True)
         self._partial(step).rename(target)
+        recorded = self.best()
+        spared = {best if best is not None else recorded[0] if recorded else None, *pending}
         for old in self._steps()[:-keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            if old not in spared:
+                shutil.rmtree(self.path(old), ignore_errors=True)
         return target
+
+    def mark_best(self, step: int, score: float) -> None:
+        """Records the best step and its score in `best.json`, in one piece; its checkpoint may still be being written.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = self.directory / f".{BEST_FILE}.tmp"
+        temporary.write_text(json.dumps({"step": step, "score": score}) + "\n")
+        os.replace(temporary, self.directory / BEST_FILE)
+
+    def best(self) -> tuple[int, float] | None:
+        """(step, score) of the best checkpoint as recorded; None if there is no record, or no such checkpoint."""
+        try:
+            found = json.loads((self.directory / BEST_FILE).read_text())
+            step, score = int(found["step"]), float(found["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return (step, score) if self.path(step).is_dir() else None
 
     def _partial(self, step: int) -> Path:
         return self.directory / f".partial_step_{step}"

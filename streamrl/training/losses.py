@@ -1,61 +1,161 @@
-"""Policy losses: pure functions of log-probabilities and advantages."""
+"""Losses of tokens: pure functions of log-probabilities, advantages and values, any float type.
+
+A batch is a row of N tokens in which each sequence lies whole, one after the other; `sequence_ids` [N] tells them apart
+(0, 0, 0, 1, 1, 2, ...). Every loss is one value per token. What a batch adds to the gradient is the *sum* of its token
+losses times `token_weights`, and the optimizer step divides by the whole batch's normalizer
+(`streamrl.rollouts.micro_batch.loss_normalizer`): so the gradient does not depend on how the batch was cut.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from streamrl.config.algorithm import AggregationKind, KLEstimator
 
-@dataclass(frozen=True)
-class LossResult:
-    """Sums over tokens: divided by the batch's token count at the optimizer step, so that any split of the batch
-    into micro-batches, in any order, gives the same gradient."""
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut to +-20 before exp: e^20 = 5e8 is far beyond every clip, and its square still fits float32. Beyond
+it a ratio is constant, without a gradient."""
 
-    loss_sum: torch.Tensor
-    """Scalar with gradient."""
+
+class TokenLoss(NamedTuple):
+    """A policy loss."""
+
+    loss: torch.Tensor
+    """[N], with gradient."""
     clipped: torch.Tensor
-    """Tokens whose ratio was clipped (scalar)."""
-    kl_sum: torch.Tensor
-    """Sum of the KL estimate to the reference (scalar, 0 without one)."""
+    """[N] bool: tokens whose ratio the clip has changed (for `clip` and `sequence_clip`: which lose their gradient)."""
 
 
-def grpo_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    reference_logprobs: torch.Tensor | None = None,
-    kl_coef: float = 0.0,
-) -> LossResult:
-    """Token-level clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3, summed.
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The log-ratio within +-`LOG_RATIO_LIMIT`."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
-    r = exp(logp - old_logp). Source: GRPO (arXiv 2402.03300, eq. 3); clip-higher and one normalisation over all
-    tokens of the batch from DAPO (arXiv 2503.14476, eq. 8); k3 = exp(d) - d - 1 with d = ref_logp - logp
-    (http://joschu.net/blog/kl-approx.html).
+
+def sequence_lengths(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Tokens of each sequence, [S] int64."""
+    return torch.bincount(sequence_ids)
+
+
+def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Sum of each sequence's values: [N] -> [S]."""
+    return values.new_zeros(len(sequence_lengths(sequence_ids))).index_add(0, sequence_ids, values)
+
+
+def sequence_means(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Mean of each sequence's values: [N] -> [S]."""
+    return sequence_sums(values, sequence_ids) / sequence_lengths(sequence_ids)
+
+
+def clip_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_ratio).
+
+    Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; different distances up and down from DAPO,
+    arXiv 2503.14476, eq. 8.
 
     Args:
-        logprobs: [N] current policy, with gradient.
-        old_logprobs: [N] policy that the ratio is taken against.
-        advantages: [N], one value per token.
+        log_ratio: [N] current minus old log-probability, with gradient.
+        advantages: [N].
         clip_low: lower clipping distance.
         clip_high: upper clipping distance.
-        reference_logprobs: [N] frozen model, needed when kl_coef > 0.
-        kl_coef: weight of the KL term.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
-    clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    loss_sum = -surrogate.sum()
-    with torch.no_grad():
-        clipped = (clipped_ratio * advantages < ratio * advantages).sum()
-    kl_sum = torch.zeros((), device=logprobs.device)
-    if kl_coef > 0.0:
-        if reference_logprobs is None:
-            raise ValueError("kl_coef > 0 needs reference_logprobs")
-        delta = reference_logprobs - logprobs
-        k3 = (torch.exp(delta) - delta - 1.0).sum()
-        loss_sum = loss_sum + kl_coef * k3
-        kl_sum = k3.detach()
-    return LossResult(loss_sum, clipped, kl_sum)
+    ratio = torch.exp(bounded(log_ratio))
+    surrogate = ratio * advantages
+    limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return TokenLoss(-torch.minimum(surrogate, limited), (limited < surrogate).detach())
+
+
+def sequence_clip_loss(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, sequence_ids: torch.Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """`clip_loss` with one ratio per sequence, s = exp(mean of its tokens' log_ratio), the same loss at each token.
+
+    With aggregation `sequence` it is GSPO's objective (arXiv 2507.18071, eq. 5-7).
+
+    Args:
+        log_ratio: [N], with gradient.
+        advantages: [N], the same for all tokens of a sequence.
+        sequence_ids: [N].
+        clip_low: lower clipping distance.
+        clip_high: upper clipping distance.
+    """
+    return clip_loss(sequence_means(log_ratio, sequence_ids)[sequence_ids], advantages, clip_low, clip_high)
+
+
+def detached_clip_loss(
+    logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p, where sg stops the gradient: every token keeps one.
+
+    Source: CISPO, arXiv 2506.13585, eq. 4-5 (there without a lower bound: clip_low = 1).
+
+    Args:
+        logprobs: [N], with gradient.
+        log_ratio: [N]; no gradient flows into it.
+        advantages: [N].
+        clip_low: lower clipping distance.
+        clip_high: upper clipping distance.
+    """
+    ratio = torch.exp(bounded(log_ratio.detach()))
+    limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return TokenLoss(-limited * advantages * logprobs, limited != ratio)
+
+
+def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
+    """-A log p: the plain policy gradient (Williams 1992; for language models arXiv 2402.14740, eq. 6).
+
+    Args:
+        logprobs: [N], with gradient.
+        advantages: [N].
+    """
+    return TokenLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+
+
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
+    """KL(policy || reference) estimated at each sampled token, [N].
+
+    With d = logp - logp_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html).
+    As a loss on samples of the policy, k1 has gradient 0 in expectation and k2 that of the KL itself
+    (arXiv 2506.09477).
+
+    Args:
+        logprobs: [N].
+        reference_logprobs: [N].
+        estimator: k1, k2 or k3.
+    """
+    difference = bounded(logprobs - reference_logprobs)
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            return torch.expm1(-difference) + difference
+
+
+def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    """(V - R)^2 / 2 of each token, [N] (PPO, arXiv 1707.06347, eq. 9).
+
+    PPO's clipping of V around its old value is left out: a batch takes one step of the critic, and during it the old
+    value is the current one, so that nothing would ever be clipped.
+
+    Args:
+        values: [N], with gradient.
+        returns: [N], constants.
+    """
+    return 0.5 * (values - returns).square()
+
+
+def token_weights(sequence_ids: torch.Tensor, aggregation: AggregationKind, dtype: torch.dtype) -> torch.Tensor:
+    """Weight of each token's loss in the batch's sum, [N]: 1 over its sequence's length for `sequence` (GRPO,
+    arXiv 2402.03300, eq. 3), else 1 (DAPO, arXiv 2503.14476, eq. 8; Dr. GRPO, arXiv 2503.20783).
+
+    Args:
+        sequence_ids: [N].
+        aggregation: how the batch's tokens are averaged.
+        dtype: of the result.
+    """
+    if aggregation == "sequence":
+        return 1.0 / sequence_lengths(sequence_ids).to(dtype)[sequence_ids]
+    return torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)

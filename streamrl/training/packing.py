@@ -45,14 +45,19 @@ class PackedBatch:
     behaviour_logprobs: torch.Tensor
     """[N] float32."""
     advantages: torch.Tensor
-    """[N] float32: each sequence's advantage, repeated for its tokens."""
+    """[N] float32: each sequence's advantage (with a critic: its reward), repeated for its tokens."""
     sequence_ids: torch.Tensor
-    """[N] int64: which sequence of the batch a token belongs to."""
+    """[N] int64: which sequence of the batch a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have no number)."""
 
     @property
     def loss_tokens(self) -> int:
         """Completion tokens in the batch (N)."""
         return int(self.targets.numel())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in the batch, without empty ones."""
+        return sum(len(group.completion_lengths) for group in self.layout)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on another device."""

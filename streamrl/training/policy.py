@@ -97,7 +97,18 @@ def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=SHARED_PREFIX)
+    return Policy(packed_model(AutoModelForCausalLM, path, gradient_checkpointing))
+
+
+def packed_model(kind: type[Any], path: str, gradient_checkpointing: bool) -> PreTrainedModel:
+    """An HF model in fp32, in training mode, with packed attention and without dropout.
+
+    Args:
+        kind: AutoModelForCausalLM, or AutoModel for the trunk alone.
+        path: folder or hub id.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=SHARED_PREFIX)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # train() only for checkpointing's sake: dropout is refused, the policy must be the one that generated
@@ -105,4 +116,4 @@ def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
         if name.endswith("dropout") and isinstance(value, float) and value > 0:
             setattr(model.config, name, 0.0)
     model.train()
-    return Policy(model)
+    return model

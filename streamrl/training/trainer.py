@@ -1,11 +1,13 @@
-"""One trainer rank: FSDP2-sharded policy, gradient accumulation, AdamW with fp32 master weights. No sockets.
+"""One trainer rank: policy, optional critic, reference and proximal copy; gradients accumulate over micro-batches.
+No sockets.
 
 Every method is a collective: all ranks must call the same ones in the same order. A step is
 
-    accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(loss_tokens)
+    accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)  [-> mark_published()]
 
-Losses are *sums* over tokens; `step` divides the accumulated gradient by the batch's token count. So the gradient
-does not depend on how the batch was cut, on the order in which groups arrived, or on the number of ranks.
+Losses are *sums* over tokens; `step` divides the accumulated gradient by the whole batch's normalizer. So the gradient
+does not depend on how the batch was cut, on the order in which groups arrived, or on the number of ranks. With a
+critic its values are computed in the same pass: a group's advantages need nothing but the group.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.training.losses import grpo_loss
-from streamrl.training.packing import pack
+from streamrl.training.advantages import gae, token_rewards
+from streamrl.training.critic import load_critic
+from streamrl.training.learner import Learner, compute_type, copy_weights, shard
+from streamrl.training.losses import kl_estimate
+from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
+from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.policy import Policy, load_policy
 
 NOTHING = TrainGroup(
@@ -36,29 +40,7 @@ NOTHING = TrainGroup(
     np.zeros(1, dtype=np.int32),
     [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0)],
 )
-"""Stands in where a rank has nothing to do but must join a collective; its loss is 0, and so is its gradient."""
-
-
-@dataclass
-class MicroStats:
-    """Sums over the tokens of one micro-batch."""
-
-    tokens: int = 0
-    loss_sum: float = 0.0
-    clipped: float = 0.0
-    kl_sum: float = 0.0
-    entropy_sum: float = 0.0
-    entropy_tokens: int = 0
-    gap_sum: float = 0.0
-    """Sum of |trainer log-prob - generator log-prob|."""
-    ratio_max: float = 0.0
-
-    def add(self, other: MicroStats) -> None:
-        """Adds another micro-batch's sums."""
-        for name in self.__dataclass_fields__:
-            if name != "ratio_max":
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.ratio_max = max(self.ratio_max, other.ratio_max)
+"""Stands in where a rank has nothing to do but must join a collective; its loss counts 0 times."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +48,11 @@ class StepResult:
     """One optimizer step."""
 
     grad_norm: float
-    """L2 norm of the batch's mean gradient, before clipping."""
+    """L2 norm of the policy's gradient of the batch's loss, before clipping."""
     learning_rate: float
+    """Of the policy."""
+    skipped: bool
+    """The gradient was thrown away."""
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -82,136 +67,119 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
 
 
-def _shard(policy: Policy, run: RunConfig, device: torch.device, trainable: bool) -> Policy:
-    """FSDP2: each decoder layer is a unit, the rest is the root's."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,))
-    compute = torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    policy.to(device)
-    layers: Any = policy.model.base_model.layers
-    for unit in (*layers, policy):
-        # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=world > 1)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(world > 1)
-    if not trainable:
-        policy.requires_grad_(False).eval()
-    return policy
-
-
 class Trainer:
     """One rank; torch.distributed must be initialised."""
 
-    def __init__(self, run: RunConfig, model_path: str, device: torch.device) -> None:
-        """Loads and shards the model.
+    def __init__(self, run: RunConfig, model_path: str, device: torch.device, critic_path: str | None = None) -> None:
+        """Loads and shards the models that the run's algorithm needs.
 
         Args:
             run: the run's configuration.
             model_path: HF folder or id of the initial weights (also the KL reference).
             device: this rank's device.
+            critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
-        self.policy = _shard(load_policy(model_path, run.optimizer.gradient_checkpointing), run, device, True)
-        self.reference = _shard(load_policy(model_path), run, device, False) if run.algorithm.kl_coef > 0 else None
-        options = run.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
+        algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
+        self.learner: Learner[Policy] = Learner(load_policy(model_path, checkpointing), run.optimizer.lr, run, device)
+        self.policy: Policy = self.learner.model
+        self.reference = shard(load_policy(model_path), run, device, False) if algorithm.needs_reference else None
+        needs_proximal = algorithm.needs_proximal(run.schedule.sync_every)
+        self.proximal = shard(load_policy(model_path), run, device, False) if needs_proximal else None
+        self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
+        self.critic = (
+            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device)
+            if self.ppo
+            else None
         )
 
     def accumulate(self, groups: list[TrainGroup], is_last: bool) -> MicroStats:
-        """Forward and backward of one micro-batch; adds the gradient of the *summed* loss.
+        """Forward and backward of one micro-batch; adds the gradients of the *summed* losses of policy and critic.
 
         Args:
             groups: this rank's share; may be empty.
             is_last: gradients are reduced over ranks now, the step follows.
         """
         batch = pack(groups or [NOTHING]).to(self.device)
-        if dist.get_world_size() == 1:
-            assert isinstance(self.policy, FSDPModule)
-            self.policy.set_requires_gradient_sync(is_last)
         temperature = self.run.sampling.temperature
-        reference_logprobs = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_logprobs, _ = self.reference(batch, temperature)
+        with torch.no_grad():
+            reference = self.reference(batch, temperature)[0] if self.reference else None
+            proximal = self.proximal(batch, temperature)[0] if self.proximal else None
         logprobs, entropy = self.policy(batch, temperature)
-        algorithm = self.run.algorithm
-        result = grpo_loss(
+        advantages = batch.advantages
+        sums: dict[str, torch.Tensor] = {}
+        if self.critic:
+            advantages, value = self._value(batch, logprobs.detach(), reference)
+            self.critic.backward(value.loss_sum if groups else value.loss_sum * 0.0, is_last)
+            sums |= value.sums
+        objective = policy_objective(
+            self.run.algorithm,
             logprobs,
             batch.behaviour_logprobs,
-            batch.advantages,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            reference_logprobs,
-            algorithm.kl_coef if groups else 0.0,
+            advantages,
+            batch.sequence_ids,
+            proximal,
+            reference,
         )
-        result.loss_sum.backward()
-        if is_last:
-            self._reshard()
+        self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
         if not groups:
             return MicroStats()
-        with torch.no_grad():
-            gap = logprobs.detach() - batch.behaviour_logprobs
-            return MicroStats(
-                tokens=batch.loss_tokens,
-                loss_sum=float(result.loss_sum.detach()),
-                clipped=float(result.clipped),
-                kl_sum=float(result.kl_sum),
-                entropy_sum=float(entropy.sum()),
-                entropy_tokens=len(entropy),
-                gap_sum=float(gap.abs().sum()),
-                ratio_max=float(gap.max().exp()),
-            )
+        sums |= objective.sums | {"entropy_sum": entropy.sum()}
+        values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
+        return MicroStats(
+            tokens=batch.loss_tokens,
+            sequences=batch.sequences,
+            entropy_tokens=len(entropy),
+            **dict(zip(sums, values, strict=True)),
+        )
 
-    def step(self, step: int, loss_tokens: int) -> StepResult:
-        """Divides the accumulated gradient by the batch's tokens, clips, updates, and clears it.
+    def _value(
+        self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Objective]:
+        """(GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards."""
+        assert self.critic is not None and self.ppo is not None
+        kl = self.ppo.kl
+        penalties = None
+        if reference is not None and kl.placement == "reward":
+            penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
+        rewards = token_rewards(batch.advantages, batch.sequence_ids, penalties)
+        values = self.critic.model(batch)
+        advantages, returns = gae(rewards, values, batch.sequence_ids, self.ppo.gamma, self.ppo.lam)
+        return advantages, value_objective(self.ppo, values, returns, batch.sequence_ids)
+
+    def step(self, step: int, normalizer: float, skip: bool = False) -> StepResult:
+        """One optimizer step of policy and critic with the accumulated gradients, which are cleared.
 
         Args:
-            step: optimizer step (0-based), for the learning rate.
-            loss_tokens: completion tokens of the whole batch, over all ranks, including those of groups without a
-                gradient.
+            step: optimizer step (0-based), for the learning rates.
+            normalizer: what the whole batch's summed loss is divided by, over all ranks and including samples that
+                were not sent (`streamrl.rollouts.micro_batch.loss_normalizer`).
+            skip: throw the gradients away and change nothing.
         """
-        config = self.run.optimizer
-        rate = learning_rate(step, self.run.steps, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        # FSDP has averaged the ranks' sums: times ranks, divided by the batch's tokens, it is the mean over tokens
-        scale = dist.get_world_size() / max(1, loss_tokens)
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return StepResult(float(full_norm), rate)
+        rate = learning_rate(step, self.run.steps, self.run.optimizer)
+        norm = self.learner.update(normalizer, rate, skip)
+        if self.critic and self.ppo:
+            options = self.ppo.critic
+            warm = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+            self.critic.update(normalizer, options.lr * warm, skip)
+        return StepResult(norm, rate, skip)
 
-    def _reshard(self) -> None:
-        """Frees the layers' compute copies: parameters are the sharded fp32 ones again, with the reduced gradients, and
-        the next forward makes its copies from updated weights."""
-        for module in self.policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    def mark_published(self) -> None:
+        """The current weights have been sent to the instances: they are the proximal policy from now on."""
+        if self.proximal:
+            copy_weights(self.policy, self.proximal)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, full tensor in the compute type), one after the other; tied weights come once."""
-        compute = torch.bfloat16 if self.run.model.dtype == "bfloat16" else torch.float32
         for name, parameter in self.policy.model.named_parameters():
             tensor = parameter.detach()
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, full.to(compute)
+            yield name, full.to(compute_type(self.run))
 
     def save(self, directory: Path) -> None:
-        """Writes a checkpoint: HF format (compute type) and, below `trainer_state/`, fp32 weights and AdamW's state
-        in torch's distributed format, which loads on any number of ranks.
+        """Writes a checkpoint: the policy in HF format (compute type) and, below `trainer_state/`, fp32 weights and
+        AdamW's state of policy and critic in torch's distributed format, which loads on any number of ranks.
 
         Args:
             directory: an existing folder.
@@ -223,14 +191,17 @@ class Trainer:
             config = directory / "config.json"
             values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
             config.write_text(json.dumps(values, indent=2) + "\n")
-        model_state, optimizer_state = get_state_dict(self.policy, self.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory / "trainer_state")
+        dcp.save(self._state(), checkpoint_id=directory / "trainer_state")
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote, also when it was written by another number of ranks."""
-        model_state, optimizer_state = get_state_dict(self.policy, self.optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        """Restores what `save` wrote, also when it was written by another number of ranks. The restored weights count
+        as published: a resumed run generates with them."""
+        state = self._state()
         dcp.load(state, checkpoint_id=directory / "trainer_state")
-        set_state_dict(
-            self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        self.learner.restore("", state)
+        if self.critic:
+            self.critic.restore("critic_", state)
+        self.mark_published()
+
+    def _state(self) -> dict[str, Any]:
+        return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
 from streamrl.generation.engine import weight_backend
 from streamrl.launch.context import RoleContext
@@ -80,7 +81,10 @@ class TrainerWorker:
             device = torch.device("cpu")
         dist.init_process_group("nccl" if self.cuda else "gloo")
         torch.manual_seed(self.run_config.seed)
-        self.trainer = Trainer(self.run_config, resolve_model(self.run_config.model.path), device)
+        algorithm = self.run_config.algorithm
+        own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
+        critic_path = resolve_model(own_critic) if own_critic else None
+        self.trainer = Trainer(self.run_config, resolve_model(self.run_config.model.path), device, critic_path)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
             self.trainer.load(self.checkpoints.path(step))
             self.version = step
@@ -94,18 +98,21 @@ class TrainerWorker:
                 self.state = "training"
                 groups = from_wire(body, delivery.arrays)
                 stats = await asyncio.to_thread(self.trainer.accumulate, groups, bool(body["is_last"]))
-                answer = {"round": body["round"], "stats": asdict(stats)}
+                answer = {"stats": asdict(stats)}
             case "step":
                 self.state = "optimizer step"
-                result = await asyncio.to_thread(self.trainer.step, int(body["step"]), int(body["loss_tokens"]))
+                result = await asyncio.to_thread(
+                    self.trainer.step, int(body["step"]), float(body["normalizer"]), bool(body["skip"])
+                )
                 self.version = int(body["step"]) + 1
                 answer = asdict(result)
             case "publish":
                 self.state = "publishing weights"
                 answer = await self._publish(link)
+                await asyncio.to_thread(self.trainer.mark_published)
             case "checkpoint":
                 self.state = "saving"
-                await asyncio.to_thread(self._checkpoint, int(body["step"]), body["state"])
+                await asyncio.to_thread(self._checkpoint, int(body["step"]), body["state"], body["pending"])
                 answer = {"step": body["step"]}
             case other:
                 log.warning("trainer ignores %r", other)
@@ -135,8 +142,9 @@ class TrainerWorker:
             "bytes": manifest.nbytes,
         }
 
-    def _checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it."""
+    def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
+        """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it. Checkpoints of `pending`
+        steps are being evaluated and stay."""
         if self.rank == 0:
             self.checkpoints.begin(step)
         dist.barrier()
@@ -152,4 +160,4 @@ class TrainerWorker:
             raise RunFailed(f"cannot write checkpoint {partial}: {error}") from error
         dist.barrier()
         if self.rank == 0:
-            self.checkpoints.commit(step, self.run_config.checkpoint.keep)
+            self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)

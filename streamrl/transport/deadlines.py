@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.errors import RunFailed
+
+T = TypeVar("T")
 
 
 class DeadlineExpired(RunFailed):
@@ -32,8 +34,44 @@ class WaitRegistry:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int | str, Wait] = {}
+        self._begun: dict[str, float] = {}
+        """When the waits of `begin` expire (monotonic seconds)."""
         self._next = 0
+
+    def begin(self, name: str, waiting_for: str, limit_s: float) -> None:
+        """From now on something is waited for, beside whatever else; `end` ends it, beginning it again renews it."""
+        self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
+        self._begun[name] = time.monotonic() + limit_s
+
+    def end(self, name: str) -> None:
+        """What was waited for is there; it need not have begun."""
+        self._waits.pop(name, None)
+        self._begun.pop(name, None)
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """Names of what `begin` has begun and `end` not ended."""
+        return frozenset(self._begun)
+
+    async def first_of_begun(self, awaitable: Awaitable[T]) -> T:
+        """Awaits something until the first of the begun waits expires.
+
+        Raises:
+            DeadlineExpired: naming that wait.
+            RuntimeError: nothing has begun, so this would wait for nobody.
+        """
+        if not self._begun:
+            raise RuntimeError(f"{self.owner} would wait for nobody")
+        name = min(self._begun, key=self._begun.__getitem__)
+        wait = self._waits[name]
+        try:
+            async with asyncio.timeout(max(0.0, self._begun[name] - time.monotonic())) as scope:
+                return await awaitable
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise DeadlineExpired(f"{self.owner} waited {wait.limit_s:.0f} s for {wait.waiting_for}") from error
 
     @asynccontextmanager
     async def deadline(self, waiting_for: str, limit_s: float) -> AsyncIterator[None]:

@@ -82,6 +82,32 @@ def test_whole_iterations_by_schedule(
     }
 
 
+def test_colocated_rare_publications_and_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "64": 0.1}}))
+    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
+    stages = ["--train-rate", "160", "--reward-s", "1", "--weights-gb", "1", "--link-gbit", "8", "--link-ms", "500"]
+    common = [*some, *stages, "--policy", "least-loaded", "--out", tmp_path / "p.svg"]
+    shared = ["--colocated-train-rate", "320", "--switch-s", "0.5", "--colocated-instances", "2"]
+    rounds = ["--round-tokens", "40", "--over-issue", "1.5", "--max-age", "2"]
+    assert streamrl(monkeypatch, "simulate", *common, "--iterations", "3", *shared, *rounds) == 0
+    table = rows(capsys.readouterr().out)
+    # generation 10, reward 1, training 5, two changes of turn
+    assert table["colocated, least-loaded"][0] == "17.0 s"
+    on_policy = ("colocated", "sync", "stream")
+    names = {f"{name}{suffix}" for name in on_policy for suffix in ("", "+tail", "+partial")}
+    assert set(table) == {f"{name}, least-loaded" for name in (*names, "one_step_off", "async")}
+
+    assert streamrl(monkeypatch, "simulate", *common, "--iterations", "4", "--sync-every", "2") == 0
+    table = rows(capsys.readouterr().out)
+    # two batches are generated together in 10, rewarded in 1, trained in 20 and sent in 1.5
+    assert table["sync, least-loaded"][0] == "16.2 s" and table["sync, least-loaded"][4] == "0: 4, 1: 4"
+    assert set(table) == {f"{name}, least-loaded" for name in ("sync", "stream", "async")}
+
+
 def test_a_recorded_run_is_repeated_for_more_iterations_than_it_has(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,10 +119,29 @@ def test_a_recorded_run_is_repeated_for_more_iterations_than_it_has(
     assert set(rows(shown)) == {"one_step_off, least-loaded", "one_step_off, skew-aware"}
 
 
+ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--iterations", "3"], "--iterations needs --train-rate"),
+        (["--schedule", "sync"], "--schedule needs --iterations"),
+        (["--round-tokens", "9"], "--round-tokens needs --iterations"),
+        ([*ITERATIONS, "--schedule", "colocated"], "--schedule colocated needs --colocated-train-rate"),
+        (
+            [*ITERATIONS, "--schedule", "sync", "--colocated-train-rate", "9"],
+            "is for --schedule colocated; chosen: sync",
+        ),
+        ([*ITERATIONS, "--colocated-instances", "9"], "--colocated-instances needs --colocated-train-rate"),
+        ([*ITERATIONS, "--schedule", "one_step_off", "--sync-every", "2"], "one_step_off publishes after every step"),
+        ([*ITERATIONS, "--sync-every", "3"], "weights every 3 steps need a staleness of 2, got 1"),
+        ([*ITERATIONS, "--max-age", "3"], "--max-age needs --over-issue or --round-tokens"),
+        (
+            [*ITERATIONS, "--schedule", "async", "--round-tokens", "9"],
+            "--round-tokens goes with colocated, sync or stream",
+        ),
+        ([*ITERATIONS, "--sync-every", "2", "--over-issue", "2"], "--over-issue goes with colocated, sync or stream"),
         (["--lengths", "zipf:2"], "--lengths zipf:2: expected lognormal:MU,SIGMA"),
         (["--lengths", "lognormal:7"], "expected lognormal:MU,SIGMA"),
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from scheduler.policies import POLICIES
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
-from streamrl.config.run import DispatchConfig, RunConfig, default_tasks
+from streamrl.config.run import DispatchConfig, RunConfig
+from streamrl.config.tasks import default_tasks
 from streamrl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,9 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
     assert "unknown key 'batch.promts_per_step'; did you mean 'prompts_per_step'?" in errors[0]
     assert errors[1] == "F:3: 'batch.samples_per_prompt' is 0, expected at least 1"
     assert "did you mean 'optimizer.lr'?" in errors[2]
-    assert errors[3] == "F:6: 'schedule.name' is 'strem', expected one of: sync, stream"
+    assert errors[3] == "F:6: 'schedule.name' is 'strem', expected one of: colocated, sync, stream, " + (
+        "one_step_off, async; did you mean stream?"
+    )
     assert "key 'tasks.0.name' is missing" in errors[4]
     assert "unknown key 'tasks.0.nam'; did you mean 'name'?" in errors[5]
     assert "expected one of: reasoning_gym, file, hf_dataset; did you mean reasoning_gym?" in errors[6]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scheduler.baselines import LeastLoaded
 from scheduler.cost import StepCurve
 from scheduler.forecast import Forecast
 from scheduler.planned import SkewAware
+from scheduler.policies import make_policy
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Progress, Request
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.messages import request_from_wire
@@ -58,7 +61,7 @@ class Scripted(Fleet):
 
 
 def requests(*names: str) -> list[SampleRequest]:
-    return [SampleRequest(name, name[0], np.arange(5, dtype=np.int32), 1, 1, 0.0) for name in names]
+    return [SampleRequest(name, name[0], np.arange(5, dtype=np.int32), 1, 0.0) for name in names]
 
 
 def part(name: str, tokens: int) -> PartialSample:
@@ -138,6 +141,119 @@ def test_a_second_move_before_the_first_is_done_changes_the_target_only() -> Non
         assert [(to, kind) for to, kind, _, _ in sent] == [("a", "release")]
         await work.released(part("g.2", 2))
         assert [(to, kind) for to, kind, _, _ in sent] == [("a", "release"), ("c", "generate")]
+
+    asyncio.run(body())
+
+
+def least_loaded(*slots: int) -> LeastLoaded:
+    policy = LeastLoaded()
+    for number, count in enumerate(slots):
+        policy.join("abc"[number], count)
+    return policy
+
+
+def told(sent: Sent) -> list[tuple[str, str, str]]:
+    """What was sent since the last call: (instance, kind, sample)."""
+    found = [(to, kind, body["sample_id"]) for to, kind, body, _ in sent]
+    sent.clear()
+    return found
+
+
+def test_parked_requests_keep_their_tokens_until_they_are_resumed() -> None:
+    work, sent = dispatcher(least_loaded(2))
+
+    async def body() -> None:
+        await work.submit([(requests("g.0", "g.1", "g.2"), None)])
+        assert told(sent) == [("a", "generate", "g.0"), ("a", "generate", "g.1")]
+        await work.park(["g.0", "g.2", "gone.0"])  # one runs, one waits, one is none
+        assert told(sent) == [("a", "release", "g.0")] and work.parked == {"g.0", "g.2"}
+        assert await work.released(part("g.0", 4)) is False  # nobody has to be told
+        await work.park(["g.0"])
+        assert told(sent) == []
+        await work.resume(["g.0"], budget=10)
+        (_, _, body, arrays) = sent[0]
+        again = request_from_wire(body, arrays)
+        assert told(sent) == [("a", "generate", "g.0")]
+        assert again.kept is not None and len(again.kept.completion_tokens) == 4 and again.pause_at == 14
+        await work.finished("g.1", 3)
+        assert told(sent) == []  # g.2 is still parked
+        await work.resume(["g.2", "g.1"])
+        assert told(sent) == [("a", "generate", "g.2")] and not work.parked
+
+    asyncio.run(body())
+
+
+def test_a_request_that_ends_while_it_is_parked_has_ended_and_one_resumed_on_its_way_back_goes_on() -> None:
+    work, sent = dispatcher(least_loaded(4))
+
+    async def body() -> None:
+        await work.submit([(requests("g.0", "g.1"), None)])
+        await work.park(["g.0", "g.1"])
+        await work.finished("g.0", 9)
+        assert work.parked == {"g.1"}
+        told(sent)
+        await work.resume(["g.0", "g.1"])
+        assert told(sent) == []  # its tokens are not here yet
+        await work.released(part("g.1", 3))
+        assert told(sent) == [("a", "generate", "g.1")]
+
+    asyncio.run(body())
+
+
+def test_a_request_that_has_used_its_budget_is_parked_by_itself_and_reported() -> None:
+    work, sent = dispatcher(least_loaded(1))
+
+    async def body() -> None:
+        await work.submit([([replace(r, pause_at=4) for r in requests("g.0", "g.1")], None)])
+        assert told(sent) == [("a", "generate", "g.0")]
+        assert await work.released(part("g.0", 4)) is True
+        assert told(sent) == [("a", "generate", "g.1")] and work.parked == {"g.0"}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "longest-first", "skew-aware"])
+def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_ones_afterwards(policy: str) -> None:
+    work, sent = dispatcher(make_policy(policy, 100))
+
+    async def body() -> None:
+        for name in "ab":
+            await work.join(name, 2, None, "regular")
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
+        for name in "ab":
+            await work.hold(name, requeue=True)
+        seen = told(sent)
+        started = {sample for _, kind, sample in seen if kind == "generate"}
+        assert started == {sample for _, kind, sample in seen if kind == "release"} and len(started) >= 2
+        for sample in sorted(started):
+            await work.released(part(sample, 3))
+        assert told(sent) == []  # nobody may work
+        for name in "ab":
+            await work.unhold(name)
+        running = [sample for _, _, sample in told(sent)]
+        for _ in range(4):  # all of them run again, and end
+            await work.finished(running.pop(), 9)
+            running += [sample for _, _, sample in told(sent)]
+        assert not work.requests and not running
+
+    asyncio.run(body())
+
+
+def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def body() -> None:
+        for name in "ab":
+            await work.join(name, 2, None, REGULAR)
+        await work.submit([(requests("g.0"), None), (requests("h.0"), None)])
+        told(sent)
+        await work.hold("a", requeue=False)
+        await work.submit([(requests("k.0", "k.1"), None)])
+        assert told(sent) == [("b", "generate", "k.0")]  # the other has one slot left
+        await work.finished("g.0", 5)
+        assert told(sent) == [] and "g.0" not in work.requests
+        await work.unhold("a")
+        assert told(sent) == [("a", "generate", "k.1")]
 
     asyncio.run(body())
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import OnUpdate
 from streamrl.generation.engine import Engine
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.store import WeightStore
@@ -30,7 +31,7 @@ def config(model: Path, **sampling: object) -> RunConfig:
 
 def request(number: int, seed: int = 0) -> SampleRequest:
     prompt = np.arange(number + 3, number + 13, dtype=np.int32)
-    return SampleRequest(f"g.{number}-{seed}", "g", prompt, seed, 1, 0.0)
+    return SampleRequest(f"g.{number}-{seed}", "g", prompt, seed, 0.0)
 
 
 async def sample(engine: Engine, asked: SampleRequest) -> Sample:
@@ -47,13 +48,36 @@ def exact(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update={"dtype": "float32"})})
 
 
-def assert_logprobs_are_the_models(folder: Path, prompt: np.ndarray, sample: Sample, temperature: float) -> None:
+def logprobs_of(folder: Path, prompt: np.ndarray, sample: Sample, temperature: float) -> np.ndarray:
+    """What a model says of each of a sample's tokens."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = np.concatenate([prompt, sample.completion_tokens])
     with torch.no_grad():
         logits = reference(input_ids=torch.tensor(ids)[None].long()).logits[0].float() / temperature
-    expected = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(ids)[1:, None].long())[len(prompt) - 1 :, 0]
-    assert float((expected - torch.tensor(sample.logprobs)).abs().max()) < 1e-3
+    each = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(ids)[1:, None].long())
+    return each[len(prompt) - 1 :, 0].numpy()
+
+
+def assert_logprobs_are_the_models(folder: Path, prompt: np.ndarray, sample: Sample, temperature: float) -> None:
+    assert np.abs(logprobs_of(folder, prompt, sample, temperature) - sample.logprobs).max() < 1e-3
+
+
+def stored(store: WeightStore, number: int, model: Path, dtype: torch.dtype) -> str:
+    """Puts a model into the store as a version; returns its hash."""
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    manifest, buffer = lay_out(number, weights.named_parameters())
+    store.begin(manifest)[:] = buffer
+    partial = store.directory / f"version_{number}.partial"
+    store.commit(manifest, np.memmap(partial, dtype=np.uint8, mode="r"))
+    return manifest.version.content_hash
+
+
+async def update(engine: Engine, on_update: OnUpdate, number: int, content_hash: str) -> None:
+    await engine.pause(on_update, number)
+    await engine.start_weight_update()
+    await engine.update_weights({"number": number, "content_hash": content_hash})
+    await engine.finish_weight_update(number)
+    await engine.resume()
 
 
 def assert_same(ours: list[Sample], theirs: list[Sample]) -> None:
@@ -66,10 +90,7 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(tmp_pat
     old = save_tiny_model(tmp_path / "old", seed=0)
     new = save_tiny_model(tmp_path / "new", seed=1)
     store = WeightStore(tmp_path / "store")
-    weights = AutoModelForCausalLM.from_pretrained(new, dtype=torch.bfloat16)
-    manifest, buffer = lay_out(5, weights.named_parameters())
-    store.begin(manifest)[:] = buffer
-    store.commit(manifest, np.memmap(store.directory / "version_5.partial", dtype=np.uint8, mode="r"))
+    content_hash = stored(store, 5, new, torch.bfloat16)
 
     async def updated() -> tuple[list[Sample], list[Sample], list[Sample]]:
         engine = Engine(POOL, config(old), cuda=False, instance="i", site="here")
@@ -77,11 +98,7 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(tmp_pat
             await engine.set_up_weights({"directory": str(store.directory)}, 0)
             before = await sample_all(engine)
             again = await sample_all(engine)
-            await engine.pause(keep_kv=False)
-            await engine.start_weight_update()
-            await engine.update_weights({"number": 5, "content_hash": manifest.version.content_hash})
-            await engine.finish_weight_update(5)
-            await engine.resume()
+            await update(engine, "recompute_kv", 5, content_hash)
             return before, again, await sample_all(engine)
         finally:
             engine.close()
@@ -102,40 +119,130 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(tmp_pat
     assert_same(after, asyncio.run(fresh()))  # the tied output head included: it is most of what differs
 
 
-def test_running_requests_continue_over_an_update_with_versions_per_token_and_logprobs_match_the_model(
-    tmp_path: Path,
-) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
+def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_that_drew_it(tmp_path: Path) -> None:
+    models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
     store = WeightStore(tmp_path / "store")
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    manifest, buffer = lay_out(1, weights.named_parameters())
-    store.begin(manifest)[:] = buffer
-    store.commit(manifest, np.memmap(store.directory / "version_1.partial", dtype=np.uint8, mode="r"))
+    hashes = {number: stored(store, number, models[number], torch.float32) for number in (1, 2)}
 
     async def body() -> list[Sample]:
-        run = exact(config(model, max_tokens=100, temperature=0.8))
+        run = exact(config(models[0], max_tokens=100, temperature=0.8))
         engine = Engine(POOL, run, cuda=False, instance="i", site="here")
         try:
             await engine.set_up_weights({"directory": str(store.directory)}, 0)
             running = [asyncio.create_task(sample(engine, request(n, seed=n))) for n in range(4)]
-            await asyncio.sleep(0.15)
-            await engine.pause(keep_kv=True)
-            await engine.start_weight_update()
-            await engine.update_weights({"number": 1, "content_hash": manifest.version.content_hash})
-            await engine.finish_weight_update(1)
-            await engine.resume()
+            for number, content_hash in hashes.items():
+                while min(engine.produced().values(), default=0) < 15 * number:
+                    await asyncio.sleep(0.001)
+                await update(engine, "recompute_kv", number, content_hash)
             return list(await asyncio.gather(*running))
         finally:
             engine.close()
 
     samples = asyncio.run(body())
-    crossing = [s for s in samples if set(s.token_versions.tolist()) == {0, 1}]
+    crossing = [s for s in samples if set(s.token_versions.tolist()) == {0, 1, 2}]
     assert crossing, [s.token_versions.tolist() for s in samples]
-    assert all(s.token_versions.tolist() == sorted(s.token_versions.tolist()) for s in samples)
-
-    # the weights were replaced by equal ones, so one model explains every log-probability, at the temperature sampled
     for number, drawn in enumerate(samples):
-        assert_logprobs_are_the_models(model, request(number).prompt_tokens, drawn, 0.8)
+        assert drawn.token_versions.tolist() == sorted(drawn.token_versions.tolist())
+        told = np.stack([logprobs_of(model, request(number).prompt_tokens, drawn, 0.8) for model in models])
+        own = told[drawn.token_versions, np.arange(drawn.output_length)]
+        assert np.abs(own - drawn.logprobs).max() < 1e-3
+        assert np.abs(told[0] - drawn.logprobs).max() > 1e-2  # one version alone does not explain them
+
+
+def test_new_requests_never_meet_a_prefix_that_older_weights_computed(tmp_path: Path) -> None:
+    """Also when running requests keep their KV cache over the update."""
+    old, new = save_tiny_model(tmp_path / "old", seed=0), save_tiny_model(tmp_path / "new", seed=1)
+    store = WeightStore(tmp_path / "store")
+    content_hash = stored(store, 1, new, torch.float32)
+    prompt = np.arange(3, 80, dtype=np.int32)  # two whole blocks of KV cache
+
+    async def body() -> tuple[Sample, Sample]:
+        engine = Engine(POOL, exact(config(old, max_tokens=30)), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(store.directory)}, 0)
+            first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
+            while engine.produced().get("g.0", 0) < 5:
+                await asyncio.sleep(0.001)
+            await update(engine, "keep_kv", 1, content_hash)
+            second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
+            return await first, second
+        finally:
+            engine.close()
+
+    first, second = asyncio.run(body())
+    assert set(first.token_versions.tolist()) == {0, 1} and set(second.token_versions.tolist()) == {1}
+    assert_logprobs_are_the_models(new, prompt, second, 1.0)
+    kept = first.token_versions == 1  # these went on from a KV cache of the old weights
+    assert np.abs(logprobs_of(new, prompt, first, 1.0) - first.logprobs)[kept].max() > 1e-2
+
+
+def test_waiting_for_running_requests_lets_them_end_under_their_weights(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    store = WeightStore(tmp_path / "store")
+    content_hash = stored(store, 1, model, torch.float32)
+
+    async def body() -> tuple[Sample, Sample]:
+        engine = Engine(POOL, exact(config(model, max_tokens=60)), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(store.directory)}, 0)
+            first = asyncio.create_task(sample(engine, request(0)))
+            while not engine.produced():
+                await asyncio.sleep(0.001)
+            updating = asyncio.create_task(update(engine, "wait", 1, content_hash))
+            await asyncio.sleep(0.02)
+            second = await sample(engine, request(1))  # waits for the new weights
+            await updating
+            return await first, second
+        finally:
+            engine.close()
+
+    first, second = asyncio.run(body())
+    assert set(first.token_versions.tolist()) == {0} and set(second.token_versions.tolist()) == {1}
+
+
+def test_a_budget_parks_a_sample_which_goes_on_from_its_tokens_and_greedy_requests_repeat(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+
+    async def body() -> tuple[PartialSample, Sample, list[Sample]]:
+        engine = Engine(POOL, exact(config(model, max_tokens=40)), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(tmp_path)}, 0)
+            parked = await engine.generate(replace(request(0), pause_at=10), "regular")
+            assert isinstance(parked, PartialSample)
+            whole = await sample(engine, replace(request(0), kept=parked, pause_at=40))
+            greedy = [replace(request(1, seed), temperature=0.0) for seed in (1, 2)]
+            return parked, whole, [await sample(engine, asked) for asked in greedy]
+        finally:
+            engine.close()
+
+    parked, whole, greedy = asyncio.run(body())
+    assert len(parked.completion_tokens) == 10
+    assert (whole.output_length, whole.finish_reason) == (40, "length")
+    np.testing.assert_array_equal(whole.completion_tokens[:10], parked.completion_tokens)
+    assert_logprobs_are_the_models(model, request(0).prompt_tokens, whole, 1.0)
+    np.testing.assert_array_equal(greedy[0].completion_tokens, greedy[1].completion_tokens)
+
+
+def test_a_sleeping_engine_wakes_up_with_new_weights(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    store = WeightStore(tmp_path / "store")
+    content_hash = stored(store, 1, model, torch.float32)
+
+    async def body() -> Sample:
+        engine = Engine(POOL, exact(config(model, max_tokens=10)), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(store.directory)}, 0)
+            await engine.sleep()
+            waiting = asyncio.create_task(sample(engine, request(0)))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await engine.wake_up()
+            await update(engine, "recompute_kv", 1, content_hash)
+            return await waiting
+        finally:
+            engine.close()
+
+    assert asyncio.run(body()).output_length == 10
 
 
 def test_a_request_that_is_taken_off_goes_on_with_its_tokens(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.observe.evaluations import EvaluationRow, EvaluationWriter, Scores
 from streamrl.observe.metrics import MetricsRow, MetricsWriter
 from streamrl.observe.status import write_status
 from streamrl.observe.trace import TraceWriter
+from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 
 START = 1_700_000_000.0
 STEP_S = 18.0
@@ -47,6 +49,14 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
         "staleness_max": 0.0,
         "logprob_gap_mean": 0.008,
         "importance_ratio_max": 1.3,
+        "importance_ratio_mean": 1.0,
+        "ess_token": 1.0,
+        "ess_sequence": 0.9995,
+        "masked_fraction": 0.0,
+        "truncated_weight_fraction": 0.01,
+        "groups_dropped": 0,
+        "samples_parked": 3,
+        "weight_publications": 1,
         "weight_version": step,
         "weight_bytes_sent": 2 * 269_000_000,
         "weight_sync_exposed_s": 0.7,
@@ -69,6 +79,52 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
         "process_memory_gb": 7.5 + 0.1 * step,
     }
     return MetricsRow(**(values | changes))
+
+
+def audit_of(step: int = 1, dropped: int = 0, limit: int = 96) -> StepAudit:
+    """The audit of a step with 64 samples in 64 groups, of which the first `dropped` are too stale."""
+    audit, chance = LengthAudit(limit), random.Random(step)
+    for index in range(64):
+        name, length = f"g{index}", min(limit, int(chance.lognormvariate(3.4, 0.7)) + 1)
+        audit.issued(step, name, 1)
+        audit.finished(f"{name}.000", name, length)
+        if index < dropped:
+            audit.dropped(step, name, [length], "too stale")
+        else:
+            audit.trained(step, name, [length])
+    return audit.end_step(step)
+
+
+def make_evaluation(step: int, greedy: float) -> EvaluationRow:
+    """An evaluation of a version with a greedy reward; pass@1 is 0.05 below it and pass@4 0.2 above."""
+
+    def scores(reward: float, prompts: int) -> Scores:
+        return Scores(
+            prompts=prompts,
+            samples=5 * prompts,
+            reward_greedy=reward,
+            pass_greedy=reward,
+            reward_sampled=reward - 0.05,
+            pass_at=[reward - 0.05, reward, reward + 0.1, reward + 0.2],
+            length_mean=30.0,
+            reward_errors=0,
+        )
+
+    return EvaluationRow(
+        step=step,
+        time=START + 40 + STEP_S * step,
+        seconds=7.5,
+        overall=scores(greedy, 64),
+        by_task={TASKS[0]: scores(greedy + 0.02, 32), TASKS[1]: scores(greedy - 0.02, 32)},
+        other_version_share=0.0,
+    )
+
+
+def write_evaluations(run_dir: Path, steps: int) -> None:
+    """Versions 0, 4, 8, ...; the best greedy reward is 0.4 at version 8 (or the last one)."""
+    with EvaluationWriter(run_dir / "evaluations.jsonl") as evaluations:
+        for step in range(0, steps + 1, 4):
+            evaluations.append(make_evaluation(step, 0.1 + 0.0375 * step - (0.27 if step > 8 else 0.0)))
 
 
 def make_status(step: int, steps: int, now: float, **changes: Any) -> dict[str, Any]:
@@ -189,13 +245,23 @@ def write_trace(run_dir: Path, steps: int) -> None:
             trace.counter(INSTANCES[0], "requests", begin, {"running": 12, "waiting": 3})
 
 
-def write_run(run_dir: Path, steps: int, rollouts: bool = True, trace: bool = True, **status: Any) -> None:
+def write_run(
+    run_dir: Path,
+    steps: int,
+    rollouts: bool = True,
+    trace: bool = True,
+    evaluations: bool = True,
+    audit: StepAudit | None = None,
+    **status: Any,
+) -> None:
     """A whole run folder; `status`: keys of status.json that differ from `make_status`."""
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("run:\n  model:\n    path: smollm2-135m # <resolved>\n")
     with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
         for step in range(1, steps + 1):
-            metrics.append(make_row(step))
+            metrics.append(make_row(step, length_audit=audit or audit_of(step)))
+    if evaluations and steps:
+        write_evaluations(run_dir, steps)
     write_status(run_dir, make_status(steps, 20, START + 40 + STEP_S * steps, **status))
     if rollouts:
         write_rollouts(run_dir, max(1, steps))

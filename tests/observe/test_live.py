@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from streamrl.observe.evaluations import EvaluationWriter, read_evaluations
 from streamrl.observe.live import LiveView
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.panels import render
 from streamrl.observe.status import read_status, write_status
 from streamrl.observe.summary import bars, duration, histogram, number, summarise
-from tests.observe.synthetic import START, STEP_S, RunMaker, make_row, make_status
+from tests.observe.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
 
 class Screen:
@@ -37,7 +38,8 @@ class Screen:
 
 def picture(run_dir: Path, now: float, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(read_status(run_dir), read_metrics(run_dir / "metrics.jsonl"), now))
+    evaluations = read_evaluations(run_dir / "evaluations.jsonl")
+    console.print(render(read_status(run_dir), read_metrics(run_dir / "metrics.jsonl"), now, evaluations))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -276,3 +278,70 @@ def test_every_length_is_in_the_histogram() -> None:
     for longest in (1, 31, 32, 33, 96, 1000):
         counts, width = histogram(list(range(1, longest + 1)), 32)
         assert sum(counts) == longest and len(counts) == 32 and longest < 32 * width
+
+
+def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.append(make_row(1, staleness_mean=1.25, staleness_max=2.0, ess_token=0.99, ess_sequence=0.61))
+    write_status(tmp_path, make_status(1, 20, START))
+    assert "off-policy stale 1.2/2, ESS 0.61" in picture(tmp_path, START)
+    screen = Screen(terminal=False)
+    row = make_row(2, staleness_mean=1.0, staleness_max=1.0, ess_token=0.97, ess_sequence=None, step_skipped=True)
+    with screen.view(tmp_path) as view:
+        with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+            metrics.append(row)
+        view.refresh()
+    (line,) = [line for line in screen.take() if line.startswith("step 2")]
+    assert "3.5/s  stale 1.0/1  ESS 0.97  no optimizer step: the gradient was not finite" in line
+
+
+def test_a_log_tells_each_evaluation_once_and_not_those_before_a_resume(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START, roles={}))
+    with EvaluationWriter(tmp_path / "evaluations.jsonl") as evaluations:
+        evaluations.append(make_evaluation(0, 0.2))
+        screen = Screen(terminal=False)
+        with screen.view(tmp_path) as view:
+            for step, greedy in ((10, 0.42), (20, 0.3)):
+                evaluations.append(make_evaluation(step, greedy))
+                view.refresh()
+                view.refresh()
+    lines = [line for line in screen.take() if line.startswith("eval")]
+    assert lines == ["eval@10: greedy 0.42 pass@4 0.62 (best)", "eval@20: greedy 0.30 pass@4 0.50"]
+    assert "evaluation eval@20: greedy 0.30 pass@4 0.50" in picture(tmp_path, START)
+
+
+def test_a_length_bias_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START, roles={}))
+    screen = Screen(terminal=False)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, screen.view(tmp_path) as view:
+        for step, bias in enumerate((None, "length bias: 9 %", "length bias: 10 %", None, "length bias: 8 %"), start=1):
+            metrics.append(make_row(step, length_bias_warning=bias))
+            view.refresh()
+        assert "warning    length bias: 8 %" in picture(tmp_path, START)
+    lines = [line for line in screen.take() if "bias" in line]
+    assert lines == ["warning: length bias: 9 %", "the length bias has ended", "warning: length bias: 8 %"]
+
+
+def test_what_the_schedule_chose_is_told_when_it_changes(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path / "metrics.jsonl")
+    screen = Screen(terminal=False)
+    with screen.view(tmp_path) as view:
+        for note in ("", "stream: training is the slower side", "stream: training is the slower side", "async"):
+            write_status(tmp_path, make_status(3, 20, START, roles={}, schedule_note=note))
+            view.refresh()
+    lines = [line for line in screen.take() if line.startswith("schedule")]
+    assert lines == ["schedule: stream: training is the slower side", "schedule: async"]
+    assert "schedule   async" in picture(tmp_path, START)
+
+
+def test_the_closing_summary_names_the_best_evaluation_its_checkpoint_and_a_length_bias(make_run: RunMaker) -> None:
+    run_dir = make_run(12, rollouts=False, trace=False, state="done")
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(13, length_bias_warning="length bias: 9 %"))
+    for step in (8, 12):
+        (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    screen = Screen(terminal=False)
+    screen.view(run_dir).summary()
+    text = "\n".join(screen.take())
+    for part in ("best evaluation", "eval@8: greedy 0.40 pass@4 0.60", "best checkpoint", "step_8", "length bias: 9 %"):
+        assert part in text

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from streamrl.observe.metrics import MetricsRow, MetricsWriter, read_metrics
-from tests.observe.synthetic import make_row
+from tests.observe.synthetic import audit_of, make_row
 
 CONTRACT_KEYS = [
     "step",
@@ -44,7 +44,7 @@ CONTRACT_KEYS = [
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    rows = [make_row(step) for step in (1, 2, 3)]
+    rows = [make_row(1), make_row(2, length_audit=audit_of(2, dropped=12), step_skipped=True), make_row(3)]
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         for row in rows:
             writer.append(row)

@@ -15,10 +15,11 @@ from click.testing import CliRunner
 
 from streamrl.cli.report import command
 from streamrl.errors import UserError
+from streamrl.observe.metrics import MetricsRow, MetricsWriter
 from streamrl.observe.report import write_report
 from streamrl.observe.run_data import load_run, pick_samples, read_texts
 from streamrl.observe.trace import TraceWriter
-from tests.observe.synthetic import START, RunMaker, make_status, write_rollouts, write_status
+from tests.observe.synthetic import START, RunMaker, audit_of, make_row, make_status, write_rollouts, write_status
 
 VOID = {"meta", "br", "hr", "img", "link"}
 
@@ -73,7 +74,8 @@ def page_of(run_dir: Path) -> tuple[Page, str]:
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
     page, text = page_of(make_run(12, state="done"))
     assert page.plots == [
-        *["reward", "lengths", "length-histogram", "predictions", "step-time", "timeline-0", "timeline-1", "training"]
+        *["reward", "evaluation", "lengths", "length-histogram", "length-audit", "predictions", "step-time"],
+        *["schedule", "timeline-0", "timeline-1", "training"],
     ]
     assert page.captions == len(page.plots)
     assert page.fetched == []
@@ -134,7 +136,8 @@ def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker) -> Non
 def test_one_step_is_enough_for_every_plot(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(1))
     assert page.plots == [
-        *["reward", "lengths", "length-histogram", "predictions", "step-time", "timeline-0", "training"]
+        *["reward", "evaluation", "lengths", "length-histogram", "length-audit", "predictions", "step-time"],
+        *["schedule", "timeline-0", "training"],
     ]
     assert "0.100 (one step)" in page.text
 
@@ -153,10 +156,10 @@ def test_without_a_step_the_trace_and_samples_so_far_are_shown(make_run: RunMake
 
 
 def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run: RunMaker) -> None:
-    run_dir = make_run(4, rollouts=False, trace=False)
+    run_dir = make_run(4, rollouts=False, trace=False, evaluations=False)
     (run_dir / "status.json").unlink()
     page, _ = page_of(run_dir)
-    assert page.plots == ["reward", "lengths", "step-time", "training"]
+    assert page.plots == ["reward", "lengths", "length-audit", "step-time", "schedule", "training"]
     assert "The run's state is unknown" in page.text
 
 
@@ -199,7 +202,8 @@ def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_ru
 
 
 def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMaker) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     run_dir = make_run(2)
     folder = run_dir / "checkpoints" / "step_2"
     folder.mkdir(parents=True)
@@ -231,7 +235,6 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
 
 
 def test_without_a_tokenizer_the_report_says_why_there_is_no_text(make_run: RunMaker) -> None:
-    pytest.importorskip("tokenizers")
     page, _ = page_of(make_run(2))
     assert "(text not available)" in page.text
     assert "Completions are not decoded: no tokenizer.json" in page.text
@@ -255,6 +258,7 @@ def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run:
     result = CliRunner().invoke(command, [str(run_dir)])
     assert result.exit_code == 0, result.output
     assert str(run_dir / "report.html") in result.output and "128" in result.output
+    assert "eval@0: greedy 0.10 pass@4 0.30" in result.output
     assert (run_dir / "report.html").is_file()
     assert not list(run_dir.glob(".*"))
     assert "streamrl report runs/demo" in CliRunner().invoke(command, ["--help"]).output
@@ -276,3 +280,52 @@ def test_a_report_of_many_samples_reads_only_the_shown_texts(
     monkeypatch.setattr(pq, "ParquetFile", spy)
     read_texts(data, [0, 1])
     assert len(asked) == 1
+
+
+def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(12))
+    for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
+        assert part in page.text
+    assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
+
+
+def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
+    run_dir = make_run(3)
+    page, text = page_of(run_dir)
+    assert 'class="bad box"' not in text and "0 left out" in page.text
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(4, length_bias_warning="length bias: <12 %> shorter"))
+    page, text = page_of(run_dir)
+    assert 'class="bad box"' in text
+    assert "In 1 of 4 steps, last in step 4: length bias: <12 %> shorter" in page.text
+
+
+def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(3, audit=audit_of(dropped=2)))
+    assert "too stale" in page.text
+    row = re.search(r"all([\d,]+)", page.text)
+    assert row is not None and row.group(1) == "192192186" + "6"
+
+
+def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
+    run_dir = make_run(2)
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(3, length_audit=audit_of(limit=200)))
+    assert "all6464640" in page_of(run_dir)[0].text
+
+
+def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
+    page, text = page_of(make_run(4, schedule_note="async: generation takes 3 times as long as training"))
+    for part in ("The schedule's choice: async: generation takes 3", "groups dropped", "lowest effective sample size"):
+        assert part in page.text
+    (figure,) = re.findall(r'<figure id="plot-schedule">.*?</figure>', text, flags=re.DOTALL)
+    for name in ("staleness", "of sequences", "truncated weight", "waiting for weights"):
+        assert f">{name}<" in figure
+
+
+def test_figures_that_no_schedule_measured_are_said_to_be_missing(make_run: RunMaker) -> None:
+    run_dir = make_run(0)
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
+    page, text = page_of(run_dir)
+    assert "schedule" in page.plots and "not measured" in text

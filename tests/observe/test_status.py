@@ -96,7 +96,7 @@ def test_only_a_run_that_has_not_ended_can_be_stale(tmp_path: Path) -> None:
 def test_the_status_command_shows_roles_and_steps(make_run: RunMaker) -> None:
     result = CliRunner().invoke(command, [str(make_run(3, rollouts=False, trace=False))])
     assert result.exit_code == 0, result.output
-    for part in ("step 3/20", "here-regular-0", "12+3", "micro-batch 3 of 8", "0.200"):
+    for part in ("step 3/20", "here-regular-0", "12+3", "micro-batch 3 of 8", "0.200", "eval@0: greedy 0.10"):
         assert part in result.output
     assert "no update for" in result.output  # the synthetic run's last update was in 2023
 

@@ -60,7 +60,6 @@ def make_sample(sample_id: str, step: int = 1, length: int = 3) -> Sample:
     return Sample(
         sample_id=sample_id,
         group_id=sample_id.split(".")[0],
-        step=step,
         completion_tokens=np.arange(length, dtype=np.int32),
         logprobs=np.linspace(-2, -0.1, length).astype(np.float32),
         token_versions=np.full(length, step - 1, dtype=np.int32),
@@ -82,13 +81,13 @@ def make_group(group_id: str = "g", rewards: tuple[float, ...] = (0.0, 1.0), ste
     for number, reward in enumerate(rewards):
         sample = make_sample(f"{group_id}.{number}", step, length=2 + number)
         group.scored[sample.sample_id] = Scored(sample, reward, None, 5.0)
-    values = group_advantages(list(rewards), True)
+    values = group_advantages(list(rewards), "group_std")
     group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), values, strict=True)}
     return group
 
 
 def finish_and_score(ledger: Ledger, group: Group) -> None:
-    ledger.issue(group.step, group.group_id, sorted(group.scored))
+    ledger.issue((sample_id, group.group_id) for sample_id in sorted(group.scored))
     ledger.finish([(m.sample, b"x") for m in group.members()])
     ledger.score(group.members())
 
@@ -97,34 +96,46 @@ def test_a_sample_walks_from_issue_to_training_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     group = make_group()
     ids = sorted(group.scored)
-    ledger.issue(1, "g", ids)
+    ledger.issue((sample_id, "g") for sample_id in ids)
     first = group.members()[0].sample
     assert ledger.finish([(first, b"x")]) == {ids[0]}
     assert ledger.finish([(first, b"x")]) == set()  # delivered twice
     assert ledger.finish([(make_sample("never.0"), b"x")]) == set()  # never issued
-    with pytest.raises(RunFailed, match="trained 2 samples, 0 are scored"):
+    with pytest.raises(RunFailed, match="trained 2 samples and dropped 0, of which 0 are scored"):
         ledger.train(1, 1, [group], 9.0)
     ledger.finish([(group.members()[1].sample, b"x")])
     ledger.score(group.members())
     ledger.train(1, 1, [group], 9.0)
     assert ledger.counts() == {"trained": 2}
     assert ledger.trained_ids() == ids
-    with pytest.raises(RunFailed, match="are scored and untrained"):
+    with pytest.raises(RunFailed, match="of which 0 are scored and untrained"):
         ledger.train(1, 1, [group], 9.0)
 
 
-def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
+def test_rewinding_forgets_later_steps_and_what_no_step_has_trained(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for step in (1, 2, 3):
         group = make_group(f"g{step}", step=step)
         finish_and_score(ledger, group)
         if step < 3:
             ledger.train(step, step, [group], 0.0)
+    assert ledger.counts() == {"trained": 4, "scored": 2}
     assert ledger.rewind(2) == 2  # trained samples of step 2
     assert ledger.trained_ids() == ["g1.0", "g1.1"]
     assert ledger.counts() == {"trained": 2}
     ledger.close()
     assert Ledger(tmp_path / "ledger.sqlite").counts() == {"trained": 2}  # durable
+
+
+def test_dropped_samples_are_accounted_for_with_the_step_that_dropped_them(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    kept, dropped = make_group("g1"), make_group("g2", (1.0, 1.0))
+    for group in (kept, dropped):
+        finish_and_score(ledger, group)
+    ledger.train(1, 1, [kept], 0.0, [dropped])
+    assert ledger.counts() == {"trained": 2, "dropped": 2}
+    assert ledger.rewind(1) == 2
+    assert ledger.counts() == {}
 
 
 def test_committed_content_can_be_read_back() -> None:
@@ -152,13 +163,6 @@ def test_rollout_rows_are_the_contracts(tmp_path: Path) -> None:
     store.write(2, groups)
     store.rewind(2)
     assert [p.name for p in store.directory.iterdir()] == ["step_000001.parquet"]
-
-
-def test_group_advantages() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 1.0], True) == pytest.approx([1.0, -1.0, -1.0, 1.0], rel=1e-5)
-    assert group_advantages([3.0, 0.0], False) == [1.5, -1.5]
-    assert group_advantages([0.1] * 8, True) == [0.0] * 8  # exactly: no gradient, not a rounding of one
-    assert group_advantages([], True) == []
 
 
 def test_micro_batches_survive_the_wire_and_ranks_get_equal_shares() -> None:
@@ -189,15 +193,15 @@ def test_a_group_is_trained_in_the_order_of_its_ids_not_of_arrival() -> None:
 def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
     groups = [make_group("g0"), make_group("g1")]
     groups[0].forecast = Forecast((1.0, 2.0), (3.0, 4.0))
-    samples = [[("g0.0", 5), ("g0.1", 6)], [("g1.0", 7)]]
-    message = Message("generate", "s", 1, *groups_to_wire(groups, samples, 9.5))
+    samples = [[("g0.0", 5, None), ("g0.1", 6, 0.0)], [("g1.0", 7, None)]]
+    message = Message("generate", "s", 1, *groups_to_wire(groups, samples, 9.5, budget=64))
     received = decode([bytes(frame) for frame in encode(message)])
     (first, forecast), (second, none) = groups_from_wire(received.body, received.arrays)
     assert forecast == groups[0].forecast and none is None
-    assert [(r.sample_id, r.group_id, r.seed, r.step, r.t_queued) for r in [*first, *second]] == [
-        ("g0.0", "g0", 5, groups[0].step, 9.5),
-        ("g0.1", "g0", 6, groups[0].step, 9.5),
-        ("g1.0", "g1", 7, groups[1].step, 9.5),
+    assert [(r.sample_id, r.group_id, r.seed, r.temperature, r.pause_at, r.t_queued) for r in [*first, *second]] == [
+        ("g0.0", "g0", 5, None, 64, 9.5),
+        ("g0.1", "g0", 6, 0.0, 64, 9.5),
+        ("g1.0", "g1", 7, None, 64, 9.5),
     ]
     np.testing.assert_array_equal(second[0].prompt_tokens, groups[1].prompt_tokens)
 

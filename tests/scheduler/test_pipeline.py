@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -12,14 +13,14 @@ from scheduler.baselines import LeastLoaded
 from scheduler.cost import StepCurve
 from scheduler.pipeline import Link, Pipeline, PipelineOutcome, Stages
 from scheduler.policies import make_policy
+from scheduler.rounds import PartialRollouts, Rounds, TailBatching
 from scheduler.schedules import make_schedule
 from scheduler.simulator import SimulatedInstance, SimulatedRequest
-from scheduler.tail_batching import TailBatching
 
 UNIT = StepCurve((1, 64), (1.0, 1.0))
 """A second per token, whatever the batch."""
-STAGES = Stages(train_tokens_s=2.0, optimizer_s=1.0, reward_s=3.0, weights_gb=1.0, link=Link(8.0, 1.0))
-"""Half a second per token; a transfer takes 1 + 1 s."""
+STAGES = Stages(train_tokens_s=2.0, optimizer_s=1.0, reward_s=3.0, weights_gb=1.0, link=Link(8.0, 1.0), switch_s=1.5)
+"""Half a second per token; a transfer takes 1 + 1 s, and a change of turn on shared devices 1.5 s."""
 
 
 def groups(lengths: list[list[float]]) -> list[list[SimulatedRequest]]:
@@ -29,17 +30,23 @@ def groups(lengths: list[list[float]]) -> list[list[SimulatedRequest]]:
 
 
 def pipeline(
-    schedule: str, batch: int, staleness: int | None = None, slots: int = 64, rounds: TailBatching | None = None
+    schedule: str,
+    batch: int,
+    staleness: int | None = None,
+    slots: int = 64,
+    rounds: Rounds | None = None,
+    sync_every: int = 1,
 ) -> Pipeline:
     fleet = [SimulatedInstance("a", UNIT, slots)]
-    return Pipeline(LeastLoaded(), fleet, STAGES, make_schedule(schedule, staleness), batch, rounds)
+    return Pipeline(LeastLoaded(), fleet, STAGES, make_schedule(schedule, staleness, sync_every), batch, rounds)
 
 
 def test_sync_is_the_sum_of_its_stages() -> None:
     outcome = pipeline("sync", 2).run(groups([[4, 6], [10, 2], [8, 8], [2, 2]]), 2)
     # generation 10, reward 3, 22 tokens 11, optimizer 1, transfer 2; then 8 + 3 + 10 + 1 + 2
     assert outcome.published == (27.0, 51.0)
-    assert outcome.iteration_times() == [27.0, 24.0]
+    assert outcome.stepped == (25.0, 49.0) and outcome.iteration_times() == [25.0, 24.0]
+    assert outcome.busy_until == ((10.0, 12.0), (18.0, 23.0))
     assert outcome.generation_bubble == pytest.approx(1 - 18 / 51)
     assert outcome.training_bubble == pytest.approx(1 - 23 / 51)
     assert outcome.samples == 8 and outcome.tokens == 42 and outcome.transfers == 4.0
@@ -55,6 +62,48 @@ def test_stream_trains_while_the_rest_is_generated() -> None:
     assert outcome.published == (23.0, 45.0)
     assert outcome.trained == (("0", "1"), ("3", "2"))
     assert outcome.staleness == {0: 4}
+
+
+def test_colocated_takes_turns_and_needs_no_link() -> None:
+    outcome = pipeline("colocated", 2).run(groups([[4, 6], [10, 2], [8, 8], [2, 2]]), 2)
+    # generation 10, reward 3, turn 1.5, 22 tokens 11, optimizer 1, turn 1.5; then 8 + 3 + 1.5 + 10 + 1 + 1.5
+    assert outcome.stepped == (26.5, 51.5) and outcome.published == (28.0, 53.0)
+    assert outcome.transfers == 0.0 and outcome.staleness == {0: 4}
+
+
+def test_colocated_trains_all_mini_batches_in_one_turn() -> None:
+    outcome = pipeline("colocated", 1, sync_every=2).run(groups([[10.0], [4.0], [6.0]]), 3)
+    # 10 + 3 + 1.5, then the groups as they came: 2 + 1, 5 + 1, turn; then 6 + 3 + 1.5 + 3 + 1 + 1.5
+    assert outcome.stepped == (17.5, 23.5, 39.5) and outcome.published == (25.0, 41.0)
+    assert outcome.trained == (("1",), ("0",), ("2",))
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_colocated_never_computes_both_at_once(seed: int, sync_every: int) -> None:
+    rng = random.Random(seed)
+    batch, steps = rng.randint(1, 4), rng.randint(2, 7)
+    lengths = [[float(rng.choice([1, 5, 40])) for _ in range(2)] for _ in range(batch * steps)]
+    run = pipeline("colocated", batch, slots=3, sync_every=sync_every)
+    outcome = run.run(groups(lengths), steps)
+    turns = 2 * STAGES.switch_s * len(outcome.published)
+    # every publication also waits for the last reward, 3 s after nothing generates any more
+    waits = STAGES.reward_s * len(outcome.published)
+    assert outcome.generation_busy + outcome.training_busy + turns + waits == pytest.approx(outcome.total)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stepped", "published"),
+    [("sync", (16.0, 22.0, 37.0), (24.0, 39.0)), ("stream", (10.0, 19.0, 34.0), (21.0, 36.0))],
+)
+def test_weights_that_are_sent_every_other_step(
+    schedule: str, stepped: tuple[float, ...], published: tuple[float, ...]
+) -> None:
+    outcome = pipeline(schedule, 1, sync_every=2).run(groups([[10.0], [4.0], [6.0]]), 3)
+    # complete at 13 and 7; the shorter is trained first, for 2 + 1, the other for 5 + 1, then transfer;
+    # the last takes 6 + 3 + 3 + 1, and its weights are sent although the step is odd
+    assert outcome.stepped == stepped and outcome.published == published
+    assert outcome.staleness == {0: 2, 1: 1} and outcome.transfers == 4.0
 
 
 def test_one_step_off_generates_the_next_batch_while_it_trains() -> None:
@@ -83,28 +132,46 @@ def test_a_slow_link_sends_one_version_after_the_other_while_training_goes_on() 
     assert outcome.training_busy == 3.0
 
 
-def random_run(seed: int, schedule: str, bound: int | None, policy: str) -> tuple[PipelineOutcome, int, int]:
+def random_run(
+    seed: int, schedule: str, bound: int | None, policy: str, sync_every: int = 1
+) -> tuple[PipelineOutcome, int, int]:
     rng = random.Random(seed)
     batch, steps = rng.randint(1, 6), rng.randint(2, 12)
     lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(rng.randint(1, 4))] for _ in range(batch * steps)]
     fleet = [SimulatedInstance(f"i{n}", UNIT.scaled(rng.uniform(0.1, 1)), rng.randint(1, 6)) for n in range(3)]
     stages = Stages(rng.uniform(1, 200), rng.random(), rng.uniform(0, 20), rng.random(), Link(rng.uniform(0.05, 9)))
-    run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule, bound), batch)
+    run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule, bound, sync_every), batch)
     return run.run(groups(lengths), steps), batch, steps
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "skew-aware", "group-probe"])
 @pytest.mark.parametrize(
-    ("schedule", "bound"), [("sync", 0), ("stream", 0), ("one_step_off", 1), ("async", 1), ("async", 3), ("async", 5)]
+    ("schedule", "bound", "sync_every"),
+    [
+        ("colocated", 0, 1),
+        ("colocated", 1, 2),
+        ("sync", 0, 1),
+        ("sync", 2, 3),
+        ("stream", 0, 1),
+        ("stream", 1, 2),
+        ("one_step_off", 1, 1),
+        ("async", 1, 1),
+        ("async", 1, 2),
+        ("async", 3, 2),
+        ("async", 5, 1),
+    ],
 )
-def test_every_group_is_trained_once_and_never_staler_than_the_bound(schedule: str, bound: int, policy: str) -> None:
+def test_every_group_is_trained_once_and_never_staler_than_the_bound(
+    schedule: str, bound: int, sync_every: int, policy: str
+) -> None:
     worst = 0
-    for seed in range(15):
-        outcome, batch, steps = random_run(seed, schedule, bound, policy)
+    for seed in range(10):
+        outcome, batch, steps = random_run(seed, schedule, bound, policy, sync_every)
         assert all(len(step) == batch for step in outcome.trained)
         assert sorted(map(int, itertools.chain(*outcome.trained))) == list(range(batch * steps))
         assert max(outcome.staleness) <= bound and outcome.left == 0
         assert list(outcome.published) == sorted(outcome.published)
+        assert len(outcome.published) == -(-steps // sync_every) and len(outcome.stepped) == steps
         worst = max(worst, *outcome.staleness)
     assert worst == bound, "the bound is used"
 
@@ -130,21 +197,48 @@ def test_a_tail_round_takes_what_the_rounds_before_put_off() -> None:
     assert outcome.generation_busy == 5 + 5 + 55 + 2
 
 
-@pytest.mark.parametrize("schedule", ["sync", "stream"])
-@pytest.mark.parametrize("policy", ["least-loaded", "longest-first", "round-robin", "skew-aware", "group-probe"])
-def test_tail_batching_trains_every_group_once_or_still_has_it(policy: str, schedule: str) -> None:
-    rng = random.Random(3)
-    lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(3)] for _ in range(200)]
-    fleet = [SimulatedInstance(f"i{n}", UNIT, 4) for n in range(2)]
-    stages = Stages(50.0, reward_s=7.0)
-    run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule), 6, TailBatching(6, 1.4))
-    outcome = run.run(groups(lengths), 20)
-    trained = Counter(itertools.chain(*outcome.trained))
-    assert all(len(step) == 6 for step in outcome.trained) and max(trained.values()) == 1
-    issued = {str(n) for n in range(len(trained) + outcome.left)}
-    assert set(trained) <= issued and outcome.put_off > 0
-    # what is left is less than two rounds can put off
-    assert outcome.left < 2 * 9
+def test_partial_rollouts_park_what_has_used_up_its_round() -> None:
+    outcome = pipeline("sync", 2, rounds=PartialRollouts(2, 5)).run(groups([[3.0], [12.0], [4.0], [2.0]]), 2)
+    # round 1: the first ends at 3, the second is parked at 5; reward at 6: too few, so round 2 begins at once. It is
+    # parked again at 11, and the round is over when the third has its reward, at 13: 3.5 + 1 + 2. Round 3 begins at
+    # 19.5 and ends the second's last 2 tokens, beside the fourth: 2 + 3 + 7 + 1 + 2
+    assert outcome.published == (19.5, 34.5)
+    assert outcome.trained == (("0", "2"), ("1", "3"))
+    assert outcome.staleness == {0: 3, 1: 1} and outcome.put_off == 2 and outcome.left == 0
+    assert outcome.generation_busy == 5 + 5 + 2
+
+
+def partial(max_age: int | None) -> Rounds:
+    return PartialRollouts(6, 60, 1.4, max_age)
+
+
+def tail_batching(max_age: int | None) -> Rounds:
+    return TailBatching(6, 1.4, max_age)
+
+
+@pytest.mark.parametrize("schedule", ["colocated", "sync", "stream"])
+@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "skew-aware", "group-probe"])
+@pytest.mark.parametrize("kind", [tail_batching, partial])
+def test_rounds_train_every_group_once_or_still_have_it(
+    kind: Callable[[int | None], Rounds], policy: str, schedule: str
+) -> None:
+    for max_age in (None, 0, 1, 2):
+        rng = random.Random(3)
+        lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(3)] for _ in range(160)]
+        fleet = [SimulatedInstance(f"i{n}", UNIT, 4) for n in range(2)]
+        stages = Stages(50.0, reward_s=7.0, switch_s=1.0)
+        run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule), 6, kind(max_age))
+        outcome = run.run(groups(lengths), 15)
+        trained = Counter(itertools.chain(*outcome.trained))
+        assert all(len(step) == 6 for step in outcome.trained) and max(trained.values()) == 1
+        issued = {str(n) for n in range(len(trained) + outcome.left)}
+        assert set(trained) <= issued and (outcome.put_off > 0 or max_age == 0)
+        if max_age is None:
+            assert max(outcome.staleness) > 2, "nothing bounds the age"
+            # what is left is less than two rounds can put off
+            assert outcome.left < 2 * 9
+        else:
+            assert max(outcome.staleness) == max_age
 
 
 def test_wrong_input_is_refused() -> None:
@@ -156,15 +250,15 @@ def test_wrong_input_is_refused() -> None:
         Stages(1.0, reward_s=-1.0)
     with pytest.raises(ValueError, match="at least one group"):
         pipeline("sync", 0)
-    with pytest.raises(ValueError, match="goes with sync or stream"):
+    with pytest.raises(ValueError, match="rounds go with colocated, sync or stream"):
         pipeline("async", 2, rounds=TailBatching(2))
+    with pytest.raises(ValueError, match="sync, every 2, 1 and 1 groups"):
+        pipeline("sync", 1, rounds=TailBatching(1), sync_every=2)
+    with pytest.raises(ValueError, match="of a group have one id"):
+        pipeline("sync", 1).run([[SimulatedRequest("a", 1.0), SimulatedRequest("a", 2.0)]], 1)
+    with pytest.raises(RuntimeError, match="step 1 of 1 cannot be trained"):
+        pipeline("sync", 2, rounds=PartialRollouts(2, 1)).run(groups([[3.0]]), 1)
     with pytest.raises(ValueError, match="at least one request"):
         pipeline("sync", 1).run([[]], 1)
     with pytest.raises(RuntimeError, match="step 2 of 2 cannot be trained"):
         pipeline("sync", 2).run(groups([[1.0]] * 3), 2)
-    with pytest.raises(ValueError, match="unknown schedule 'fast'; known: sync, stream, one_step_off, async"):
-        make_schedule("fast")
-    with pytest.raises(ValueError, match="async needs a staleness of 1 or more, got 0"):
-        make_schedule("async", 0)
-    with pytest.raises(ValueError, match="sync has a staleness of 0"):
-        make_schedule("sync", 2)

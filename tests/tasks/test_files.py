@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.config.run import FileTask
+from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
 from streamrl.tasks.files import Row, load_rows
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
@@ -236,7 +236,7 @@ def test_a_module_that_dies_or_hangs_on_import_fails_the_start(
 
 PARENT = """
 import asyncio, sys
-from streamrl.config.run import FileTask
+from streamrl.config.tasks import FileTask
 from streamrl.tasks.reward_pool import RewardPool
 
 async def main():

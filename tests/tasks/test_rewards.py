@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.run import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.rewards import Scorer, exact_match_score, math_verify_score

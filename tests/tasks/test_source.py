@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config.run import FileTask, ReasoningGymTask, Task, default_tasks
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
 from streamrl.errors import UserError
 from streamrl.tasks.source import PromptSource, mix
 
@@ -124,7 +124,7 @@ def test_another_process_makes_the_same_items_even_where_they_depend_on_string_h
     names = ["ransom_note", "isomorphic_strings", "polynomial_multiplication", "codeio", "list_functions"]
     code = (
         "import sys\n"
-        "from streamrl.config.run import ReasoningGymTask as T\n"
+        "from streamrl.config.tasks import ReasoningGymTask as T\n"
         "from streamrl.tasks.source import PromptSource\n"
         "s = PromptSource([T(name=n) for n in sys.argv[2:]], 11)\n"
         "print([s.prompt(i).reward_input for i in eval(sys.argv[1])])"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from streamrl.rollouts.micro_batch import TrainGroup, balance, split_into_micro_batches
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, balance, split_into_micro_batches
 from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.training.critic import load_critic
+from streamrl.training.learner import Learner
+from streamrl.training.objective import policy_objective
+from streamrl.training.packing import pack
 from streamrl.training.policy import load_policy
 from streamrl.training.trainer import Trainer, learning_rate
 from tests.training.conftest import free_port, random_groups, relative_error, run_config
@@ -20,11 +26,13 @@ CPU = torch.device("cpu")
 
 
 def accumulated_gradient(trainer: Trainer, micro_batches: list[list[TrainGroup]]) -> torch.Tensor:
-    """The batch's summed gradient, flat."""
+    """The batch's summed gradient of policy and critic, flat."""
     for number, groups in enumerate(micro_batches):
         trainer.accumulate(groups, is_last=number == len(micro_batches) - 1)
-    flat = torch.cat([_full(p.grad).flatten() for p in trainer.policy.parameters()])
-    trainer.optimizer.zero_grad(set_to_none=True)
+    learners = [trainer.learner, *([trainer.critic] if trainer.critic else [])]
+    flat = torch.cat([_full(p.grad).flatten() for learner in learners for p in learner.model.parameters()])
+    for learner in learners:
+        learner.optimizer.zero_grad(set_to_none=True)
     return flat.clone()
 
 
@@ -32,14 +40,36 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def weights_of(learner: Learner[Any] | None) -> list[torch.Tensor]:
+    return [_full(p.detach()).clone() for p in learner.model.parameters()] if learner else []
+
+
+PPO = {"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.2, "placement": "reward", "estimator": "k1"}}
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {"name": "grpo", "kl": {"coef": 0.1}},
+    {"name": "dr_grpo"},
+    {"name": "dapo", "off_policy": {"correction": "mask", "low": 0.1, "high": 5.0}},
+    {"name": "gspo"},
+    {"name": "cispo"},
+    {"name": "rloo", "off_policy": {"correction": "truncate", "level": "geometric", "high": 1.1}},
+    {"name": "reinforce_pp", "off_policy": {"ratio_to": "proximal", "correction": "truncate", "level": "sequence"}},
+    PPO,
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda keys: keys["name"])
 def test_streaming_gives_the_gradient_of_the_whole_batch_for_any_arrival_order(
-    tiny_model: Path, one_rank: None
+    tiny_model: Path, one_rank: None, algorithm: dict[str, Any]
 ) -> None:
-    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+    config = run_config(tiny_model, algorithm=algorithm, schedule={"name": "stream", "sync_every": 2})
+    trainer = Trainer(config, str(tiny_model), CPU)
+    trainer.accumulate(random_groups(3, seed=9), is_last=True)  # off the start: ratios and values are not trivial
+    trainer.step(0, 10.0)
     groups = random_groups(6)
     whole = accumulated_gradient(trainer, [groups])  # sync: the barrier's one batch
     assert float(whole.norm()) > 0
-    for order in itertools.islice(itertools.permutations(groups), 0, 720, 97):
+    for order in itertools.islice(itertools.permutations(groups), 0, 720, 239):
         streamed = accumulated_gradient(trainer, [[group] for group in order])
         assert relative_error(streamed, whole) < 1e-5
     cut = split_into_micro_batches(groups[::-1], max_tokens=30)
@@ -47,8 +77,11 @@ def test_streaming_gives_the_gradient_of_the_whole_batch_for_any_arrival_order(
     assert relative_error(accumulated_gradient(trainer, cut), whole) < 1e-5
 
 
-def test_closing_a_batch_with_an_empty_micro_batch_adds_nothing(tiny_model: Path, one_rank: None) -> None:
-    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+@pytest.mark.parametrize("algorithm", [{"name": "grpo", "kl": {"coef": 0.1}}, PPO], ids=["grpo", "ppo"])
+def test_closing_a_batch_with_an_empty_micro_batch_adds_nothing(
+    tiny_model: Path, one_rank: None, algorithm: dict[str, Any]
+) -> None:
+    trainer = Trainer(run_config(tiny_model, algorithm=algorithm), str(tiny_model), CPU)
     groups = random_groups(2)
     assert torch.equal(accumulated_gradient(trainer, [groups, []]), accumulated_gradient(trainer, [groups]))
 
@@ -58,8 +91,8 @@ def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: 
     groups = random_groups(2)
     before = {name: tensor.clone() for name, tensor in trainer.weights()}
     first = trainer.accumulate(groups, is_last=True)
-    result = trainer.step(0, loss_tokens=sum(g.completion_tokens for g in groups))
-    assert result.grad_norm > 0
+    result = trainer.step(0, normalizer=float(len(groups)))
+    assert result.grad_norm > 0 and not result.skipped
     after = dict(trainer.weights())
     assert any(not torch.equal(before[name], after[name]) for name in before)
     second = trainer.accumulate(groups, is_last=True)
@@ -67,16 +100,18 @@ def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: 
 
 
 def test_bf16_compute_keeps_fp32_master_weights(tiny_model: Path, one_rank: None) -> None:
-    config = run_config(tiny_model, model={"path": str(tiny_model), "max_context": 256, "dtype": "bfloat16"})
-    trainer = Trainer(config, str(tiny_model), CPU)
+    model = {"path": str(tiny_model), "max_context": 256, "dtype": "bfloat16"}
+    trainer = Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
     trainer.accumulate(random_groups(2), is_last=True)
     trainer.step(0, 10)
-    assert {p.dtype for p in trainer.policy.parameters()} == {torch.float32}
+    for learner in (trainer.learner, trainer.critic):
+        assert learner is not None
+        assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
     assert {t.dtype for _, t in trainer.weights()} == {torch.bfloat16}
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, one_rank: None) -> None:
-    config = run_config(tiny_model, algorithm={"kl_coef": 0.1})
+    config = run_config(tiny_model, algorithm={"name": "grpo", "kl": {"coef": 0.1}})
     trainer = Trainer(config, str(tiny_model), CPU)
     groups = random_groups(2)
     assert trainer.accumulate(groups, is_last=True).kl_sum == pytest.approx(0.0, abs=1e-6)
@@ -84,10 +119,130 @@ def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, on
     assert trainer.accumulate(groups, is_last=True).kl_sum > 1e-6
 
 
-def _rank(rank: int, ranks: int, port: int, model: str, out: str, resume: str | None) -> None:
+def test_no_completion_tokens_at_all_give_no_gradient(tiny_model: Path, one_rank: None) -> None:
+    trainer = Trainer(run_config(tiny_model, algorithm=PPO), str(tiny_model), CPU)
+    none = np.zeros(0, np.int32)
+    empty = TrainSequence(none, none.astype(np.float32), 1.0)
+    prompt = np.arange(3, dtype=np.int32)
+    for sequences in ([empty, empty], []):  # nothing was generated; every sample was masked
+        stats = trainer.accumulate([TrainGroup("g", prompt, sequences)], is_last=True)
+        assert (stats.tokens, stats.sequences, stats.loss_sum, stats.ratio_max) == (0, 0, 0.0, 0.0)
+    assert trainer.step(0, 1.0).grad_norm == 0.0
+
+
+def test_policy_and_critic_are_divided_by_the_batchs_normalizer(tiny_model: Path, one_rank: None) -> None:
+    # with so large an eps AdamW's step is proportional to the gradient; no momentum, no weight decay
+    options = {"lr": 1.0, "max_grad_norm": 1e9, "eps": 1e5, "betas": (0.0, 0.0)}
+    config = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"lr": 1.0}}, optimizer=options)
+    trainer = Trainer(config, str(tiny_model), CPU)
+    torch.nn.init.normal_(trainer.critic.model.head.weight)
+    groups, norms = random_groups(2), []
+    for normalizer in (0.25, 0.5):
+        trainer.accumulate(groups, is_last=True)
+        for learner in (trainer.learner, trainer.critic):
+            norms.append(torch.stack([_full(p.grad).norm() for p in learner.model.parameters()]).norm())
+        before = [torch.cat([w.flatten() for w in weights_of(x)]) for x in (trainer.learner, trainer.critic)]
+        result = trainer.step(0, normalizer)
+        after = [torch.cat([w.flatten() for w in weights_of(x)]) for x in (trainer.learner, trainer.critic)]
+        assert result.grad_norm == pytest.approx(float(norms[-2]) / normalizer, rel=1e-4)
+        for old, new, norm in zip(before, after, norms[-2:], strict=True):
+            # lr / eps times the gradient, to the rounding of the fp32 weights
+            assert float((new - old).norm()) == pytest.approx(1e-5 * float(norm) / normalizer, rel=0.02)
+
+
+def test_a_skipped_step_changes_nothing(tiny_model: Path, one_rank: None) -> None:
+    trainer = Trainer(run_config(tiny_model, algorithm=PPO), str(tiny_model), CPU)
+
+    def everything() -> list[torch.Tensor]:
+        moments = [
+            value.detach().clone()
+            for learner in (trainer.learner, trainer.critic)
+            for state in learner.optimizer.state.values()
+            for value in map(_full, state.values())
+        ]
+        return weights_of(trainer.learner) + weights_of(trainer.critic) + moments
+
+    trainer.accumulate(random_groups(2), is_last=True)
+    trainer.step(0, 10.0)
+    before = everything()
+    whole = accumulated_gradient(trainer, [random_groups(2, seed=1)])
+    trainer.accumulate(random_groups(2, seed=2), is_last=True)
+    result = trainer.step(1, 10.0, skip=True)
+    assert result.skipped and result.grad_norm > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    # the thrown away gradient is not in the next one
+    assert torch.equal(accumulated_gradient(trainer, [random_groups(2, seed=1)]), whole)
+
+
+def test_the_proximal_policy_is_that_of_the_last_publication(tiny_model: Path, one_rank: None) -> None:
+    off_policy = {"ratio_to": "proximal", "correction": "truncate", "high": 1.1}
+    config = run_config(
+        tiny_model,
+        algorithm={"name": "grpo", "off_policy": off_policy},
+        schedule={"name": "stream", "sync_every": 2},
+    )
+    trainer = Trainer(config, str(tiny_model), CPU)
+
+    def published_log_probabilities(groups: list[TrainGroup]) -> torch.Tensor:
+        """By a model made anew of the current weights."""
+        policy = load_policy(str(tiny_model))
+        policy.model.load_state_dict(dict(trainer.weights()), strict=False)  # the tied head comes once
+        with torch.no_grad():
+            return policy(pack(groups), 1.0)[0]
+
+    groups = random_groups(3)
+    for step in range(4):
+        if step % 2 == 0:
+            trainer.mark_published()
+            proximal = published_log_probabilities(groups)
+        current = published_log_probabilities(groups)
+        batch = pack(groups)
+        expected = policy_objective(
+            config.algorithm, current, batch.behaviour_logprobs, batch.advantages, batch.sequence_ids, proximal
+        )
+        stats = trainer.accumulate(groups, is_last=True)
+        assert stats.loss_sum == pytest.approx(float(expected.loss_sum), rel=1e-4)
+        assert stats.ratio_sum == pytest.approx(float(expected.sums["ratio_sum"]), rel=1e-5)
+        assert (abs(stats.ratio_sum - stats.tokens) < 1e-3) == (step % 2 == 0)
+        trainer.step(step, 3.0)
+
+
+def test_the_critic_sees_what_separate_sequences_would_show_it(tiny_model: Path) -> None:
+    groups = random_groups(2)
+    critic = load_critic(str(tiny_model))
+    assert not critic(pack(groups)).any()  # a fresh head says 0
+    torch.nn.init.normal_(critic.head.weight)
+    expected = []
+    for group in groups:
+        for sequence in group.sequences:
+            alone = TrainGroup("alone", group.prompt_tokens, [sequence])
+            expected.append(critic(pack([alone])))
+    torch.testing.assert_close(critic(pack(groups)), torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_the_critic_learns_the_rewards(tiny_model: Path, one_rank: None) -> None:
+    config = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"lr": 3e-3, "warmup_steps": 2}, "lam": 1.0})
+    trainer = Trainer(config, str(tiny_model), CPU)
+    groups, errors = random_groups(2), []
+    for _ in range(8):
+        stats = trainer.accumulate(groups, is_last=True)
+        errors.append(stats.value_sq_error_sum)
+        assert trainer.critic is not None
+        trainer.critic.update(stats.tokens, 3e-3, skip=False)
+        trainer.learner.update(1.0, 0.0, skip=True)
+    rewards = torch.tensor([s.advantage for g in groups for s in g.sequences for _ in s.completion_tokens])
+    assert errors[0] == pytest.approx(float(rewards.square().sum()), rel=1e-5)  # value 0, return = the reward
+    assert stats.return_sum == pytest.approx(float(rewards.sum()), rel=1e-4)
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def _rank(
+    rank: int, ranks: int, port: int, model: str, out: str, resume: str | None, algorithm: dict[str, Any]
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    trainer = Trainer(run_config(Path(model)), model, CPU)
+    config = run_config(Path(model), algorithm=algorithm, schedule={"name": "stream", "sync_every": 2})
+    trainer = Trainer(config, model, CPU)
     if resume:
         trainer.load(Path(resume))
     for step in range(2):
@@ -96,8 +251,9 @@ def _rank(rank: int, ranks: int, port: int, model: str, out: str, resume: str | 
         if ranks == 2 and step == 1:
             shares = [groups, []]  # one rank may have nothing to do
         trainer.accumulate(shares[rank], is_last=True)
-        trainer.step(step, sum(g.completion_tokens for g in groups))
-    weights = {name: tensor.clone() for name, tensor in trainer.weights()}
+        trainer.step(step, float(sum(g.completion_tokens for g in groups)))
+    weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
+    weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}
     directory = Path(out)
     if rank == 0:
         directory.mkdir()
@@ -108,28 +264,33 @@ def _rank(rank: int, ranks: int, port: int, model: str, out: str, resume: str | 
     dist.destroy_process_group()
 
 
-def _spawn(ranks: int, model: Path, out: Path, resume: Path | None = None) -> dict[str, torch.Tensor]:
-    arguments = (ranks, free_port(), str(model), str(out), str(resume) if resume else None)
+def _spawn(
+    ranks: int, model: Path, out: Path, algorithm: dict[str, Any], resume: Path | None = None
+) -> dict[str, torch.Tensor]:
+    arguments = (ranks, free_port(), str(model), str(out), str(resume) if resume else None, algorithm)
     mp.spawn(_rank, arguments, nprocs=ranks)
     return torch.load(out / "weights.pt")
 
 
 def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tmp_path: Path) -> None:
-    start = {name: p.detach() for name, p in load_policy(str(tiny_model)).model.named_parameters()}
+    algorithm = PPO | {"off_policy": {"ratio_to": "proximal"}}  # every model there is: critic, reference, proximal copy
+    start = {f"policy {i}": p.detach() for i, p in enumerate(load_policy(str(tiny_model)).parameters())}
+    start |= {f"critic {i}": p.detach() for i, p in enumerate(load_critic(str(tiny_model)).parameters())}
 
     def same_updates(
         ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
     ) -> None:
+        assert set(ours) == set(base)
         for name, before in base.items():
             # AdamW divides by the gradient's size: rounding of the smallest gradients shows in the updates
             assert relative_error(ours[name] - before, theirs[name] - before) < 2e-3, name
 
-    one = _spawn(1, tiny_model, tmp_path / "one")
-    two = _spawn(2, tiny_model, tmp_path / "two")
+    one = _spawn(1, tiny_model, tmp_path / "one", algorithm)
+    two = _spawn(2, tiny_model, tmp_path / "two", algorithm)
     same_updates(two, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
-    again_one = _spawn(1, tiny_model, tmp_path / "again-one", tmp_path / "two")
-    again_two = _spawn(2, tiny_model, tmp_path / "again-two", tmp_path / "two")
+    again_one = _spawn(1, tiny_model, tmp_path / "again-one", algorithm, tmp_path / "two")
+    again_two = _spawn(2, tiny_model, tmp_path / "again-two", algorithm, tmp_path / "two")
     same_updates(again_two, again_one, two)
 
 

@@ -1,4 +1,42 @@
-"""The report's style sheet: one column, light or dark as the reader's system is set, printable."""
+"""What the report's sections are built from, and its style sheet: one column, light or dark as the reader's system is
+set, printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from streamrl.observe import plots
+
+
+def section(title: str, *parts: str) -> str:
+    """A section with a heading; nothing when all its parts are empty."""
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>" if any(parts) else ""
+
+
+def figure(drawn: plots.Figure, name: str, caption: str) -> str:
+    """A plot with its caption; `name` (letters, digits, hyphens) is unique on the page."""
+    svg = plots.to_svg(drawn, name)
+    return f'<figure id="plot-{name}">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of text cells."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def note(text: str) -> str:
+    """A small paragraph that says what is shown."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def warning_box(text: str) -> str:
+    """A paragraph that cannot be overlooked."""
+    return f'<p class="bad box"><strong>{escape(text)}</strong></p>'
+
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2129; --page: #ffffff; --soft: #f3f5f8; --grid: #d7dbe2;
@@ -16,6 +54,7 @@ p { margin: 6px 0; }
 .facts, .note, figcaption { color: var(--dim); }
 .note, figcaption { font-size: 13.5px; }
 .bad { color: var(--bad); }
+.box { padding: 10px 14px; border: 1px solid var(--bad); border-left-width: 5px; border-radius: 8px; }
 .cards { display: grid; grid-template-columns: repeat(3, 1fr); gap: 10px; margin: 18px 0 0; }
 .cards div { padding: 10px 14px; background: var(--soft); border-radius: 8px; }
 .cards dt { color: var(--dim); font-size: 13px; }

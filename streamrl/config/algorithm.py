@@ -1,0 +1,336 @@
+"""The `algorithm:` of a run file: how rewards become a gradient.
+
+All algorithms share one set of keys; a name sets their defaults to those of its paper. The code that trains asks for
+the keys and never for the name, so keys of different papers can be combined where that makes sense; where it does not,
+the file is refused with the reason. What the keys compute, with sources: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from streamrl.config.cluster import StrictModel
+
+GroupAdvantage = Literal["group_std", "group_mean", "leave_one_out"]
+AdvantageKind = Literal["group_std", "group_mean", "leave_one_out", "batch", "batch_group_baseline", "gae"]
+SurrogateKind = Literal["clip", "sequence_clip", "detached_clip", "reinforce"]
+AggregationKind = Literal["token", "sequence", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+GROUP_ADVANTAGES: tuple[GroupAdvantage, ...] = ("group_std", "group_mean", "leave_one_out")
+"""Advantages that are known as soon as a group is complete."""
+
+# Annotated, so that a name's own default keeps the description
+AdvantageKey = Annotated[
+    AdvantageKind,
+    Field(
+        description="group_std: reward minus the group's mean, over its deviation; group_mean: without the division; "
+        "leave_one_out: minus the mean of the other samples; batch: over mean and deviation of the batch; "
+        "batch_group_baseline: minus the group's mean, over the batch's deviation; gae: by a critic (ppo)",
+    ),
+]
+SurrogateKey = Annotated[
+    SurrogateKind,
+    Field(
+        description="clip: each token's ratio is clipped (PPO); sequence_clip: the sequence's (GSPO); detached_clip: "
+        "the clipped ratio is a constant weight (CISPO); reinforce: no ratio",
+    ),
+]
+AggregationKey = Annotated[
+    AggregationKind,
+    Field(
+        description="token: mean over all tokens of the batch; sequence: mean over a sequence's tokens, then over "
+        "sequences; constant: sum over tokens / (sequences * sampling.max_tokens)",
+    ),
+]
+ClipLow = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | None, Field(description="the ratio is clipped below 1 - clip_low")
+]
+ClipHigh = Annotated[
+    Annotated[float, Field(gt=0)] | None, Field(description="the ratio is clipped above 1 + clip_high")
+]
+
+
+class KLConfig(StrictModel):
+    """KL divergence to a reference, the policy's initial weights."""
+
+    coef: float = Field(0.0, ge=0, description="weight of the KL term (0: none, and no reference is loaded)")
+    estimator: KLEstimator = Field(
+        "k3",
+        description="of a token, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d",
+    )
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="loss: a term of the loss; reward: taken off each token's reward before GAE (ppo)"
+    )
+
+
+class OffPolicyConfig(StrictModel):
+    """What is done about samples of a policy that is not quite the one in training (older weights, other numerics)."""
+
+    ratio_to: Literal["generator", "proximal"] = Field(
+        "generator",
+        description="whose log-probabilities the surrogate's ratio is against: the generator's own, or those of the "
+        "trainer's weights when they were last published (decoupled PPO)",
+    )
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="of the weight w: truncate: min(w, high); mask: 0 outside [low, high]. w = proximal / generator; "
+        "with ratio_to: generator it is trainer / generator",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="w of each token, the product over a sequence's tokens, or the product's length-th root"
+    )
+    low: float = Field(0.5, ge=0, le=1, description="least w that a mask lets through")
+    high: float = Field(5.0, ge=1, description="largest w that a mask lets through, or that truncation leaves")
+
+
+class OverlongConfig(StrictModel):
+    """A penalty that grows over the last tokens before the limit (DAPO's soft overlong punishment)."""
+
+    margin_tokens: int | None = Field(
+        None, ge=1, description="tokens before sampling.max_tokens over which it grows (default: a fifth of the limit)"
+    )
+    penalty: float = Field(1.0, gt=0, description="taken off the reward of a completion as long as the limit")
+
+
+class CriticConfig(StrictModel):
+    """The value model of ppo: a language model with a scalar head, trained with its own AdamW (betas, weight decay and
+    gradient clipping are those of `optimizer`)."""
+
+    lr: float = Field(1e-5, gt=0, description="learning rate after warm-up (constant)")
+    path: str | None = Field(None, description="its initial weights (default: model.path)")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+
+
+class Algorithm(StrictModel):
+    """Keys that all algorithms share."""
+
+    name: str
+    advantage: AdvantageKey = "group_std"
+    surrogate: SurrogateKey = "clip"
+    aggregation: AggregationKey = "token"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    kl: KLConfig = Field(default_factory=KLConfig)
+    off_policy: OffPolicyConfig = Field(default_factory=OffPolicyConfig)
+    overlong: OverlongConfig | None = Field(None, description="penalty on completions near the limit; none: no")
+    mask_truncated: bool = Field(False, description="samples that the token limit ended have no loss")
+    dynamic_sampling: bool = Field(False, description="groups whose rewards are all equal are replaced by new prompts")
+    max_replaced: float = Field(
+        2.0,
+        gt=0,
+        description="dynamic_sampling: groups replaced per step at most, as a multiple of batch.prompts_per_step; "
+        "beyond it they are kept",
+    )
+    max_importance_ratio: float | None = Field(
+        None, gt=1, description="an optimizer step is skipped when its batch's mean importance ratio is above this"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the initial weights are kept for a KL term."""
+        return self.kl.coef > 0
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether advantages need the rewards of the whole batch, so that nothing can be trained before it is whole."""
+        return self.advantage in ("batch", "batch_group_baseline")
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a sample's advantage is relative to its group: with one sample per prompt it is always 0."""
+        return self.advantage in GROUP_ADVANTAGES or self.advantage == "batch_group_baseline"
+
+    @property
+    def skips_flat_groups(self) -> bool:
+        """Whether a group whose rewards are all equal has no gradient: it need not be sent to the trainer."""
+        return self.advantage in GROUP_ADVANTAGES and not self.needs_reference
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(clip_low, clip_high) of a surrogate that has a ratio."""
+        assert self.clip_low is not None and self.clip_high is not None
+        return self.clip_low, self.clip_high
+
+    def needs_proximal(self, sync_every: int) -> bool:
+        """Whether a copy of the weights as last published must be kept.
+
+        Args:
+            sync_every: optimizer steps between publications. With 1 the published weights are those before the step, so
+                the trainer's own log-probabilities, detached, are the proximal policy's.
+        """
+        return self.off_policy.ratio_to == "proximal" and sync_every > 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _critic_is_for_ppo(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            foreign = [key for key in ("critic", "gamma", "lam") if key in data and key not in cls.model_fields]
+            if foreign:
+                raise ValueError(
+                    f"{data.get('name')} has no critic and no use for {', '.join(foreign)}: leave it out, or choose "
+                    "`name: ppo`"
+                )
+        return data
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        for reason in (self._about_advantage(), self._about_clip(), self._about_kl(), self._about_off_policy()):
+            if reason:
+                raise ValueError(reason)
+        return self
+
+    def _about_advantage(self) -> str | None:
+        if self.advantage == "gae" and self.name != "ppo":
+            return f"advantage: gae needs a critic, which {self.name} has not: choose group_std, or `name: ppo`"
+        if self.dynamic_sampling and not self.compares_siblings:
+            return (
+                "dynamic_sampling replaces groups without a gradient, but with "
+                f"advantage: {self.advantage} a group whose rewards are all equal has one: leave it out, or choose "
+                "advantage: group_std"
+            )
+        return None
+
+    def _about_clip(self) -> str | None:
+        given = [key for key in ("clip_low", "clip_high") if getattr(self, key) is not None]
+        if self.surrogate == "reinforce" and given:
+            return f"surrogate: reinforce has no ratio to clip: set {' and '.join(given)} to null, or choose clip"
+        if self.surrogate != "reinforce" and len(given) < 2:
+            return f"surrogate: {self.surrogate} needs clip_low and clip_high (0.2 is usual), or choose reinforce"
+        return None
+
+    def _about_kl(self) -> str | None:
+        if self.kl.placement == "reward" and self.advantage != "gae":
+            return (
+                "kl.placement: reward is a reward of every token, which only ppo's GAE can use; "
+                f"{self.name} has one reward per sequence: choose placement: loss"
+            )
+        if self.kl.placement == "loss" and self.kl.estimator == "k1" and self.needs_reference:
+            nearest = ", or placement: reward" if self.advantage == "gae" else ""
+            return (
+                "kl.estimator: k1 in the loss does nothing, its gradient is 0 in expectation: choose k3, or k2, whose "
+                f"gradient is the KL's{nearest}"
+            )
+        return None
+
+    def _about_off_policy(self) -> str | None:
+        options = self.off_policy
+        if self.surrogate == "reinforce" and options.ratio_to == "proximal":
+            return (
+                "off_policy.ratio_to: proximal has no meaning with surrogate: reinforce, which has no ratio: leave it "
+                "out; correction: truncate weighs by trainer / generator"
+            )
+        if options.ratio_to == "generator" and options.correction == "truncate" and self.surrogate != "reinforce":
+            return (
+                "off_policy.correction: truncate does nothing with ratio_to: generator, where the surrogate's ratio "
+                "contains the weight already: choose ratio_to: proximal, or correction: mask"
+            )
+        return None
+
+
+class GRPOConfig(Algorithm):
+    """Group-relative policy optimisation as in its paper (arXiv 2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    aggregation: AggregationKey = "sequence"
+
+
+class DrGRPOConfig(Algorithm):
+    """GRPO without its biases of length and difficulty (arXiv 2503.20783)."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    advantage: AdvantageKey = "group_mean"
+    aggregation: AggregationKey = "constant"
+
+
+class DAPOConfig(Algorithm):
+    """Clip-higher, dynamic sampling, token-level loss, overlong shaping (arXiv 2503.14476)."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: ClipHigh = 0.28
+    overlong: OverlongConfig | None = Field(
+        default_factory=OverlongConfig, description="penalty on completions near the limit; null: no"
+    )
+    dynamic_sampling: bool = Field(True, description="groups whose rewards are all equal are replaced by new prompts")
+
+
+class GSPOConfig(Algorithm):
+    """One length-normalised ratio per sequence (arXiv 2507.18071)."""
+
+    name: Literal["gspo"] = "gspo"
+    surrogate: SurrogateKey = "sequence_clip"
+    aggregation: AggregationKey = "sequence"
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class CISPOConfig(Algorithm):
+    """The clipped ratio weighs the policy gradient, so that no token loses its own (MiniMax-M1, arXiv 2506.13585).
+
+    No lower bound, as there; the paper names no upper one: a ratio of up to 5 is from ScaleRL (arXiv 2510.13786).
+    """
+
+    name: Literal["cispo"] = "cispo"
+    surrogate: SurrogateKey = "detached_clip"
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
+
+
+class RLOOConfig(Algorithm):
+    """REINFORCE with the other samples' mean as baseline (arXiv 2402.14740).
+
+    The paper sums log-probabilities over a sequence; `constant` is that sum divided by sampling.max_tokens.
+    """
+
+    name: Literal["rloo"] = "rloo"
+    advantage: AdvantageKey = "leave_one_out"
+    surrogate: SurrogateKey = "reinforce"
+    aggregation: AggregationKey = "constant"
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
+
+
+class ReinforcePPConfig(Algorithm):
+    """REINFORCE++ (arXiv 2501.03262); with `advantage: batch_group_baseline` REINFORCE++-baseline."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    advantage: AdvantageKey = "batch"
+
+
+class PPOConfig(Algorithm):
+    """PPO (arXiv 1707.06347) with a critic and generalised advantage estimation (arXiv 1506.02438)."""
+
+    name: Literal["ppo"] = "ppo"
+    advantage: AdvantageKey = "gae"
+    critic: CriticConfig = Field(description="the value model; {} for its defaults")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE: 0 trusts the critic, 1 the rewards")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_critic(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("critic") is None:
+            raise ValueError("ppo needs a critic: add `critic: {}`, or choose rloo or grpo, which need none")
+        return data
+
+    @model_validator(mode="after")
+    def _uses_it(self) -> Self:
+        if self.advantage != "gae":
+            raise ValueError(
+                f"ppo's critic has no use with advantage: {self.advantage}: leave advantage out (gae), or choose "
+                "`name: grpo`, which has no critic"
+            )
+        if self.surrogate == "sequence_clip":
+            raise ValueError(
+                "surrogate: sequence_clip gives a sequence one ratio, but gae each token its own advantage: choose "
+                "clip, or `name: gspo`"
+            )
+        return self
+
+
+AlgorithmConfig = Annotated[
+    GRPOConfig | DrGRPOConfig | DAPOConfig | GSPOConfig | CISPOConfig | RLOOConfig | ReinforcePPConfig | PPOConfig,
+    Field(discriminator="name"),
+]

@@ -1,0 +1,64 @@
+"""The `tasks:` of a run file, and of its evaluation: where prompts come from and what scores their completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from streamrl.config.cluster import StrictModel
+
+
+class ReasoningGymTask(StrictModel):
+    """A procedural task of the reasoning-gym package, scored by its own verifier."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str = Field(description="reasoning-gym data set name, e.g. chain_sum")
+    label: str = Field("", description="name shown in rollouts and reports (default: the data set's name)")
+    weight: float = Field(1.0, gt=0, description="share of the mix, relative to the other tasks")
+    config: dict[str, Any] = Field(default_factory=dict, description="settings of the data set; `size` makes it finite")
+    answer: Literal["tag", "last_number", "last_line", "full"] = Field(
+        "tag",
+        description="where the answer is: <answer>...</answer>, the last number, the last line, all of it",
+    )
+    suffix: str = Field("", description="text put after every question (e.g. how to format the answer)")
+
+    @property
+    def key(self) -> str:
+        """Unique name of the task in a run."""
+        return self.label or self.name
+
+
+class FileTask(StrictModel):
+    """Prompts from a JSONL or Parquet file, or from a Hugging Face data set."""
+
+    kind: Literal["file", "hf_dataset"]
+    name: str = Field(description="name shown in rollouts and reports")
+    path: str = Field(description="file (.jsonl, .parquet), or HF data set: folder, id, or id:subset")
+    split: str = Field("train", description="split (hf_dataset only)")
+    weight: float = Field(1.0, gt=0)
+    prompt_column: str = "prompt"
+    answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
+    reward: str = Field("math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own")
+    suffix: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique name of the task in a run."""
+        return self.name
+
+
+Task = Annotated[ReasoningGymTask | FileTask, Field(discriminator="kind")]
+
+
+def default_tasks() -> list[Task]:
+    """Three easy reasoning-gym tasks that a 135M model sometimes solves."""
+    return [
+        ReasoningGymTask(
+            name="chain_sum",
+            config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            answer="last_number",
+        ),
+        ReasoningGymTask(name="letter_counting", config={"min_words": 1, "max_words": 2}, answer="last_number"),
+        ReasoningGymTask(name="count_bits", config={"max_n": 15}, answer="last_number"),
+    ]

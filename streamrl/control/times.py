@@ -1,0 +1,153 @@
+"""What the trainer and the instances did when, from the end of one optimizer step to the end of the next. Pure.
+
+All times are unix seconds; a span is (start, end). In the overlapping schedules samples and weight updates cross the
+ends of steps: whatever lies partly in a step counts there with that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Span = tuple[float, float]
+
+
+def covered(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds of [start, end] in at least one span."""
+    total, reached = 0.0, start
+    for left, right in sorted(spans):
+        left, right = max(left, reached), min(right, end)
+        if right > left:
+            total += right - left
+            reached = right
+    return total
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One step's times."""
+
+    started: float
+    """The step before ended."""
+    ended: float
+    training: tuple[Span, ...]
+    """The trainer computed, or made weights."""
+    publishing: tuple[Span, ...]
+    """The part of it in which it made weights."""
+    generating: dict[str, tuple[Span, ...]]
+    """By instance: it had requests."""
+    loading: dict[str, tuple[Span, ...]]
+    """By instance: it stood still for new weights."""
+    syncs: tuple[Span, ...]
+    """From an optimizer step to the moment at which every instance served its weights."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return self.ended - self.started
+
+    def _covered(self, *spans: Iterable[Span]) -> float:
+        return covered((span for some in spans for span in some), self.started, self.ended)
+
+    @property
+    def train_s(self) -> float:
+        """Time in which the trainer was busy."""
+        return self._covered(self.training)
+
+    @property
+    def generate_s(self) -> float:
+        """Time in which at least one instance generated."""
+        return self._covered(*self.generating.values())
+
+    @property
+    def generation_bubble(self) -> float:
+        """Share of the step in which an instance did not generate, mean over the instances; standing still for weights
+        is no generating."""
+        busy = [
+            self._covered(self.generating[name], self.loading[name]) - self._covered(self.loading[name])
+            for name in self.generating
+        ]
+        return 1.0 - sum(busy) / len(busy) / self.seconds
+
+    @property
+    def training_bubble(self) -> float:
+        """Share of the step in which the trainer did nothing."""
+        return 1.0 - self.train_s / self.seconds
+
+    @property
+    def exposed_sync_s(self) -> float:
+        """Time lost to weights, mean over the instances: the trainer makes them, the instance loads them, or, while
+        they are under way, neither does anything else."""
+        lost = 0.0
+        for name, spans in self.generating.items():
+            for start, end in self._clipped(self.syncs):
+                stood = covered((*self.publishing, *self.loading[name]), start, end)
+                anything = covered((*self.training, *spans, *self.publishing, *self.loading[name]), start, end)
+                lost += stood + (end - start) - anything
+        return lost / len(self.generating)
+
+    def _clipped(self, spans: Sequence[Span]) -> list[Span]:
+        clipped = [(max(start, self.started), min(end, self.ended)) for start, end in spans]
+        return [(start, end) for start, end in clipped if end > start]
+
+
+@dataclass
+class StepTimes:
+    """Collects what happens; `end_step` makes an `Interval` of it and keeps what reaches into the next."""
+
+    instances: Sequence[str]
+    """Names of all instances (one that never works is idle)."""
+    started: float | None = None
+    """End of the step before; None until the first weights are served."""
+    trainer: list[tuple[str, float, float]] = field(default_factory=list)
+    """(what, start, end)."""
+    generating: list[tuple[str, float, float]] = field(default_factory=list)
+    """(instance, start, end) of finished samples."""
+    running: dict[str, float] = field(default_factory=dict)
+    """Instances that generate right now, with the time since when they do."""
+    loading: list[tuple[str, float, float]] = field(default_factory=list)
+    """(instance, start, end) of weights being loaded."""
+    ended_trainer: list[tuple[str, float, float]] = field(default_factory=list)
+    """`trainer` of the step that ended last."""
+    _syncs: list[Span] = field(default_factory=list)
+    _sync_began: float | None = None
+
+    def weights_served(self, now: float) -> None:
+        """Every instance serves the newest weights."""
+        if self.started is None:
+            self.started, self.trainer, self.loading = now, [], []
+        if self._sync_began is not None:
+            self._syncs.append((self._sync_began, now))
+            self._sync_began = None
+
+    def end_step(self, now: float, weights_due: float | None) -> Interval:
+        """Closes the step.
+
+        Args:
+            now: its end.
+            weights_due: when its weights were there to be published; None: they are not.
+        """
+        started = now if self.started is None else self.started
+
+        def of(entries: Iterable[tuple[str, float, float]], name: str) -> tuple[Span, ...]:
+            return tuple((start, end) for key, start, end in entries if key == name)
+
+        still = {name: ((since, now),) for name, since in self.running.items() if since < now}
+        under_way = ((self._sync_began, now),) if self._sync_began is not None else ()
+        interval = Interval(
+            started,
+            now,
+            tuple((start, end) for _, start, end in self.trainer),
+            of(self.trainer, "publish"),
+            {name: of(self.generating, name) + still.get(name, ()) for name in self.instances},
+            {name: of(self.loading, name) for name in self.instances},
+            (*self._syncs, *under_way),
+        )
+        self.started = now
+        self.ended_trainer, self.trainer = self.trainer, []
+        self.generating = [entry for entry in self.generating if entry[2] > now]
+        self.loading = [entry for entry in self.loading if entry[2] > now]
+        self._syncs = []
+        if weights_due is not None and self._sync_began is None:
+            self._sync_began = weights_due
+        return interval

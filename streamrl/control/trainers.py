@@ -1,0 +1,55 @@
+"""The trainer's ranks as one: a command goes to all, and is done when all have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.rollouts.micro_batch import TrainGroup, to_wire
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub
+
+WAIT = "trainer"
+DONE = "_done"
+"""A rank answers command `x` with `x_done`."""
+
+
+class Trainers:
+    """Sends commands, one at a time."""
+
+    def __init__(self, hub: Hub, waits: WaitRegistry, ranks: int, limit_s: float) -> None:
+        self.names = [f"trainer-{rank}" for rank in range(ranks)]
+        self._hub, self._waits, self._limit_s = hub, waits, limit_s
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._doing: str | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command is being worked on."""
+        return self._doing is not None
+
+    async def ask(self, command: str, body: dict[str, Any]) -> None:
+        """Sends every rank a command."""
+        self._expect(command)
+        for name in self.names:
+            await self._hub.send(name, command, body)
+
+    async def train(self, shares: Sequence[list[TrainGroup]], is_last: bool) -> None:
+        """Sends every rank its share of a micro-batch."""
+        self._expect("train")
+        for name, groups in zip(self.names, shares, strict=True):
+            body, arrays = to_wire(groups)
+            await self._hub.send(name, "train", body | {"is_last": is_last}, arrays)
+
+    def answered(self, delivery: Delivery) -> list[dict[str, Any]] | None:
+        """A rank has answered; with the last one, all answers, rank 0's first."""
+        self._answers[delivery.peer] = delivery.body
+        if len(self._answers) < len(self.names):
+            return None
+        self._doing = None
+        self._waits.end(WAIT)
+        return [self._answers[name] for name in self.names]
+
+    def _expect(self, command: str) -> None:
+        self._answers, self._doing = {}, command
+        self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s)

@@ -1,0 +1,114 @@
+"""Files of one JSON object per line that only ever grow: how rows are written, read, and taken back on resume.
+
+A killed run may leave a cut last line: readers skip it and the writer removes it before it appends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+
+def finite(value: Any) -> Any:
+    """The same value with NaN and infinities replaced by None, at any depth of dicts, lists and tuples."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+class Row(BaseModel):
+    """One line. Unknown keys are errors when a row is made; NaN and infinities become None."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_nan(cls, values: Any) -> Any:
+        return finite(values)
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def _parse(model: type[AnyRow], line: bytes) -> AnyRow | None:
+    """The row of one line, or None for a cut or foreign line. Keys of a newer version are dropped."""
+    try:
+        values = json.loads(line)
+        return model(**{key: item for key, item in values.items() if key in model.model_fields})
+    except (ValueError, AttributeError, ValidationError):
+        return None
+
+
+def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
+    """All whole rows of a file in order; an absent file has none, unreadable lines are skipped."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [row for line in lines if (row := _parse(model, line)) is not None]
+
+
+def _encode(row: Row) -> bytes:
+    return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
+
+
+class RowWriter(Generic[AnyRow]):
+    """Appends rows; each one is on its way to the file before `append` returns. One writer per file."""
+
+    def __init__(self, path: Path, model: type[AnyRow], step_of: Callable[[AnyRow], int]) -> None:
+        """Opens (or makes) the file and removes a last line that was cut by a kill.
+
+        Args:
+            path: the file.
+            model: what its rows are.
+            step_of: the optimizer step that a row belongs to, for `rewind`.
+        """
+        self.path = path
+        self._model, self._step_of = model, step_of
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: AnyRow) -> None:
+        """Writes one row. Raises OSError (a full disk)."""
+        self._file.write(_encode(row))
+
+    def rewind(self, step: int) -> int:
+        """Drops the rows after `step` (a run resumed from that checkpoint does them again); returns how many.
+
+        The file is replaced in one piece: a kill leaves the old or the new one.
+        """
+        rows = read_rows(self.path, self._model)
+        kept = [row for row in rows if self._step_of(row) <= step]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_bytes(b"".join(map(_encode, kept)))
+        self._file.close()
+        os.replace(temporary, self.path)
+        self._file = self.path.open("ab", buffering=0)
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        """Ends writing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

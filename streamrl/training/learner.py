@@ -1,0 +1,132 @@
+"""A model sharded over the ranks (FSDP2), with its AdamW where it learns. Every method is a collective."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from streamrl.config.run import OptimizerConfig, RunConfig
+from streamrl.training.critic import Critic
+from streamrl.training.policy import Policy
+
+Model = TypeVar("Model", Policy, Critic)
+
+
+def compute_type(run: RunConfig) -> torch.dtype:
+    """The type that forward and backward passes use."""
+    return torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
+
+
+def shard(model: Model, run: RunConfig, device: torch.device, trainable: bool) -> Model:
+    """FSDP2: each decoder layer is a unit, the rest is the root's. Master weights stay fp32."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,))
+    precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
+    model.to(device)
+    layers: Any = model.model.base_model.layers
+    for unit in (*layers, model):
+        # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=world > 1)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(world > 1)
+    if not trainable:
+        model.requires_grad_(False).eval()
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the layers' compute copies: parameters are the sharded fp32 ones again, with the reduced gradients, and
+    the next forward makes its copies from updated weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Gives `target` the weights of `source`, shard by shard; both are the same model, sharded alike."""
+    reshard(source)
+    reshard(target)
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        ours.copy_(theirs)
+
+
+class Learner(Generic[Model]):
+    """A sharded model and its optimizer."""
+
+    def __init__(self, model: Model, lr: float, run: RunConfig, device: torch.device) -> None:
+        """Shards the model.
+
+        Args:
+            model: loaded, fp32.
+            lr: learning rate to begin with.
+            run: betas, weight decay and the like are `optimizer`'s.
+            device: this rank's.
+        """
+        self.model: Model = shard(model, run, device, True)
+        self.options: OptimizerConfig = run.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=lr,
+            betas=self.options.betas,
+            eps=self.options.eps,
+            weight_decay=self.options.weight_decay,
+            fused=True,
+        )
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of a summed loss; the last of a batch reduces gradients over ranks.
+
+        With several ranks every micro-batch reduces, which keeps the gradient sharded; with one, only the last does.
+        """
+        if dist.get_world_size() == 1:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_gradient_sync(is_last)
+        loss.backward()
+        if is_last:
+            reshard(self.model)
+
+    def update(self, normalizer: float, lr: float, skip: bool) -> float:
+        """Divides the accumulated gradient by the normalizer, clips, updates, and clears it.
+
+        Args:
+            normalizer: of the whole batch, over all ranks.
+            lr: learning rate of this update.
+            skip: throw the gradient away; weights and optimizer state stay as they are.
+
+        Returns:
+            The L2 norm of the divided gradient, before clipping.
+        """
+        # FSDP has averaged the ranks' sums: times ranks it is the batch's sum
+        scale = dist.get_world_size() / normalizer
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
+        if not skip:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def state(self, prefix: str) -> dict[str, Any]:
+        """Weights as `<prefix>model` and AdamW's state as `<prefix>optimizer`, sharded, for torch's checkpoints."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
+
+    def restore(self, prefix: str, state: dict[str, Any]) -> None:
+        """Takes what `state` gave."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state[f"{prefix}model"],
+            optim_state_dict=state[f"{prefix}optimizer"],
+        )

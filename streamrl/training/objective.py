@@ -1,0 +1,194 @@
+"""One micro-batch's objective: surrogate, off-policy correction, KL term and aggregation put together. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from streamrl.config.algorithm import Algorithm
+from streamrl.training.corrections import correct, importance_weights
+from streamrl.training.losses import (
+    TokenLoss,
+    bounded,
+    clip_loss,
+    detached_clip_loss,
+    kl_estimate,
+    reinforce_loss,
+    sequence_clip_loss,
+    sequence_sums,
+    token_weights,
+    value_loss,
+)
+
+
+@dataclass
+class MicroStats:
+    """Sums over the tokens of one micro-batch; adding those of all micro-batches and ranks gives the batch's. Keys that
+    end in `_max` are maxima instead."""
+
+    tokens: int = 0
+    sequences: int = 0
+    """Sequences with at least one token."""
+    loss_sum: float = 0.0
+    """The policy's loss as it is differentiated: over the batch's normalizer it is the batch's loss."""
+    clipped: float = 0.0
+    """Tokens whose ratio the clip has changed."""
+    kl_sum: float = 0.0
+    """KL estimate to the reference, not weighted (0 without one)."""
+    entropy_sum: float = 0.0
+    entropy_tokens: int = 0
+    gap_sum: float = 0.0
+    """|trainer log-prob - generator log-prob|."""
+    ratio_sum: float = 0.0
+    """The surrogate's ratio of each token: trainer / generator, or trainer / proximal."""
+    ratio_max: float = 0.0
+    """Largest trainer / generator of a token (at most e^20)."""
+    weight_sum: float = 0.0
+    """w = trainer / generator of each token, whatever the correction."""
+    weight_sq_sum: float = 0.0
+    seq_weight_sum: float = 0.0
+    """Product of w over a sequence's tokens, its log cut to +-20; summed over sequences."""
+    seq_weight_sq_sum: float = 0.0
+    masked: float = 0.0
+    """Tokens whose weight a mask has set to 0."""
+    truncated: float = 0.0
+    """Tokens whose weight was above the cap."""
+    value_loss_sum: float = 0.0
+    """The critic's loss as it is differentiated (this and the following: 0 without a critic)."""
+    value_sq_error_sum: float = 0.0
+    """(return - value)^2; with the two below: explained variance = 1 - mean of this / variance of the returns."""
+    return_sum: float = 0.0
+    return_sq_sum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and what is reported with it."""
+
+    loss_sum: torch.Tensor
+    """Scalar with gradient."""
+    sums: dict[str, torch.Tensor]
+    """Scalars without gradient, by their names in `MicroStats`."""
+
+
+def policy_objective(
+    algorithm: Algorithm,
+    logprobs: torch.Tensor,
+    generator_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    proximal_logprobs: torch.Tensor | None = None,
+    reference_logprobs: torch.Tensor | None = None,
+) -> Objective:
+    """sum over tokens of a_t (w_t L_t + kl.coef KL_t).
+
+    L is the surrogate's loss, a the aggregation's weight (`token_weights`), KL only with placement `loss`, and w a
+    constant:
+
+        ratio_to proximal    L's ratio is policy / proximal; w = proximal / generator, corrected
+                             (decoupled PPO, arXiv 2110.00641 and 2505.24298)
+        ratio_to generator   L's ratio is policy / generator and contains the weight: w = 0 where policy / generator is
+                             masked, else 1
+        reinforce            L has no ratio: w = policy / generator, corrected; 1 with correction `none`
+
+    The KL term is not weighted by w.
+
+    Args:
+        algorithm: the keys of the run file.
+        logprobs: [N] policy in training, with gradient.
+        generator_logprobs: [N] of the policy that drew the tokens.
+        advantages: [N].
+        sequence_ids: [N].
+        proximal_logprobs: [N] for ratio_to: proximal; None: the policy in training is the proximal one itself.
+        reference_logprobs: [N], needed with kl.coef > 0.
+
+    Raises:
+        ValueError: there is a KL term and no reference.
+    """
+    options = algorithm.off_policy
+    current = logprobs.detach()
+    if options.ratio_to == "proximal":
+        anchor = target = current if proximal_logprobs is None else proximal_logprobs
+    else:
+        anchor, target = generator_logprobs, current
+    corrected = correct(
+        importance_weights(target - generator_logprobs, sequence_ids, options.level),
+        options.correction,
+        options.low,
+        options.high,
+    )
+    if options.ratio_to == "generator" and (algorithm.surrogate != "reinforce" or options.correction == "none"):
+        weights = (~corrected.masked).to(logprobs.dtype)
+    else:
+        weights = corrected.weights
+    token_loss = _surrogate(algorithm, logprobs, logprobs - anchor, advantages, sequence_ids)
+    losses = token_loss.loss * weights  # both are finite: log-ratios are bounded
+    kl_sum = logprobs.new_zeros(())
+    if algorithm.needs_reference:
+        if reference_logprobs is None:
+            raise ValueError("kl.coef > 0 needs reference_logprobs")
+        kl = kl_estimate(logprobs, reference_logprobs, algorithm.kl.estimator)
+        kl_sum = kl.detach().sum()
+        if algorithm.kl.placement == "loss":
+            losses = losses + algorithm.kl.coef * kl
+    loss_sum = (losses * token_weights(sequence_ids, algorithm.aggregation, logprobs.dtype)).sum()
+    with torch.no_grad():
+        gap = current - generator_logprobs
+        ratios = torch.exp(bounded(gap)).double()
+        sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
+        sums = {
+            "loss_sum": loss_sum.detach(),
+            "clipped": token_loss.clipped.sum(),
+            "kl_sum": kl_sum,
+            "gap_sum": gap.abs().sum(),
+            "ratio_sum": torch.exp(bounded(current - anchor)).double().sum(),
+            "ratio_max": ratios.max() if len(ratios) else ratios.new_zeros(()),
+            "weight_sum": ratios.sum(),
+            "weight_sq_sum": ratios.square().sum(),
+            "seq_weight_sum": sequence_ratios.sum(),
+            "seq_weight_sq_sum": sequence_ratios.square().sum(),
+            "masked": corrected.masked.sum(),
+            "truncated": corrected.truncated.sum(),
+        }
+    return Objective(loss_sum, sums)
+
+
+def value_objective(
+    algorithm: Algorithm, values: torch.Tensor, returns: torch.Tensor, sequence_ids: torch.Tensor
+) -> Objective:
+    """Sum of the critic's token losses, weighted as the policy's are.
+
+    Args:
+        algorithm: the keys of the run file.
+        values: [N], with gradient.
+        returns: [N].
+        sequence_ids: [N].
+    """
+    weights = token_weights(sequence_ids, algorithm.aggregation, values.dtype)
+    loss_sum = (value_loss(values, returns) * weights).sum()
+    sums = {
+        "value_loss_sum": loss_sum.detach(),
+        "value_sq_error_sum": (returns - values.detach()).square().sum(),
+        "return_sum": returns.sum(),
+        "return_sq_sum": returns.square().sum(),
+    }
+    return Objective(loss_sum, sums)
+
+
+def _surrogate(
+    algorithm: Algorithm,
+    logprobs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    sequence_ids: torch.Tensor,
+) -> TokenLoss:
+    match algorithm.surrogate:
+        case "clip":
+            return clip_loss(log_ratio, advantages, *algorithm.clip)
+        case "sequence_clip":
+            return sequence_clip_loss(log_ratio, advantages, sequence_ids, *algorithm.clip)
+        case "detached_clip":
+            return detached_clip_loss(logprobs, log_ratio, advantages, *algorithm.clip)
+        case "reinforce":
+            return reinforce_loss(logprobs, advantages)

@@ -1,0 +1,57 @@
+"""Which checkpoints stay: the newest, the best, and those that may still become the best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.training.checkpoints import CheckpointFolder
+
+
+def save(folder: CheckpointFolder, step: int, keep: int = 1, **spared: object) -> None:
+    (folder.begin(step) / "model").write_text(str(step))
+    folder.commit(step, keep, **spared)  # type: ignore[arg-type]
+
+
+def kept(folder: CheckpointFolder) -> set[str]:
+    return {path.name for path in folder.directory.glob("step_*")}
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_gives_way_to_a_better_one(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    save(folder, 5)
+    save(folder, 10, best=5)
+    save(folder, 15, best=5)
+    assert kept(folder) == {"step_5", "step_15"} and folder.latest() == 15
+    save(folder, 20, best=15)
+    assert kept(folder) == {"step_15", "step_20"}
+
+
+def test_what_is_recorded_as_best_stays_without_being_named_again(tmp_path: Path) -> None:
+    save(CheckpointFolder(tmp_path), 5)
+    CheckpointFolder(tmp_path).mark_best(5, 0.25)
+    trainer = CheckpointFolder(tmp_path)  # in another process
+    save(trainer, 10)
+    save(trainer, 15)
+    assert kept(trainer) == {"step_5", "step_15"}
+    assert trainer.best() == (5, 0.25)
+
+
+def test_a_checkpoint_whose_evaluation_is_under_way_stays(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 5)
+    save(folder, 10, pending=[5])
+    assert kept(folder) == {"step_5", "step_10"}
+    save(folder, 15)
+    assert kept(folder) == {"step_15"}
+
+
+def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.best() is None
+    folder.mark_best(5, 0.5)
+    assert folder.best() is None
+    save(folder, 5)
+    assert folder.best() == (5, 0.5)
+    (folder.directory / "best.json").write_text('{"st')
+    assert folder.best() is None
+    assert not list(folder.directory.glob("*.tmp")) and not list(folder.directory.glob(".*"))
