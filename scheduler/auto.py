@@ -214,10 +214,27 @@ class AutoSchedule:
         self._profile: Profile | None = None
 
     def choose(
-        self, profile: Profile, make_policy: Callable[[], DispatchPolicy], batch: int, step: int = 0, seed: int = 0
+        self,
+        profile: Profile,
+        make_policy: Callable[[], DispatchPolicy],
+        batch: int,
+        step: int = 0,
+        seed: int = 0,
+        options: Sequence[Option] | None = None,
     ) -> Decision:
-        """Predicts every option (`predict`), decides, and remembers the profile for `drifted`."""
+        """Predicts every option (`predict`), decides, and remembers the profile for `drifted`.
+
+        Args:
+            profile: what was measured.
+            make_policy: a new dispatch policy.
+            batch: groups of an optimizer step.
+            step: optimizer steps done.
+            seed: of the draws.
+            options: as they are known by now, instead of those before; an option is known by its label.
+        """
         self._profile = profile
+        if options is not None:
+            self.options = tuple(options)
         return self.decide([predict(profile, option, make_policy, batch, seed) for option in self.options], step)
 
     def drifted(self, profile: Profile) -> bool:
@@ -243,10 +260,11 @@ class AutoSchedule:
         if not predictions:
             raise ValueError("there is nothing to decide without predictions")
         best = self._best(predictions)
-        current = next((p for p in predictions if self.current is not None and p.option == self.current), None)
+        label = self.current.label if self.current is not None else None
+        current = next((p for p in predictions if p.option.label == label), None)
         reservation = None if current is None or best is current else self._reservation(current, best, step)
         chosen = current if current is not None and reservation else best
-        changed = self.current is not None and chosen.option != self.current
+        changed = label is not None and chosen.option.label != label
         if changed:
             self._changed_at = step
         self.current = chosen.option

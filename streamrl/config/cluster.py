@@ -21,7 +21,11 @@ class StrictModel(BaseModel):
 
 Cores = Annotated[
     list[Annotated[int, Field(ge=0)]] | None,
-    Field(min_length=1, description="CPU cores that all its processes are pinned to (hardware: cpu); none: any"),
+    Field(
+        min_length=1,
+        description="CPU cores that its processes are pinned to (hardware: cpu), shared out among replicas if there "
+        "are enough for the threads of each; none: any",
+    ),
 ]
 
 

@@ -169,7 +169,23 @@ class AsyncSchedule(_Overlapping):
         return self
 
 
+class AutoScheduleConfig(_Overlapping):
+    """Profiles the first steps, predicts every schedule, runs the fastest, and changes when the run does.
+
+    On CPU it also chooses how pinned cores are split, and may have generation and training take turns on all of them.
+    """
+
+    name: Literal["auto"] = "auto"
+    max_staleness: int = Field(1, ge=1, description="of `async`, if that is chosen")
+    profile_steps: int = Field(2, ge=1, description="steps that are measured under each division of the devices")
+
+    @property
+    def sync_every(self) -> int:
+        """Every step's weights are published."""
+        return 1
+
+
 ScheduleConfig = Annotated[
-    ColocatedSchedule | SyncSchedule | StreamSchedule | OneStepOffSchedule | AsyncSchedule,
+    ColocatedSchedule | SyncSchedule | StreamSchedule | OneStepOffSchedule | AsyncSchedule | AutoScheduleConfig,
     Field(discriminator="name"),
 ]

@@ -10,9 +10,8 @@ from streamrl.config.run import RunConfig
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
-    balance,
+    deal,
     loss_normalizer,
-    split_into_micro_batches,
     train_group,
 )
 from streamrl.rollouts.types import Group, Scored
@@ -53,6 +52,11 @@ class Batch:
         return len(self.groups) == self.run.batch.prompts_per_step
 
     @property
+    def held_back(self) -> list[Group]:
+        """Taken groups whose advantages need rewards of others that are still to come."""
+        return [group for group in self.groups.values() if not group.advantages]
+
+    @property
     def trained(self) -> bool:
         """Whether every micro-batch has been worked on, the last included."""
         return self.sent_last and not self.in_flight
@@ -75,6 +79,13 @@ class Batch:
         counted = [m.sample for group in self.groups.values() for m in self.counted(group)]
         tokens = sum(sample.output_length for sample in counted)
         return loss_normalizer(self.run.algorithm.aggregation, tokens, len(counted), self.run.sampling.max_tokens)
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether the mean importance ratio is above what the algorithm allows: then the step is to be skipped."""
+        bound = self.run.algorithm.max_importance_ratio
+        tokens = sum(stats["tokens"] for stats in self.stats)
+        return bound is not None and tokens > 0 and sum(stats["ratio_sum"] for stats in self.stats) > bound * tokens
 
     def rewards(self, group: Group) -> list[float]:
         """A group's rewards as training sees them, in the order of its members."""
@@ -126,13 +137,9 @@ class Batch:
         """
         if self.sent_last:
             return None
-        pieces = split_into_micro_batches(self.queue, max_tokens)
-        if not pieces and not self.full:
+        if not self.queue and not self.full:
             return None
-        if len(pieces) < ranks:
-            shares, self.queue = balance(self.queue, ranks), []
-        else:
-            shares, self.queue = pieces[:ranks], [group for piece in pieces[ranks:] for group in piece]
+        shares, self.queue = deal(self.queue, max_tokens, ranks)
         self.at_trainer = [group for share in shares for group in share]
         self.in_flight = True
         self.sent_last = self.full and not self.queue

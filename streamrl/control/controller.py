@@ -12,29 +12,33 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from scheduler.auto import Decision, during_change
 from scheduler.rounds import taking
 from scheduler.schedules import State, make_schedule
-from scheduler.simulator import SimulatedInstance
+from streamrl.config.schedule import AutoScheduleConfig
+from streamrl.control.auto import Auto, Setup, make_auto
 from streamrl.control.batch import Batch
 from streamrl.control.evaluating import Evaluator
 from streamrl.control.lengths import COLUMNS, Lengths, StepLengths
 from streamrl.control.pool import GroupPool
-from streamrl.control.prompts import GroupSource, SampleDraw, group_of, samples_of
+from streamrl.control.preparing import Preparation
+from streamrl.control.prompts import GroupSource, group_of, samples_of
+from streamrl.control.recorder import Recorder
 from streamrl.control.rounds import LiveRounds, make_rounds
-from streamrl.control.step_metrics import step_metrics
+from streamrl.control.services import Services
 from streamrl.control.telemetry import Telemetry
 from streamrl.control.times import StepTimes
 from streamrl.control.trainers import DONE, Trainers
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import fleet_from_wire, groups_to_wire, sample_from_wire
+from streamrl.generation.messages import sample_from_wire
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
 from streamrl.rollouts.ledger import Ledger, pack_content
-from streamrl.rollouts.length_audit import LengthAudit, StepAudit
+from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
 from streamrl.rollouts.types import Group, Sample
 from streamrl.tasks.source import PromptSource
@@ -57,14 +61,25 @@ class Controller:
         self.waits = WaitRegistry("controller")
         self.hub = Hub("controller", self.waits, lost_after_s=self.limits.heartbeat_s)
         schedule = context.run.schedule
-        self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
+        self.auto: Auto | None = None
+        """With `schedule: auto`: chooses the schedule."""
+        if schedule.name == "auto":
+            self.schedule = make_schedule("sync")  # until the instances have told their step times
+        else:
+            self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
         self.lengths = Lengths(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = Batch(context.run, 1)
         """Of the step under way."""
+        self.preparation = Preparation()
         self.rounds = make_rounds(context.run, self.pool)
         self.taking = self.schedule if self.rounds is None else taking(self.schedule, self.rounds.planner)
         """What says which complete groups may be trained."""
+        self._issued_before: set[str] = set()
+        """Groups of the schedule before, while one schedule follows another."""
+        self._cores_due: tuple[int, ...] = ()
+        """CPU cores that the trainer is to move to."""
+        self._choosing: asyncio.Task[Decision] | None = None
         self.audit = LengthAudit(context.run.sampling.max_tokens)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / "ledger.sqlite")
@@ -74,23 +89,16 @@ class Controller:
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s)
-        self.services = [spec.name for spec in plan if spec.role == "service"]
+        services = [spec.name for spec in plan if spec.role == "service"]
+        self.services = Services(self.hub, self.waits, services, context.run)
         self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
         self.times = StepTimes([spec.name for spec in plan if spec.role == "instance"])
+        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry)
         self.step = 0
         """Optimizer steps done."""
-        self.version = -1
-        """Newest weights that every instance serves."""
-        self.coming: int | None = None
-        """Version that is on its way to the instances."""
         self.publish_due, self.checkpoint_due = True, False
-        self._ready: dict[str, dict[str, Any]] = {}
-        """Answers of services about the coming version."""
-        self._asleep: set[str] = set()
-        """Services whose instances have left their devices to the trainer."""
         self._learning: asyncio.Task[StepLengths] | None = None
         """What is learned from the output lengths of the step under way, once it has all its groups."""
-        self._weight_bytes = 0
 
     async def run(self) -> None:
         """Runs all steps.
@@ -130,7 +138,11 @@ class Controller:
         if self.context.resume:
             self._restore()
         self.hub.bind(self.context.addresses.controller)
-        await self.hub.wait_for({*self.trainers.names, *self.services, *self.rewarders}, self.limits.startup_s)
+        await self.hub.wait_for({*self.trainers.names, *self.services.names, *self.rewarders}, self.limits.startup_s)
+        if isinstance(self.config.schedule, AutoScheduleConfig):
+            self.auto = make_auto(self.context, self.config.schedule, self.services.fleet())
+            await self._change_to(self.auto.setup)
+            self.telemetry.schedule_note = self.auto.note
         self.telemetry.watch(self.batch, self.pool)
         self.telemetry.state = "running"
 
@@ -152,16 +164,16 @@ class Controller:
 
     def _done(self) -> bool:
         """All steps are trained, and what follows the last one is done, too."""
-        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.coming is not None
-        evaluating = self.evaluator.unfinished or self.evaluator.due(self.version)
+        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.coming is not None
+        evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
 
     def _state(self) -> State:
-        return self.pool.state(self.version, self.step, len(self.batch.groups), self.taking.max_staleness)
+        return self.pool.state(self.services.version, self.step, len(self.batch.groups), self.taking.max_staleness)
 
     async def _issue(self) -> None:
         """Sends as many groups to the services as the schedule admits now, or those of the round that begins now."""
-        if self.version < 0 or self.step == self.config.steps:
+        if self.services.version < 0 or self.step == self.config.steps:
             return
         if self.rounds is not None:
             await self._next_round(self.rounds)
@@ -173,15 +185,15 @@ class Controller:
 
     async def _next_round(self, rounds: LiveRounds) -> None:
         """Ends the round that is over, begins the one that may begin."""
-        while (put_off := rounds.end_if_over()) or rounds.may_begin(self.version, self.step):
+        while (put_off := rounds.end_if_over()) or rounds.may_begin(self.services.version, self.step):
             if put_off:
-                await self._to_services("park", {"sample_ids": self._unfinished(put_off)})
+                await self.services.tell("park", {"sample_ids": self._unfinished(put_off)})
                 continue
-            begun = rounds.begin(self.version)
+            begun = rounds.begin(self.services.version)
             groups = [self._new_group() for _ in range(begun.new)]
             rounds.planner.started(group.group_id for group in groups)
             resumed = self._unfinished(begun.resumed)
-            await self._to_services("resume", {"sample_ids": resumed, "budget": begun.budget})
+            await self.services.tell("resume", {"sample_ids": resumed, "budget": begun.budget, "round": rounds.number})
             await self._generate(groups, begun.budget)
 
     def _unfinished(self, group_ids: Iterable[str]) -> list[str]:
@@ -194,7 +206,7 @@ class Controller:
     def _new_group(self) -> Group:
         """The next prompt's group, as issued now."""
         group = self.groups.group(self.pool.issued // self.pool.batch + 1)
-        self.pool.issue([group], self.version)
+        self.pool.issue([group], self.services.version)
         self.audit.issued(group.step, group.group_id, group.size)
         return group
 
@@ -207,31 +219,22 @@ class Controller:
         self.ledger.issue(
             (sample_id, group.group_id) for group, some in zip(groups, samples, strict=True) for sample_id, *_ in some
         )
-        await self._send_groups(groups, samples, budget)
-
-    async def _send_groups(
-        self, groups: list[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
-    ) -> None:
-        now = time.time()
-        for number, service in enumerate(self.services):
-            mine = slice(number, None, len(self.services))
-            await self.hub.send(service, "generate", *groups_to_wire(groups[mine], samples[mine], now, budget))
-
-    async def _to_services(self, kind: str, body: dict[str, Any]) -> None:
-        for service in self.services:
-            await self.hub.send(service, kind, body)
+        await self.services.generate(groups, samples, budget)
 
     async def _evaluate(self) -> None:
         """Tries the version that is served on the held-out tasks, if that is due."""
-        if self.version >= 0 and self.evaluator.due(self.version):
-            groups = self.evaluator.begin(self.version, time.time())
-            await self._send_groups(groups, [self.evaluator.samples(group) for group in groups])
+        if self.services.version >= 0 and self.evaluator.due(self.services.version):
+            groups = self.evaluator.begin(self.services.version, time.time())
+            await self.services.generate(groups, [self.evaluator.samples(group) for group in groups])
 
     async def _drive_trainer(self) -> None:
         """Gives the trainer its next command, if it is free and there is one."""
         if self.trainers.busy:
             return
-        if self.publish_due and self.coming is None:
+        if self._cores_due:
+            cores, self._cores_due = self._cores_due, ()
+            await self.trainers.ask("resources", {"cores": cores})
+        elif self.publish_due and self.services.coming is None:
             await self.trainers.ask("publish", {})
         elif self.checkpoint_due:
             untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
@@ -239,8 +242,8 @@ class Controller:
             pending = self.evaluator.pending
             await self.trainers.ask("checkpoint", {"step": self.step, "state": state, "pending": pending})
         elif self.batch.trained:
-            skip = self._ratio_too_large()
-            await self.trainers.ask("step", {"step": self.step, "normalizer": self.batch.normalizer, "skip": skip})
+            body = {"step": self.step, "normalizer": self.batch.normalizer, "skip": self.batch.off_policy}
+            await self.trainers.ask("step", body)
         else:
             await self._take_groups()
             await self._feed_trainer()
@@ -255,25 +258,25 @@ class Controller:
             self.batch.take(self.pool.take())
             if self.rounds is not None:
                 self.rounds.planner.taken(group.group_id)
+            self._issued_before.discard(group.group_id)
+            if not self._issued_before and self.rounds is None:
+                self.taking = self.schedule
             if self.batch.full:
                 groups = [*self.batch.groups.values(), *self.batch.dropped]
-                self._learning = asyncio.ensure_future(self.lengths.learn(groups, self._fleet()))
+                self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
 
     async def _devices_are_free(self) -> bool:
         """Colocated: whether generation has left the devices to the trainer; asks it to, once nothing runs."""
         generating = self.pool.running + self.evaluator.unfinished
-        if generating == 0 and self.coming is None and "sleep" not in self.waits.begun:
-            if self._asleep == set(self.services):
-                return True
-            self.waits.begin("sleep", f"{', '.join(self.services)} to leave their devices", self.limits.weights_s)
-            await self._to_services("sleep", {})
-        return False
+        return generating == 0 and self.services.coming is None and await self.services.leave_devices()
 
     async def _feed_trainer(self) -> None:
-        """Sends the trainer its next micro-batch, if one is ready."""
-        micro = self.batch.next_micro_batch(self.config.batch.micro_batch_tokens, len(self.trainers.names))
-        if micro is not None:
+        """Sends the trainer its next micro-batch, if one is ready; else it may work ahead for groups that wait."""
+        limits = self.config.batch.micro_batch_tokens, len(self.trainers.names)
+        if (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
+        elif not self.schedule.exclusive and (ahead := self.preparation.next(self.batch, self.pool, *limits)):
+            await self.trainers.prepare(ahead)
 
     async def _receive(self) -> None:
         """Takes what has arrived (at least one message), commits it at once, handles it."""
@@ -294,13 +297,16 @@ class Controller:
         first = answers[0]
         self.times.trainer.append((kind, first["started"], first["finished"]))
         match kind:
+            case "prepare":
+                self.preparation.done([answer["reference_logprobs"] for answer in answers])
             case "train":
                 self.batch.micro_batch_done([answer["stats"] for answer in answers])
             case "step":
                 await self._step_done(first)
             case "publish":
                 self.publish_due = False
-                await self._spread(first)
+                if await self.services.spread(first):
+                    self.times.weights_served(time.time())
             case "checkpoint":
                 self.checkpoint_due = False
 
@@ -310,95 +316,49 @@ class Controller:
             assert self._learning is not None
             lengths = await self._learning
         self.step += 1
-        batch, now = self.batch, time.time()
-        for group in batch.groups.values():
-            group.t_trained = now
-        audit = self._audit(batch)
-        self.rollouts.write(self.step, [*batch.groups.values(), *batch.dropped])
-        self.ledger.train(self.step, self.step, list(batch.groups.values()), now, batch.dropped)
-        self.times.running = self._busy_since()
+        batch = self.batch
+        self.times.running = self.services.busy_since()
         publishes = self.schedule.publishes(self.step, self.config.steps)
-        row = step_metrics(
+        times = self.recorder.step_done(
             batch,
-            self.times.end_step(now, result["finished"] if publishes else None),
             result,
-            self._weight_bytes,
-            self.groups.too_long,
-            self.telemetry.memory_gb,
             lengths,
-            audit,
+            publishes,
+            self.services.bytes_sent(),
+            self.groups.too_long,
             self.rounds.count_put_off() if self.rounds is not None else 0,
         )
-        self.telemetry.step_done(row, batch, self.times.ended_trainer)
-        self._weight_bytes = 0
         self.batch = Batch(self.config, self.step + 1)
         self.telemetry.watch(self.batch, self.pool)
         self.publish_due = self.publish_due or publishes
         last = self.step == self.config.steps
         evaluated = publishes and self.evaluator.due(self.step)
         self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
+        if self.auto is not None:
+            self.auto.step_done(batch, times, self.times.ended_trainer)
+            await self._choose_schedule(self.auto)
 
-    def _audit(self, batch: Batch) -> StepAudit:
-        """What became of the lengths in this step."""
-        for group in batch.groups.values():
-            counted = {m.sample.sample_id for m in batch.counted(group)}
-            lengths = {m.sample.sample_id: m.sample.output_length for m in group.members()}
-            masked = [length for sample_id, length in lengths.items() if sample_id not in counted]
-            self.audit.trained(batch.step, group.group_id, [lengths[sample_id] for sample_id in sorted(counted)])
-            self.audit.dropped(batch.step, group.group_id, masked, "truncated")
-        for group in batch.dropped:
-            lengths_of = [m.sample.output_length for m in group.members()]
-            self.audit.dropped(batch.step, group.group_id, lengths_of, "all rewards equal")
-        return self.audit.end_step(batch.step)
+    async def _choose_schedule(self, auto: Auto) -> None:
+        """At the end of a step: goes on profiling, has options predicted in a thread, or takes a decision."""
+        setup = auto.next_setup()
+        if self._choosing is not None and self._choosing.done():
+            setup = auto.decided(self._choosing.result())
+            self._choosing = None
+            log.info("schedule: %s", auto.note)
+        elif setup is None and self._choosing is None and auto.wants_choice():
+            self._choosing = asyncio.ensure_future(asyncio.to_thread(auto.choice_job(self.step)))
+        if setup is not None:
+            await self._change_to(setup)
+        self.telemetry.schedule_note = auto.note
 
-    async def _spread(self, made: dict[str, Any]) -> None:
-        """A version is made: the services bring it to their instances, while everything else goes on."""
-        self.coming, self._ready = made["number"], {}
-        self._weight_bytes += made["bytes"] * len(self.services)
-        if not made["content_hash"]:  # NCCL: the trainer itself has brought it there
-            self._serves(made["number"])
-            return
-        slowest = self.limits.weights_s
-        if self.config.schedule.on_update == "wait":
-            slowest += self.limits.generation_s
-        self.waits.begin("weights", f"weights {self.coming} to reach {', '.join(self.services)}", slowest)
-        await self._to_services("weights", {key: made[key] for key in ("number", "content_hash")})
-
-    def _weights_ready(self, peer: str, answer: dict[str, Any]) -> None:
-        """A site's instances serve the coming version."""
-        self._ready[peer] = answer
-        self.telemetry.weights_applied(answer["number"], answer["applied"])
-        for instance, span in answer["applied"].items():
-            self.times.loading.append((instance, *span))
-        if self._ready.keys() == set(self.services):
-            self._serves(answer["number"])
-
-    def _serves(self, number: int) -> None:
-        """Every instance serves a version."""
-        self.waits.end("weights")
-        self.version, self.coming = number, None
-        self._asleep = set()
-        self.times.weights_served(time.time())
-
-    def _ratio_too_large(self) -> bool:
-        """Whether the step's policy is too far from the one that generated (`algorithm.max_importance_ratio`)."""
-        bound = self.config.algorithm.max_importance_ratio
-        tokens = sum(stats["tokens"] for stats in self.batch.stats)
-        if bound is None or not tokens:
-            return False
-        ratio = sum(stats["ratio_sum"] for stats in self.batch.stats) / tokens
-        if ratio > bound:
-            log.warning("step %d is skipped: mean importance ratio %.3f, at most %.3f", self.step + 1, ratio, bound)
-        return bool(ratio > bound)
-
-    def _fleet(self) -> list[SimulatedInstance]:
-        """All instances, as their services have told."""
-        return [i for service in self.services for i in fleet_from_wire(self.hub.peers[service].meta["fleet"])]
-
-    def _busy_since(self) -> dict[str, float]:
-        """Since when each busy instance has had something to do, as the last heartbeats told (unix seconds)."""
-        states = [self.hub.peers[service].state.get("instances", {}) for service in self.services]
-        return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}
+    async def _change_to(self, setup: Setup) -> None:
+        """Another schedule, and another split of the devices, from the next step on."""
+        before, self.schedule = self.schedule, setup.schedule
+        self._issued_before = set(self.pool.groups)
+        self.taking = during_change(before, self.schedule) if self._issued_before else self.schedule
+        self._cores_due = setup.trainer_cores
+        self.telemetry.schedule = f"auto: {setup.label}"
+        await self.services.tell("use", {"instances": setup.instances})
 
     # -- messages
 
@@ -486,24 +446,29 @@ class Controller:
         if best is not None:
             self.checkpoints.mark_best(best.step, best.score)
 
+    def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
+        """A site's instances serve the coming version."""
+        self.telemetry.weights_applied(answer["number"], answer["applied"])
+        self.times.loading += [(instance, *span) for instance, span in answer["applied"].items()]
+        if self.services.ready(service):
+            self.times.weights_served(time.time())
+
     async def _handle(self, delivery: Delivery) -> None:
         """Everything but samples and rewards."""
         match delivery.kind:
-            case "train_done" | "step_done" | "publish_done" | "checkpoint_done":
+            case kind if kind.endswith(DONE):
                 if (answers := self.trainers.answered(delivery)) is not None:
                     await self._trainer_done(delivery.kind.removesuffix(DONE), answers)
             case "parked":
                 if self.rounds is not None:
                     sample_id = str(delivery.body["sample_id"])
-                    self.rounds.parked(sample_id, group_of(sample_id))
+                    self.rounds.parked(sample_id, group_of(sample_id), delivery.body["round"])
             case "weights_ready":
                 self._weights_ready(delivery.peer, delivery.body)
             case "asleep":
-                self._asleep.add(delivery.peer)
-                if self._asleep == set(self.services):
-                    self.waits.end("sleep")
+                self.services.asleep(delivery.peer)
             case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back
-                await self._to_services("weight_call", delivery.body)
+                await self.services.tell("weight_call", delivery.body)
             case "weight_answer":
                 await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
             case "bye":

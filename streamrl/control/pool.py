@@ -82,6 +82,11 @@ class GroupPool:
         return len(self._complete)
 
     @property
+    def waiting(self) -> list[Group]:
+        """Groups with all rewards, in the order in which they are due."""
+        return [self.groups[group_id] for _, _, group_id in sorted(self._complete)]
+
+    @property
     def running(self) -> int:
         """Samples that generation has not ended."""
         return sum(self._missing.values())

@@ -17,6 +17,8 @@ class LiveRounds:
         self.planner, self.pool = planner, pool
         self.version = -1
         """Under which the newest round has begun."""
+        self.number = 0
+        """Of the newest round; a service tells with it which round a sample was parked in."""
         self.put_off = 0
         """Samples put off since `count_put_off` was last called."""
         self._parked: defaultdict[str, set[str]] = defaultdict(set)
@@ -29,16 +31,20 @@ class LiveRounds:
     def begin(self, version: int) -> Round:
         """Begins it."""
         self.version = version
+        self.number += 1
         self._parked.clear()
         return self.planner.begin(version)
 
-    def parked(self, sample_id: str, group_id: str) -> None:
-        """A sample has used up its budget."""
-        self._parked[group_id].add(sample_id)
-        self.finished(group_id)
+    def parked(self, sample_id: str, group_id: str, number: int) -> None:
+        """A sample has used up its budget in a round; of a round that has ended meanwhile this is no news."""
+        if number == self.number:
+            self._parked[group_id].add(sample_id)
+            self.finished(group_id)
 
     def finished(self, group_id: str) -> None:
         """A sample of a group has come: its siblings may all be parked."""
+        if self.planner.round is None:
+            return
         missing = self.pool.missing(group_id)
         if missing and len(self._parked[group_id]) == missing:
             self.planner.parked(group_id)

@@ -32,6 +32,9 @@ class Telemetry:
         self.state = "starting"
         self.error: str | None = None
         self.step = 0
+        self.schedule: str = context.run.schedule.name
+        self.schedule_note = ""
+        """What `schedule: auto` has chosen, and why."""
         self.batch: Batch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
@@ -69,7 +72,8 @@ class Telemetry:
                 "started_at": self._started,
                 "updated_at": time.time(),
                 "eta_s": eta,
-                "schedule": run.schedule.name,
+                "schedule": self.schedule,
+                "schedule_note": self.schedule_note,
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
                 "roles": self._roles(),

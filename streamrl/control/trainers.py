@@ -35,15 +35,28 @@ class Trainers:
             await self._hub.send(name, command, body)
 
     async def train(self, shares: Sequence[list[TrainGroup]], is_last: bool) -> None:
-        """Sends every rank its share of a micro-batch."""
-        self._expect("train")
+        """Sends every rank its share of a micro-batch.
+
+        The reference's log-probabilities are taken from the groups if every one has them, on all ranks or on none:
+        computing them is a collective.
+        """
+        given = all(group.has_reference for share in shares for group in share)
+        await self._deal("train", shares, {"is_last": is_last, "reference_given": given})
+
+    async def prepare(self, shares: Sequence[list[TrainGroup]]) -> None:
+        """Asks every rank for the reference's log-probabilities of its share, to be answered as
+        `reference_logprobs`."""
+        await self._deal("prepare", shares, {})
+
+    async def _deal(self, command: str, shares: Sequence[list[TrainGroup]], about: dict[str, Any]) -> None:
+        self._expect(command)
         for name, groups in zip(self.names, shares, strict=True):
             body, arrays = to_wire(groups)
-            await self._hub.send(name, "train", body | {"is_last": is_last}, arrays)
+            await self._hub.send(name, command, body | about, arrays)
 
     def answered(self, delivery: Delivery) -> list[dict[str, Any]] | None:
-        """A rank has answered; with the last one, all answers, rank 0's first."""
-        self._answers[delivery.peer] = delivery.body
+        """A rank has answered; with the last one, all answers with their arrays by name, rank 0's first."""
+        self._answers[delivery.peer] = delivery.body | dict(delivery.arrays)
         if len(self._answers) < len(self.names):
             return None
         self._doing = None

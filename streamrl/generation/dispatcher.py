@@ -52,6 +52,8 @@ class Dispatcher:
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
+        self._held: set[str] = set()
+        self._unused: set[str] = set()
 
     async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
         """An instance is ready for work, or ready again after `hold`."""
@@ -66,6 +68,27 @@ class Dispatcher:
             instance: which.
             requeue: what it has running is taken off and placed anew; else it stays there and may end.
         """
+        self._held.add(instance)
+        await self._leave(instance, requeue)
+
+    async def unhold(self, instance: str) -> None:
+        """An instance that was held is ready again."""
+        self._held.discard(instance)
+        await self._enter(instance)
+
+    async def use(self, instances: Iterable[str]) -> None:
+        """From now on only these get requests; what others have running is placed anew."""
+        unused = self._joined.keys() - set(instances)
+        for instance in sorted(unused - self._unused):
+            self._unused.add(instance)
+            await self._leave(instance, requeue=True)
+        back, self._unused = self._unused - unused, unused
+        for instance in sorted(back):
+            await self._enter(instance)
+
+    async def _leave(self, instance: str, requeue: bool) -> None:
+        if instance in self._held and instance in self._unused:
+            return  # it has left for the other reason already
         waiting = []
         for sample_id in self.policy.leave(instance):
             if sample_id in self._moving:  # on its way here: placed anew once it has come back from where it was
@@ -76,10 +99,10 @@ class Dispatcher:
                 await self._send(instance, "release", {"sample_id": sample_id}, {})
         await self._place(waiting)
 
-    async def unhold(self, instance: str) -> None:
-        """An instance that was held is ready again."""
-        self.policy.join(instance, *self._joined[instance])
-        await self._dispatch()
+    async def _enter(self, instance: str) -> None:
+        if instance not in self._held | self._unused:
+            self.policy.join(instance, *self._joined[instance])
+            await self._dispatch()
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Takes groups that are to be placed together, each with its requests and its forecast."""

@@ -1,9 +1,9 @@
 """The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
 
-controller   - generate, park, resume ->   service   - generate, release ->   instances
-             <- sample, parked -                      <- sample, released -
-             - weights ->               (relay)       - apply_weights ->
-             - sleep ->                               - sleep ->
+controller   - generate, park, resume, use ->   service   - generate, release ->   instances
+             <- sample, parked -                           <- sample, released -
+             - weights ->                    (relay)       - apply_weights ->
+             - sleep ->                                    - sleep ->
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class GenerationService:
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
         self.instances: tuple[str, ...] = ()
+        self.round = 0
+        """The controller's newest round, as far as it has been told here."""
         self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
         self.controller = self._link("service")
         self.relay = WeightRelay(
@@ -93,7 +95,10 @@ class GenerationService:
                 case "park":
                     await self.dispatcher.park(delivery.body["sample_ids"])
                 case "resume":
+                    self.round = int(delivery.body["round"])
                     await self.dispatcher.resume(delivery.body["sample_ids"], delivery.body["budget"])
+                case "use":
+                    await self.dispatcher.use(delivery.body["instances"])
                 case "sleep":
                     tasks.create_task(self._sleep())
                 case "weights":
@@ -143,7 +148,8 @@ class GenerationService:
                     partial = partial_from_wire(delivery.body, delivery.arrays)
                     if await self.dispatcher.released(partial):
                         tokens = len(partial.completion_tokens)
-                        await self.controller.send("parked", {"sample_id": partial.sample_id, "tokens": tokens})
+                        body = {"sample_id": partial.sample_id, "tokens": tokens, "round": self.round}
+                        await self.controller.send("parked", body)
                     delivery.ack()
                 case "asleep":
                     self._answered(delivery)

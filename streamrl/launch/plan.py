@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from streamrl.config.cluster import ClusterConfig
+from streamrl.config.cluster import ClusterConfig, GenerationPool
 from streamrl.config.run import RunConfig
 
 Role = Literal["controller", "trainer", "service", "instance", "rewards"]
@@ -38,6 +39,8 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 1
     """CPU threads the process computes with."""
+    cores: tuple[int, ...] = ()
+    """CPU cores that it is pinned to; (): any."""
     gpu: str = "cpu"
     gpu_ids: tuple[int, ...] = ()
     """CUDA devices of this machine that the process sees (hardware: cuda)."""
@@ -79,9 +82,10 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
             ],
             env={"OMP_NUM_THREADS": str(trainer.threads)}
             | PASSIVE_WAITING
-            | _pinned(trainer.cores)
+            | _pinned(trainer.cores or ())
             | _visible(gpus := take_gpus(trainer.ranks), cuda),
             threads=trainer.threads,
+            cores=tuple(trainer.cores or ()),
             gpu=trainer.gpu,
             gpu_ids=gpus,
             price_per_hour=trainer.price_per_hour * trainer.ranks,
@@ -113,9 +117,10 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                         command=role_command("instance", "--site", site_name, "--pool", pool.name, "--name", name),
                         env={"OMP_NUM_THREADS": str(pool.threads)}
                         | PASSIVE_WAITING
-                        | _pinned(pool.cores)
+                        | _pinned(_cores_of(pool, index))
                         | _visible(gpus, cuda),
                         threads=pool.threads,
+                        cores=_cores_of(pool, index),
                         gpu=pool.gpu,
                         gpu_ids=gpus,
                         price_per_hour=pool.price_per_hour,
@@ -137,8 +142,17 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
     return specs
 
 
-def _pinned(cores: list[int] | None) -> dict[str, str]:
-    return {CORES: ",".join(map(str, cores))} if cores else {}
+def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
+    """CPU cores of a pool's instance: its own share if there are enough, else all of the pool's."""
+    cores = tuple(pool.cores or ())
+    if len(cores) < pool.replicas * pool.threads:
+        return cores
+    return cores[index * pool.threads : (index + 1) * pool.threads]
+
+
+def _pinned(cores: Iterable[int]) -> dict[str, str]:
+    names = ",".join(map(str, cores))
+    return {CORES: names} if names else {}
 
 
 def _visible(gpus: tuple[int, ...], cuda: bool) -> dict[str, str]:

@@ -24,6 +24,8 @@ class TrainSequence:
     advantage: float
     """Of every token of the completion. With `advantage: gae` the sequence's (shaped) reward instead: the trainer makes
     advantages of it with the critic's values."""
+    reference_logprobs: FloatArray | None = None
+    """Log-probabilities under the frozen reference, shape [C]; None: not computed so far."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class TrainGroup:
         """Tokens with a loss."""
         return sum(len(seq.completion_tokens) for seq in self.sequences)
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether every token with a loss has its reference log-probability."""
+        return all(seq.reference_logprobs is not None for seq in self.sequences if len(seq.completion_tokens))
+
 
 def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
     """A complete group as the trainer sees it; samples in the order of their ids.
@@ -57,7 +64,12 @@ def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
         group.group_id,
         group.prompt_tokens,
         [
-            TrainSequence(m.sample.completion_tokens, m.sample.logprobs, group.advantages[m.sample.sample_id])
+            TrainSequence(
+                m.sample.completion_tokens,
+                m.sample.logprobs,
+                group.advantages[m.sample.sample_id],
+                group.reference_logprobs.get(m.sample.sample_id),
+            )
             for m in group.members()
             if kept is None or m.sample.sample_id in kept
         ],
@@ -133,17 +145,42 @@ def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
     return shares
 
 
+def deal(groups: list[TrainGroup], max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], list[TrainGroup]]:
+    """The next micro-batch: a share for every rank, if an empty one.
+
+    Shares are runs of the list; where these are fewer than the ranks, shares of about equal size.
+
+    Args:
+        groups: what waits, in its order.
+        max_tokens: packed tokens that a rank may get; only a single sequence that is longer gets more.
+        ranks: of the trainer.
+
+    Returns:
+        (shares, what is left over, in its order).
+    """
+    pieces = split_into_micro_batches(groups, max_tokens)
+    if len(pieces) >= ranks:
+        return pieces[:ranks], [part for piece in pieces[ranks:] for part in piece]
+    shares = balance([part for piece in pieces for part in piece], ranks)
+    if max(sum(part.tokens for part in share) for share in shares) > max_tokens and pieces:
+        shares = pieces + [[] for _ in range(ranks - len(pieces))]
+    return shares, []
+
+
 def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
     """(body, arrays) of a micro-batch."""
     sequences = [seq for group in groups for seq in group.sequences]
     body = {
         "groups": [[g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups],
         "advantages": [seq.advantage for seq in sequences],
+        "has_reference": [seq.reference_logprobs is not None for seq in sequences],
     }
+    known = [seq.reference_logprobs for seq in sequences if seq.reference_logprobs is not None]
     arrays = {
         "prompts": _joined([g.prompt_tokens for g in groups], np.int32),
         "completions": _joined([s.completion_tokens for s in sequences], np.int32),
         "logprobs": _joined([s.logprobs for s in sequences], np.float32),
+        "reference_logprobs": _joined(known, np.float32),
     }
     return body, arrays
 
@@ -151,13 +188,19 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
 def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
     """The micro-batch that `to_wire` described."""
     groups = []
-    advantages = iter(body["advantages"])
-    prompt_at = token_at = 0
+    advantages, has_reference = iter(body["advantages"]), iter(body["has_reference"])
+    prompt_at = token_at = reference_at = 0
     for group_id, prompt_length, lengths in body["groups"]:
         sequences = []
         for length in lengths:
             rows = slice(token_at, token_at + length)
-            sequences.append(TrainSequence(arrays["completions"][rows], arrays["logprobs"][rows], next(advantages)))
+            reference = None
+            if next(has_reference):
+                reference = arrays["reference_logprobs"][reference_at : reference_at + length]
+                reference_at += length
+            sequences.append(
+                TrainSequence(arrays["completions"][rows], arrays["logprobs"][rows], next(advantages), reference)
+            )
             token_at += length
         groups.append(TrainGroup(group_id, arrays["prompts"][prompt_at : prompt_at + prompt_length], sequences))
         prompt_at += prompt_length

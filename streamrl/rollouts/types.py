@@ -120,6 +120,9 @@ class Group:
     """Of one completion's length, what dispatch goes by; None: there is no prediction, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
+    reference_logprobs: dict[str, FloatArray] = field(default_factory=dict)
+    """Of those samples for which the trainer has computed them while the group waited, each [C], under the frozen
+    reference at the sampling temperature."""
     t_trained: float | None = None
 
     @property

@@ -48,6 +48,8 @@ class PackedBatch:
     """[N] float32: each sequence's advantage (with a critic: its reward), repeated for its tokens."""
     sequence_ids: torch.Tensor
     """[N] int64: which sequence of the batch a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have no number)."""
+    reference_logprobs: torch.Tensor | None
+    """[N] float32 as they came with the groups; None: some sequence came without."""
 
     @property
     def loss_tokens(self) -> int:
@@ -84,6 +86,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     behaviour: list[FloatArray] = []
     advantages: list[np.ndarray] = []
     sequence_ids: list[np.ndarray] = []
+    reference: list[FloatArray] = []
     cursor = 0
     sequence = 0
     for group in groups:
@@ -106,6 +109,8 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
             behaviour.append(seq.logprobs)
             advantages.append(np.full(length, seq.advantage, dtype=np.float32))
             sequence_ids.append(np.full(length, sequence))
+            if seq.reference_logprobs is not None:
+                reference.append(seq.reference_logprobs)
             lengths.append(length)
             cursor += length
             sequence += 1
@@ -123,4 +128,5 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         behaviour_logprobs=joined(behaviour, np.float32),
         advantages=joined(advantages, np.float32),
         sequence_ids=joined(sequence_ids, np.int64),
+        reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
     )

@@ -5,9 +5,15 @@ Every method is a collective: all ranks must call the same ones in the same orde
 
     accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)  [-> mark_published()]
 
-Losses are *sums* over tokens; `step` divides the accumulated gradient by the whole batch's normalizer. So the gradient
-does not depend on how the batch was cut, on the order in which groups arrived, or on the number of ranks. With a
-critic its values are computed in the same pass: a group's advantages need nothing but the group.
+and `prepare(groups)` at any time between. Losses are *sums* over tokens; `step` divides the accumulated gradient by the
+whole batch's normalizer. So the gradient does not depend on how the batch was cut, on the order in which groups
+arrived, or on the number of ranks. With a critic its values are computed in the same pass: a group's advantages need
+nothing but the group.
+
+The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained; they go
+back to whoever asked and come again with the groups: nothing of it stays here, and any rank may train what another
+prepared. Nothing else is worth preparing: the critic's values need its forward pass with gradient anyway, and the
+proximal copy changes at every publication.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import torch.distributed.checkpoint as dcp
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import load_critic
 from streamrl.training.learner import Learner, compute_type, copy_weights, shard
@@ -38,7 +45,7 @@ from streamrl.training.policy import Policy, load_policy
 NOTHING = TrainGroup(
     "nothing",
     np.zeros(1, dtype=np.int32),
-    [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0)],
+    [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0, np.zeros(1, dtype=np.float32))],
 )
 """Stands in where a rank has nothing to do but must join a collective; its loss counts 0 times."""
 
@@ -94,17 +101,40 @@ class Trainer:
             else None
         )
 
-    def accumulate(self, groups: list[TrainGroup], is_last: bool) -> MicroStats:
+    def prepare(self, groups: list[TrainGroup]) -> FloatArray:
+        """The frozen reference's log-probabilities of the completion tokens, [N] in the groups' order, at the sampling
+        temperature.
+
+        Args:
+            groups: this rank's share; may be empty. Advantages do not matter.
+
+        Raises:
+            ValueError: the algorithm has no reference.
+        """
+        if self.reference is None:
+            raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to prepare with")
+        batch = pack(groups or [NOTHING]).to(self.device)
+        with torch.no_grad():
+            logprobs = self.reference(batch, self.run.sampling.temperature)[0]
+        values: FloatArray = logprobs.cpu().numpy()
+        return values if groups else values[:0]
+
+    def accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool = False) -> MicroStats:
         """Forward and backward of one micro-batch; adds the gradients of the *summed* losses of policy and critic.
 
         Args:
             groups: this rank's share; may be empty.
             is_last: gradients are reduced over ranks now, the step follows.
+            reference_given: the groups bring the reference's log-probabilities, if one is needed; on every rank alike.
+                Otherwise they are computed for the whole share, whatever the groups bring.
+
+        Raises:
+            ValueError: a sequence lacks what is said to be given.
         """
         batch = pack(groups or [NOTHING]).to(self.device)
         temperature = self.run.sampling.temperature
         with torch.no_grad():
-            reference = self.reference(batch, temperature)[0] if self.reference else None
+            reference = self._reference_logprobs(batch, reference_given)
             proximal = self.proximal(batch, temperature)[0] if self.proximal else None
         logprobs, entropy = self.policy(batch, temperature)
         advantages = batch.advantages
@@ -133,6 +163,17 @@ class Trainer:
             entropy_tokens=len(entropy),
             **dict(zip(sums, values, strict=True)),
         )
+
+    def _reference_logprobs(self, batch: PackedBatch, given: bool) -> torch.Tensor | None:
+        """[N]; None if the algorithm has no reference."""
+        if self.reference is None:
+            return None
+        if not given:
+            logprobs: torch.Tensor = self.reference(batch, self.run.sampling.temperature)[0]
+            return logprobs
+        if batch.reference_logprobs is None:
+            raise ValueError("a micro-batch was to bring its reference log-probabilities, but some sequence has none")
+        return batch.reference_logprobs
 
     def _value(
         self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None

@@ -1,20 +1,23 @@
 """The trainer process (one per rank): takes micro-batches from the controller, publishes weights.
 
-Commands of the controller, each answered when done: train, step, checkpoint. Every rank gets the same commands in the
-same order, so collectives always meet. Computing runs in a thread; the event loop stays free for heartbeats and
-for sending weights.
+Commands of the controller, each answered when done: prepare, train, step, publish, checkpoint, resources. Every rank
+gets the same commands in the same order, so collectives always meet. Computing runs in a thread; the event loop stays
+free for heartbeats and for sending weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,10 +31,14 @@ from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.wire import Arrays
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.version import lay_out
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TrainerWorker:
@@ -47,6 +54,8 @@ class TrainerWorker:
         self.waits = WaitRegistry(self.name)
         self.state = "loading"
         self.version = 0
+        self.threads = 1
+        """CPU threads to compute with."""
         self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
         self.hub = Hub("publisher", self.waits, lost_after_s=self.limits.heartbeat_s, credits=16)
         self.publisher = WeightPublisher(self.hub, int(context.run.weights.chunk_mb * 2**20))
@@ -77,7 +86,8 @@ class TrainerWorker:
         else:
             trainer = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
             assert trainer is not None
-            torch.set_num_threads(trainer.threads)
+            self.threads = trainer.threads
+            torch.set_num_threads(self.threads)
             device = torch.device("cpu")
         dist.init_process_group("nccl" if self.cuda else "gloo")
         torch.manual_seed(self.run_config.seed)
@@ -93,19 +103,30 @@ class TrainerWorker:
     async def _handle(self, link: Link, delivery: Delivery) -> None:
         body = delivery.body
         started = time.time()
+        arrays: Arrays = {}
         match delivery.kind:
+            case "prepare":
+                self.state = "preparing"
+                groups = from_wire(body, delivery.arrays)
+                arrays = {"reference_logprobs": await self._compute(self.trainer.prepare, groups)}
+                answer: dict[str, Any] = {}
             case "train":
                 self.state = "training"
                 groups = from_wire(body, delivery.arrays)
-                stats = await asyncio.to_thread(self.trainer.accumulate, groups, bool(body["is_last"]))
+                stats = await self._compute(
+                    self.trainer.accumulate, groups, bool(body["is_last"]), bool(body["reference_given"])
+                )
                 answer = {"stats": asdict(stats)}
             case "step":
                 self.state = "optimizer step"
-                result = await asyncio.to_thread(
+                result = await self._compute(
                     self.trainer.step, int(body["step"]), float(body["normalizer"]), bool(body["skip"])
                 )
                 self.version = int(body["step"]) + 1
                 answer = asdict(result)
+            case "resources":
+                self._move_to({int(core) for core in body["cores"]})
+                answer = {}
             case "publish":
                 self.state = "publishing weights"
                 answer = await self._publish(link)
@@ -120,9 +141,25 @@ class TrainerWorker:
                 return
         self.state = "idle"
         delivery.ack()
-        await link.send(
-            f"{delivery.kind}_done", answer | {"rank": self.rank, "started": started, "finished": time.time()}
-        )
+        about = {"rank": self.rank, "started": started, "finished": time.time()}
+        await link.send(f"{delivery.kind}_done", answer | about, arrays)
+
+    async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the trainer's work in a thread, on the threads that it has now (torch counts them by calling thread)."""
+
+        def run() -> R:
+            if not self.cuda:
+                torch.set_num_threads(self.threads)
+            return work(*args, **kwargs)
+
+        return await asyncio.to_thread(run)
+
+    def _move_to(self, cores: set[int]) -> None:
+        """From now on this process computes on these CPU cores, with a thread on each."""
+        self.threads = len(cores)
+        for thread in psutil.Process().threads():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread.id, cores)
 
     async def _publish(self, link: Link) -> dict[str, Any]:
         """Makes the current weights version available to the relays, or pushes it by NCCL."""

@@ -83,7 +83,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
     assert errors[1] == "F:3: 'batch.samples_per_prompt' is 0, expected at least 1"
     assert "did you mean 'optimizer.lr'?" in errors[2]
     assert errors[3] == "F:6: 'schedule.name' is 'strem', expected one of: colocated, sync, stream, " + (
-        "one_step_off, async; did you mean stream?"
+        "one_step_off, async, auto; did you mean stream?"
     )
     assert "key 'tasks.0.name' is missing" in errors[4]
     assert "unknown key 'tasks.0.nam'; did you mean 'name'?" in errors[5]

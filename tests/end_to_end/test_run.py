@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,96 +19,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import read_status
 from streamrl.observe.trace import read_trace
 from streamrl.rollouts.ledger import Ledger
-from tests.tiny_model import save_tiny_model
-
-CLUSTER = """
-hardware: cpu
-sites:
-  here:
-    trainer: {ranks: RANKS, threads: 1}
-    generation:
-      - {name: regular, replicas: 1, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
-      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}
-    rewards: {workers: 1}
-"""
-
-REWARDS = '''
-import os, time
-def reward(completion, *, prompt, answer):
-    """More of the letter e is better; one prompt crashes the worker, one never ends."""
-    if prompt == "crash":
-        os._exit(3)
-    if prompt == "hang":
-        time.sleep(1000)
-    return completion.count("e") / 10 + len(completion) % 3
-'''
-
-
-class Project:
-    """A folder with a tiny model, a cluster file, a run file and a reward function."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        save_tiny_model(folder / "model")
-        (folder / "own_rewards.py").write_text(REWARDS)
-        rows = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four", "five")]
-        rows[3]["prompt"], rows[4]["prompt"] = "crash", "hang"
-        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def command(self, *extra: str, ranks: int = 1, **changes: object) -> list[str]:
-        (self.folder / "cluster.yaml").write_text(CLUSTER.replace("RANKS", str(ranks)))
-        run = {
-            "name": "tiny",
-            "steps": 3,
-            "model": {"path": str(self.folder / "model"), "max_context": 96},
-            "tasks": [
-                {
-                    "kind": "file",
-                    "name": "own",
-                    "path": str(self.folder / "prompts.jsonl"),
-                    "reward": "own_rewards:reward",
-                },
-                {"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"},
-            ],
-            "batch": {"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128},
-            "sampling": {"max_tokens": 16},
-            "optimizer": {"lr": 1e-3},
-            "checkpoint": {"every": 1, "keep": 2},
-            "deadlines": {"reward_s": 2},
-        } | changes
-        (self.folder / "run.yaml").write_text(json.dumps(run))
-        files = ["--cluster", "cluster.yaml", "--run", "run.yaml"]
-        return [
-            sys.executable,
-            "-m",
-            "streamrl.cli.main",
-            "launch",
-            *(files if "--resume" not in extra else []),
-            *extra,
-        ]
-
-    def start(self, *extra: str, **changes: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*extra, **changes),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(self.folder)},
-        )
-
-    def launch(self, *extra: str, code: int = 0, **changes: object) -> str:
-        process = self.start(*extra, **changes)
-        output, _ = process.communicate(timeout=280)
-        assert process.returncode == code, output + self.logs()
-        return output
-
-    def logs(self) -> str:
-        parts = [f"== {path}\n{path.read_text()[-1500:]}" for path in self.folder.glob("runs/*/logs/*.log")]
-        return "\n".join(parts)
-
-    def run_dir(self, name: str = "tiny") -> Path:
-        return self.folder / "runs" / name
+from tests.end_to_end.project import Project, trained_rows, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +27,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     """A run of three streamed steps with a crashing and a hanging reward."""
     project = Project(tmp_path_factory.mktemp("finished"))
     return project, project.launch()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def trained_rows(run_dir: Path) -> list[dict[str, object]]:
-    files = sorted((run_dir / "rollouts").glob("*.parquet"))
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
 def test_every_sample_is_trained_once_and_accounted_for(finished: tuple[Project, str]) -> None:

@@ -239,6 +239,32 @@ def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_one
     asyncio.run(body())
 
 
+def test_instances_that_are_not_used_hand_their_requests_over_also_while_they_load_weights() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def body() -> None:
+        for name in "ab":
+            await work.join(name, 4, None, REGULAR)
+        await work.submit([(requests("g.0"), None), (requests("h.0"), None)])
+        told(sent)
+        await work.use(["a"])
+        assert told(sent) == [("b", "release", "h.0")]
+        await work.released(part("h.0", 2))
+        assert told(sent) == [("a", "generate", "h.0")]
+        await work.hold("b", requeue=True)
+        await work.unhold("b")
+        await work.submit([(requests("k.0", "k.1"), None)])
+        assert {to for to, _, _ in told(sent)} == {"a"}  # loading weights does not bring it back
+        await work.hold("b", requeue=True)
+        await work.use(["a", "b"])
+        await work.submit([(requests("l.0"), None)])
+        assert told(sent) == []  # a is full, b still loads
+        await work.unhold("b")
+        assert told(sent) == [("b", "generate", "l.0")]
+
+    asyncio.run(body())
+
+
 def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
     work, sent = dispatcher(LeastLoaded())
 

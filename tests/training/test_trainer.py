@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, balance, split_into_micro_batches
+from streamrl.rollouts.micro_batch import (
+    TrainGroup,
+    TrainSequence,
+    balance,
+    from_wire,
+    split_into_micro_batches,
+    to_wire,
+)
+from streamrl.rollouts.types import FloatArray
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
 from streamrl.training.learner import Learner
@@ -25,10 +35,12 @@ from tests.training.conftest import free_port, random_groups, relative_error, ru
 CPU = torch.device("cpu")
 
 
-def accumulated_gradient(trainer: Trainer, micro_batches: list[list[TrainGroup]]) -> torch.Tensor:
+def accumulated_gradient(
+    trainer: Trainer, micro_batches: list[list[TrainGroup]], reference_given: bool = False
+) -> torch.Tensor:
     """The batch's summed gradient of policy and critic, flat."""
     for number, groups in enumerate(micro_batches):
-        trainer.accumulate(groups, is_last=number == len(micro_batches) - 1)
+        trainer.accumulate(groups, number == len(micro_batches) - 1, reference_given)
     learners = [trainer.learner, *([trainer.critic] if trainer.critic else [])]
     flat = torch.cat([_full(p.grad).flatten() for learner in learners for p in learner.model.parameters()])
     for learner in learners:
@@ -135,7 +147,7 @@ def test_policy_and_critic_are_divided_by_the_batchs_normalizer(tiny_model: Path
     options = {"lr": 1.0, "max_grad_norm": 1e9, "eps": 1e5, "betas": (0.0, 0.0)}
     config = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"lr": 1.0}}, optimizer=options)
     trainer = Trainer(config, str(tiny_model), CPU)
-    torch.nn.init.normal_(trainer.critic.model.head.weight)
+    torch.nn.init.normal_(trainer.critic.model.head.weight, std=0.1)  # its gradient is far below eps
     groups, norms = random_groups(2), []
     for normalizer in (0.25, 0.5):
         trainer.accumulate(groups, is_last=True)
@@ -236,6 +248,75 @@ def test_the_critic_learns_the_rewards(tiny_model: Path, one_rank: None) -> None
     assert errors[-1] < 0.5 * errors[0]
 
 
+REFERENCED: list[dict[str, Any]] = [{"name": "grpo", "kl": {"coef": 0.5}}, PPO | {"aggregation": "sequence"}]
+
+
+def prepared(groups: list[TrainGroup], values: FloatArray) -> list[TrainGroup]:
+    """The groups with these reference log-probabilities, which lie in the groups' order."""
+    ends = np.cumsum([len(s.completion_tokens) for group in groups for s in group.sequences])
+    assert len(values) == ends[-1]
+    pieces = iter(np.split(values, ends[:-1]))
+    return [
+        replace(group, sequences=[replace(s, reference_logprobs=next(pieces)) for s in group.sequences])
+        for group in groups
+    ]
+
+
+def moved_trainer(tiny_model: Path, algorithm: dict[str, Any]) -> Trainer:
+    """A policy that is no longer its reference."""
+    trainer = Trainer(run_config(tiny_model, algorithm=algorithm), str(tiny_model), CPU)
+    trainer.accumulate(random_groups(3, seed=9), is_last=True)
+    trainer.step(0, 10.0)
+    return trainer
+
+
+@pytest.mark.parametrize("algorithm", REFERENCED, ids=lambda keys: keys["name"])
+def test_prepared_reference_log_probabilities_give_the_same_gradient(
+    tiny_model: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    trainer, groups = moved_trainer(tiny_model, algorithm), random_groups(4)
+    whole = accumulated_gradient(trainer, [groups])
+    together = prepared(groups, trainer.prepare(groups))
+    alone = [prepared([group], trainer.prepare([group]))[0] for group in groups]
+    travelled = from_wire(*to_wire(together))
+    wrong = prepared(groups, trainer.prepare(groups) - 1.0)
+    assert trainer.reference is not None
+    monkeypatch.setattr(trainer.reference, "forward", None)  # nothing is computed again
+    assert torch.equal(accumulated_gradient(trainer, [together], reference_given=True), whole)
+    assert torch.equal(accumulated_gradient(trainer, [travelled], reference_given=True), whole)
+    assert relative_error(accumulated_gradient(trainer, [alone], reference_given=True), whole) < 1e-5
+    cut = split_into_micro_batches(alone[::-1], max_tokens=30)  # prepared with other neighbours than trained
+    assert len(cut) > 4
+    assert relative_error(accumulated_gradient(trainer, [*cut, []], reference_given=True), whole) < 1e-5
+    assert relative_error(accumulated_gradient(trainer, [wrong], reference_given=True), whole) > 1e-3  # they matter
+
+
+def test_where_some_sequences_are_prepared_all_are_computed(tiny_model: Path, one_rank: None) -> None:
+    trainer, groups = moved_trainer(tiny_model, REFERENCED[0]), random_groups(3)
+    whole = accumulated_gradient(trainer, [groups])
+    first, second = prepared(groups[:2], trainer.prepare(groups[:2]) - 1.0)  # would be noticed if they were used
+    part = replace(second, sequences=[*groups[1].sequences[:2], *second.sequences[2:]])
+    mixed = from_wire(*to_wire([first, part, groups[2]]))
+    assert [group.has_reference for group in mixed] == [True, False, False]
+    assert torch.equal(accumulated_gradient(trainer, [mixed]), whole)
+    with pytest.raises(ValueError, match="some sequence has none"):
+        trainer.accumulate(mixed, is_last=True, reference_given=True)
+
+
+def test_only_an_algorithm_with_a_reference_prepares(tiny_model: Path, one_rank: None) -> None:
+    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+    with pytest.raises(ValueError, match="no reference"):
+        trainer.prepare(random_groups(1))
+
+
+def _prepared_by_others(trainer: Trainer, rank: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
+    """This rank's share, after each rank has prepared that of the next."""
+    values = trainer.prepare(shares[(rank + 1) % len(shares)])
+    answers: list[Any] = [None] * len(shares)
+    dist.all_gather_object(answers, values)
+    return prepared(shares[rank], answers[rank - 1]) if shares[rank] else []
+
+
 def _rank(
     rank: int, ranks: int, port: int, model: str, out: str, resume: str | None, algorithm: dict[str, Any]
 ) -> None:
@@ -249,8 +330,10 @@ def _rank(
         groups = random_groups(5, seed=step)
         shares = balance(groups, ranks)
         if ranks == 2 and step == 1:
-            shares = [groups, []]  # one rank may have nothing to do
-        trainer.accumulate(shares[rank], is_last=True)
+            shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
+            trainer.accumulate(_prepared_by_others(trainer, rank, shares), is_last=True, reference_given=True)
+        else:
+            trainer.accumulate(shares[rank], is_last=True)
         trainer.step(step, float(sum(g.completion_tokens for g in groups)))
     weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
     weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}

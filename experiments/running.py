@@ -1,0 +1,245 @@
+"""Runs of the studies here: started through the command line one after the other, their metrics read; and tables.
+
+A finished run leaves `<folder>/<name>.json`; the same job in the same folder is then not run again. A run that was cut
+short or failed is removed and starts anew, so that its times are those of one piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from streamrl.observe.metrics import FILE_NAME, MetricsRow, read_metrics
+
+HERE = Path(__file__).parent.resolve()
+ROOT = HERE.parent
+POLL_S = 2.0
+STOP_S = 20.0
+"""For a run to end its processes when it is told to."""
+START_S = 40.0
+"""A run needs before its first step and after its last (vLLM, torch), on two cores; for estimates."""
+LAST_LINES, LAST_CHARACTERS = 6, 600
+"""Of a failed run's output: its last words."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    name: str
+    """Its folder's name."""
+    cluster: Path
+    run_file: Path
+    steps: int
+    overrides: tuple[str, ...] = ()
+    """`--set` values."""
+
+    def mark(self) -> str:
+        """Differs for jobs that are to do something else; the code's version is not in it."""
+        files = [path.read_text() for path in (self.cluster, self.run_file)]
+        return hashlib.sha256(json.dumps([files, self.steps, self.overrides]).encode()).hexdigest()
+
+    def command(self, folder: Path) -> list[str]:
+        """What is started, in the repository's root."""
+        sets = [word for value in (*self.overrides, f"name={self.name}") for word in ("--set", value)]
+        return [
+            *[sys.executable, "-m", "streamrl.cli.main", "launch", "--plain"],
+            *["--cluster", str(self.cluster), "--run", str(self.run_file), "--runs-dir", str(folder)],
+            *[*sets, "--steps", str(self.steps)],
+        ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job; a study's own record of a run adds to it which one it was."""
+
+    rows: list[MetricsRow]
+    """Of all its steps; of those that were done, if it failed."""
+    seconds: float
+    """With start and end."""
+    error: str | None
+    """Its last words, if it failed."""
+
+    def to_json(self, columns: Set[str]) -> dict[str, Any]:
+        """Plain values, with these columns of metrics.jsonl; `from_json` takes them."""
+        return vars(self) | {"rows": [row.model_dump(mode="json", include=set(columns)) for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The opposite of `to_json`."""
+        return cls(**values | {"rows": [MetricsRow(**row) for row in values["rows"]]})
+
+
+def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: float) -> Outcome:
+    """Runs a job to its end, or takes what an earlier call left.
+
+    Args:
+        job: what to run.
+        folder: where the runs' folders are.
+        on_step: is told how many steps are done, every few seconds.
+        limit_s: the run is stopped, as failed, when it takes longer.
+    """
+    folder = folder.resolve()
+    run_dir, note, log = folder / job.name, folder / f"{job.name}.json", folder / f"{job.name}.log"
+    mark = job.mark()
+    if note.is_file() and (left := json.loads(note.read_text()))["mark"] == mark:
+        on_step(job.steps)
+        return Outcome(read_metrics(run_dir / FILE_NAME), left["seconds"], None)
+    note.unlink(missing_ok=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    late = False
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            job.command(folder), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None and not late:
+                time.sleep(POLL_S)
+                on_step(_lines(run_dir / FILE_NAME))
+                late = time.monotonic() - began > limit_s
+        finally:
+            _end(process)
+    rows, seconds = read_metrics(run_dir / FILE_NAME), time.monotonic() - began
+    if late:
+        return Outcome(rows, seconds, f"stopped after {limit_s:.0f} s")
+    if process.returncode or len(rows) < job.steps:
+        return Outcome(rows, seconds, _last_words(log))
+    note.write_text(json.dumps({"mark": mark, "seconds": seconds}) + "\n")
+    return Outcome(rows, seconds, None)
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Tells a run to stop, if it has not ended, and waits for it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    folder: Path,
+    console: Console,
+    done: Callable[[Job, Outcome], None],
+    step_s: float,
+    limit_s: float = 3600,
+) -> None:
+    """Runs jobs one after the other, showing how far they are; one that fails does not stop the others.
+
+    Args:
+        jobs: in their order.
+        folder: where the runs' folders are.
+        console: the terminal.
+        done: is told of each job as it ends.
+        step_s: a step's time, roughly: for the first estimate.
+        limit_s: see `run_job`; for each job.
+    """
+    guess = sum(START_S + job.steps * step_s for job in jobs)
+    console.print(f"{len(jobs)} runs in {folder}, some {guess / 60:.0f} min if none is there already", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    clocks = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    with Progress(*columns, *clocks, console=console, speed_estimate_period=3600) as progress:
+        total = progress.add_task("", total=sum(job.steps for job in jobs))
+        before = 0
+        for number, job in enumerate(jobs, start=1):
+            progress.update(total, description=f"{number}/{len(jobs)} {job.name}")
+
+            def on_step(steps: int, before: int = before) -> None:
+                progress.update(total, completed=before + steps)
+
+            outcome = run_job(job, folder, on_step, limit_s)
+            before += job.steps
+            progress.update(total, completed=before)
+            said = f"FAILED: {outcome.error}" if outcome.error else f"{outcome.seconds:.0f} s"
+            console.print(f"  {number}/{len(jobs)} {job.name}: {said}", highlight=False, markup=False)
+            done(job, outcome)
+
+
+@contextlib.contextmanager
+def runs_folder(given: Path | None) -> Iterator[Path]:
+    """The folder that was asked for, or one that is removed at the end."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="streamrl-study-") as folder:
+        yield Path(folder)
+
+
+def machine() -> str:
+    """This machine, in words."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{usable} cores of {model}, {platform.system()} {platform.machine()}"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table, for the terminal and for a file. The first column is text, the others are figures."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    """Lines below it."""
+
+    def show(self, console: Console) -> None:
+        """Prints it."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
+
+    def markdown(self) -> str:
+        """With a heading."""
+        head = [f"| {' | '.join(self.columns)} |", f"|---|{'---:|' * (len(self.columns) - 1)}"]
+        body = [f"| {' | '.join(row)} |" for row in self.rows]
+        notes = [f"- {' '.join(note.split())}" for note in self.notes]
+        return "\n".join([f"## {self.title}", "", *head, *body, *(["", *notes] if notes else []), ""])
+
+
+def terminal() -> Console:
+    """The terminal; wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def shown(value: float | None, form: str = ".2f") -> str:
+    """A figure; a dash where there is none."""
+    return "-" if value is None else format(value, form)

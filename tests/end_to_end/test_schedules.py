@@ -1,0 +1,135 @@
+"""Whole runs under the other schedules: real vLLM, real trainer, real processes, a tiny model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.observe.evaluations import read_evaluations
+from streamrl.observe.metrics import MetricsRow, read_metrics
+from streamrl.observe.status import read_status
+from streamrl.rollouts.ledger import Ledger
+from tests.end_to_end.project import Project, trained_rows, wait_for
+
+SUMS = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
+EASY = [{"kind": "file", "name": "own", "path": "prompts.jsonl", "reward": "own_rewards:reward"}]
+"""With rewards that differ from sample to sample."""
+
+
+def easy_prompts(project: Project) -> None:
+    """None of them crashes or hangs."""
+    (project.folder / "prompts.jsonl").write_text(
+        "\n".join(f'{{"prompt": "say {n}", "answer": ""}}' for n in range(99))
+    )
+
+
+def rows_by_step(run_dir: Path) -> dict[int, list[dict[str, object]]]:
+    found = defaultdict(list)
+    for row in trained_rows(run_dir):
+        if row["t_trained"] is not None:
+            found[int(row["step"])].append(row)  # type: ignore[call-overload]
+    return found
+
+
+def assert_whole_batches(run_dir: Path, steps: int, bound: int) -> list[MetricsRow]:
+    """Every step has trained 6 whole groups of 3, no sample twice, none staler than the bound."""
+    by_step = rows_by_step(run_dir)
+    assert sorted(by_step) == list(range(1, steps + 1))
+    ids = [row["sample_id"] for rows in by_step.values() for row in rows]
+    assert len(ids) == len(set(ids)) == 18 * steps
+    for step, rows in by_step.items():
+        assert len({row["group_id"] for row in rows}) == 6
+        for row in rows:
+            assert 0 <= step - 1 - min(row["weight_versions"]) <= bound  # type: ignore[call-overload]
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.trained_ids() == sorted(map(str, ids))
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert [row.step for row in metrics] == list(range(1, steps + 1))
+    return metrics
+
+
+def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluates(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy_prompts(project)
+    changes = {
+        "steps": 6,
+        "tasks": EASY,
+        "schedule": {"name": "async", "max_staleness": 2, "rolling": True, "on_update": "abort_and_requeue"},
+        "evaluation": {"every": 2, "prompts": 3, "samples": 2, "tasks": SUMS},
+        "model": {"path": str(tmp_path / "model"), "max_context": 160},
+        "sampling": {"max_tokens": 48},
+        "algorithm": {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate", "high": 2.0}},
+    }
+    process = project.start(**changes)
+    run_dir = project.run_dir()
+    wait_for(lambda: (run_dir / "checkpoints" / "step_2").exists(), 240, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(family, timeout=20)
+    project.launch("--resume", str(run_dir))
+    metrics = assert_whole_batches(run_dir, 6, bound=2)
+    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 6 * 18}  # nothing is left open
+    indices = {int(str(row["group_id"])) for rows in rows_by_step(run_dir).values() for row in rows}
+    assert indices == set(range(36))  # no prompt skipped, none repeated
+    assert max(row.staleness_max or 0 for row in metrics) >= 1
+    assert all(0 < (row.ess_token or 1) <= 1 for row in metrics)
+    evaluations = read_evaluations(run_dir / "evaluations.jsonl")
+    assert [row.step for row in evaluations if row.step in (0, 6)] == [0, 6]
+    assert all(row.overall.samples == 9 for row in evaluations)
+    audits = [row.length_audit for row in metrics if row.length_audit is not None]
+    assert sum(sum(audit.trained) for audit in audits) == 6 * 18
+    assert not any(row.length_bias_warning for row in metrics)
+
+
+def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy_prompts(project)
+    project.launch(
+        tasks=EASY,
+        steps=4,
+        schedule={"name": "colocated", "sync_every": 2},
+        algorithm={"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.01}},
+        checkpoint={"every": 2},
+    )
+    metrics = assert_whole_batches(project.run_dir(), 4, bound=1)
+    assert [row.staleness_max for row in metrics] == [0, 1, 0, 1]  # the second step of each publication
+    assert all(row.value_loss is not None and row.kl_mean is not None for row in metrics)
+    assert all(row.generate_time_s == pytest.approx(0, abs=0.5) for row in metrics[1::2])
+
+
+def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy_prompts(project)
+    project.launch(
+        tasks=EASY,
+        schedule={"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 20, "over_issue": 1.5}},
+        model={"path": str(tmp_path / "model"), "max_context": 160},
+        sampling={"max_tokens": 48},
+        algorithm={"name": "dapo", "overlong": None},
+    )
+    run_dir = project.run_dir()
+    metrics = assert_whole_batches(run_dir, 3, bound=3)
+    counts = Ledger(run_dir / "ledger.sqlite").counts()
+    assert counts["trained"] == 54
+    assert counts.get("dropped", 0) == 3 * sum(row.groups_dropped or 0 for row in metrics)
+    assert sum(row.samples_parked or 0 for row in metrics) > 0
+    lengths = [row["output_length"] for rows in rows_by_step(run_dir).values() for row in rows]
+    assert max(lengths) == 48  # parked twice, and gone on to its end
+    versions = [set(row["weight_versions"]) for rows in rows_by_step(run_dir).values() for row in rows]  # type: ignore[call-overload]
+    assert any(len(some) > 1 for some in versions)
+
+
+def test_auto_profiles_decides_and_says_why(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy_prompts(project)
+    output = project.launch(tasks=EASY, steps=9, schedule={"name": "auto", "profile_steps": 1}, checkpoint={"every": 9})
+    run_dir = project.run_dir()
+    assert_whole_batches(run_dir, 9, bound=1)
+    assert "profiling under colocated" in output and "profiling under stream" in output
+    note = read_status(run_dir).schedule_note
+    assert "predicted" in note and "against" in note
+    assert read_status(run_dir).schedule.startswith("auto: ")
