@@ -43,6 +43,8 @@ class Arm:
     schedule: str
     """`schedule:` of the run file."""
     cluster: str
+    profiling: int = 0
+    """First steps in which it finds out what to do: run in addition, and left out."""
 
 
 ARMS = {
@@ -52,7 +54,7 @@ ARMS = {
     "one_step_off": Arm("{name: one_step_off}", "pinned"),
     "async-1": Arm("{name: async, max_staleness: 1}", "pinned"),
     "async-4": Arm("{name: async, max_staleness: 4}", "pinned"),
-    "auto": Arm("{name: auto, max_staleness: 1}", "shared"),
+    "auto": Arm("{name: auto, max_staleness: 1, profile_steps: 1}", "shared", profiling=8),
 }
 """A number is the bound on staleness."""
 BEST_OF = ("colocated", "sync", "stream", "async-1")
@@ -114,7 +116,9 @@ class Figures:
 
 def figures(runs: Sequence[Run], warmup: int, drain: int) -> Figures | None:
     """Of all repeats that did not fail; None: there is none."""
-    windows = [run.rows[warmup : len(run.rows) - drain] for run in runs if run.error is None]
+    windows = [
+        run.rows[warmup + ARMS[run.schedule].profiling : len(run.rows) - drain] for run in runs if run.error is None
+    ]
     if not windows:
         return None
 
@@ -294,7 +298,7 @@ def jobs_of(
             f"{workload}-{name}-{repeat}",
             HERE / "clusters" / f"{ARMS[name].cluster}.yaml",
             HERE / "runs" / f"schedules_{workload}.yaml",
-            steps,
+            steps + ARMS[name].profiling,
             (*overrides, f"schedule={ARMS[name].schedule}"),
         ): (workload, name, repeat)
         for repeat, workload, name in product(range(1, repeats + 1), workloads, schedules)

@@ -42,6 +42,7 @@ def saving(
     fleet: Sequence[SimulatedInstance],
     policy: str = "skew-aware",
     longest: float = float("inf"),
+    affinity: int = 0,
 ) -> Saving:
     """Simulates one batch three times; add up the results of several batches.
 
@@ -50,10 +51,11 @@ def saving(
         fleet: the instances.
         policy: a name of `scheduler.policies`.
         longest: no request produces more tokens than this.
+        affinity: see `make_policy`; placing by load keeps siblings together with it, as a live run does.
     """
     known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
 
     def makespan(name: str, some: Sequence[SimulatedRequest]) -> float:
-        return simulate(make_policy(name, longest), some, fleet).makespan
+        return simulate(make_policy(name, longest, affinity), some, fleet).makespan
 
     return Saving(makespan("least-loaded", requests), makespan(policy, requests), makespan(policy, known))

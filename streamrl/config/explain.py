@@ -126,7 +126,7 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: P
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"{text}; did you mean '{near[0]}'? Allowed here: {', '.join(allowed)}"
-    elsewhere = [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name]
+    elsewhere = [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name and key != path]
     if elsewhere:
         return f"{text}; did you mean '{elsewhere[0]}'? Allowed here: {', '.join(allowed)}"
     return f"{text}; allowed here: {', '.join(allowed)}"

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.auto import Decision, during_change
@@ -179,8 +180,10 @@ class Controller:
             await self._next_round(self.rounds)
             return
         groups: list[Group] = []
-        while self.schedule.may_issue(self._state()):
+        state = self._state()
+        while self.schedule.may_issue(state):
             groups.append(self._new_group())
+            state = replace(state, issued=self.pool.issued)
         await self._generate(groups)
 
     async def _next_round(self, rounds: LiveRounds) -> None:
@@ -365,8 +368,9 @@ class Controller:
     def _register_waits(self) -> None:
         """Samples and rewards are waited for as long as some are missing; each one that comes renews the wait."""
         pool = self.pool
+        resting = self.rounds.resting if self.rounds is not None else 0
         for name, missing, limit_s in (
-            ("samples", pool.running + self.evaluator.unfinished, self.limits.generation_s),
+            ("samples", pool.running - resting + self.evaluator.unfinished, self.limits.generation_s),
             ("rewards", len(pool.received), self.limits.reward_s * 10),
         ):
             if not missing:

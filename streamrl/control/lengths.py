@@ -65,7 +65,8 @@ class Lengths:
     def restore(self, rows: Iterable[dict[str, Any]]) -> None:
         """Learns from a resumed run's earlier rollouts, oldest first."""
         self.ranker.observe(list(rows))
-        self.ranker.refit()
+        if self.run.ranker.refit_every:
+            self.ranker.refit()
 
     def predict(self, groups: Sequence[Group]) -> None:
         """Fills in the predictions of a step's groups."""
@@ -103,8 +104,8 @@ class Lengths:
         requests = [_simulated(group, m.sample) for group in groups for m in group.members()]
         if not 0 < len(requests) <= MOST_SIMULATED:
             return StepLengths(measured, None)
-        longest = self.run.sampling.max_tokens
-        saved = await asyncio.to_thread(saving, requests, fleet, self.run.dispatch.policy, longest)
+        longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
+        saved = await asyncio.to_thread(saving, requests, fleet, self.run.dispatch.policy, longest, affinity)
         return StepLengths(measured, saved)
 
     def state(self) -> dict[str, Any]:

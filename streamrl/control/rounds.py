@@ -23,6 +23,8 @@ class LiveRounds:
         """Samples put off since `count_put_off` was last called."""
         self._parked: defaultdict[str, set[str]] = defaultdict(set)
         """Samples that have used up their budget in this round, by group."""
+        self._off: set[str] = set()
+        """Groups that are put off."""
 
     def may_begin(self, version: int, step: int) -> bool:
         """Whether the next round is to begin: that of new weights, or another under the same ones."""
@@ -33,7 +35,9 @@ class LiveRounds:
         self.version = version
         self.number += 1
         self._parked.clear()
-        return self.planner.begin(version)
+        begun = self.planner.begin(version)
+        self._off.difference_update(begun.resumed)
+        return begun
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
         """A sample has used up its budget in a round; of a round that has ended meanwhile this is no news."""
@@ -60,7 +64,15 @@ class LiveRounds:
             return []
         groups = self.planner.end()
         self.put_off += sum(self.pool.missing(group_id) for group_id in groups)
+        self._off.update(groups)
+        self._parked.clear()
         return groups
+
+    @property
+    def resting(self) -> int:
+        """Samples that are not finished and that no instance works on: nobody waits for them now."""
+        off = sum(self.pool.missing(group_id) for group_id in self._off)
+        return off + sum(min(len(some), self.pool.missing(name)) for name, some in self._parked.items())
 
     def count_put_off(self) -> int:
         """Samples put off since the last call."""

@@ -20,24 +20,26 @@ from typing import Any
 
 from scheduler.cost import StepCurve
 from scheduler.forecast import Forecast
-from scheduler.policy import DispatchPolicy, Progress, Request
+from scheduler.policy import DispatchPolicy, Request
 from streamrl.generation.messages import request_to_wire
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
 
 Send = Callable[[str, str, dict[str, Any], Arrays], Awaitable[None]]
 """(instance, kind, body, arrays)."""
+Told = Callable[[str, str], float]
+"""(instance, sample) -> tokens."""
 
 
 class Dispatcher:
     """See the module's text."""
 
-    def __init__(self, policy: DispatchPolicy, send: Send, produced: Progress) -> None:
+    def __init__(self, policy: DispatchPolicy, send: Send, produced: Told) -> None:
         """
         Args:
             policy: places requests.
             send: brings a message to an instance.
-            produced: tokens that a running request has produced, as far as its instance has told.
+            produced: tokens that an instance's running request has produced, as far as the instance has told.
         """
         self.policy = policy
         self.requests: dict[str, SampleRequest] = {}
@@ -202,4 +204,5 @@ class Dispatcher:
 
     def _produced(self, sample_id: str) -> float:
         kept = self.requests[sample_id].kept
-        return max(self._told(sample_id), len(kept.completion_tokens) if kept else 0)
+        told = self._told(self._at[sample_id], sample_id) if sample_id in self._at else 0
+        return max(told, len(kept.completion_tokens) if kept else 0)

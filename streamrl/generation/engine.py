@@ -261,6 +261,7 @@ class Engine:
 
     async def finish_weight_update(self, version: int) -> None:
         """Ends the update; tokens sampled from now on are of `version`."""
+        self.version = version
         await self._llm.finish_weight_update(str(version))
 
     async def resume(self) -> None:

@@ -130,10 +130,10 @@ class GenerationService:
             for name in names
         ]
 
-    def _produced(self, sample_id: str) -> float:
-        """As the instances' heartbeats have told, so up to a second old."""
-        told = (peer.state.get("produced", {}).get(sample_id, 0) for peer in self.hub.peers.values())
-        return max(told, default=0)
+    def _produced(self, instance: str, sample_id: str) -> float:
+        """As the instance's last heartbeat has told, so up to a second old."""
+        told = self.hub.peers[instance].state.get("produced", {}).get(sample_id, 0) if instance in self.hub.peers else 0
+        return float(told)
 
     async def _from_instances(self) -> None:
         while True:

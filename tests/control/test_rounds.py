@@ -43,12 +43,15 @@ def test_what_a_batch_does_not_need_is_put_off_and_gone_on_with() -> None:
         finish(pool, name, [1.0, 0.0])
         live.planner.completed(name)
         live.planner.taken(pool.take().group_id)
+    assert live.resting == 0
     assert live.end_if_over() == ["a", "d"]
+    assert live.resting == 3 == pool.running  # nobody works on them
     assert live.may_train(0, whole_batches=True)
     assert (live.count_put_off(), live.count_put_off()) == (3, 0)  # one sample of a, two of d
     assert not live.may_begin(0, 0) and not live.may_begin(0, 1)  # not before the new weights
     assert live.may_begin(1, 1)
     assert live.begin(1).resumed == ("a", "d")  # a whole batch has been put off
+    assert live.resting == 0
 
 
 def test_a_group_is_parked_when_all_its_samples_that_go_on_are() -> None:
@@ -60,6 +63,7 @@ def test_a_group_is_parked_when_all_its_samples_that_go_on_are() -> None:
     pool.finish(make_sample("a.1"), 0.0)
     live.finished("a")  # nothing of a is left to come in this round
     live.parked("b.0", "b", 1)
+    assert live.resting == 2  # a.0 and b.0
     live.parked("b.1", "b", 1)
     assert live.end_if_over() == ["a", "b"]
     assert live.may_begin(0, 0)  # nothing could be trained: the next round begins under the same weights

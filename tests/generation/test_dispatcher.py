@@ -75,7 +75,7 @@ def dispatcher(policy: Any, told: dict[str, int] | None = None) -> tuple[Dispatc
     async def send(instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         sent.append((instance, kind, body, arrays))
 
-    return Dispatcher(policy, send, lambda name: (told or {}).get(name, 0)), sent
+    return Dispatcher(policy, send, lambda _, name: (told or {}).get(name, 0)), sent
 
 
 def test_a_moved_request_goes_on_with_its_tokens() -> None:
