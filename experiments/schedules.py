@@ -9,9 +9,9 @@ training. Schedules that give each role its own devices have generation on core 
 (clusters/pinned.yaml); `colocated` and `auto` have both cores for both (clusters/shared.yaml). Each is a run of its own
 through the command line. Figures are means over the steps between the first `--warmup` ones, in which generation fills
 up, and the last `--drain` ones, behind which nothing is left to generate. In the overlapping schedules groups overtake
-each other, so a step's groups are others: `tokens` says whether the work was the same, and more steps make it so. Of
-several repeats the median counts. "Alone" are the generating and training times of `sync`, where the other role
-stands still. Writes experiments/results/schedules.json, .md and .svg.
+each other, so a step's groups are others: `tokens` says how much work a step was, and ratios of step times are those of
+steps with as many tokens. Of several repeats the median counts. "Alone" are the generating and training times of
+`sync`, where the other role stands still. Writes experiments/results/schedules.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ARMS = {
     "one_step_off": Arm("{name: one_step_off}", "pinned"),
     "async-1": Arm("{name: async, max_staleness: 1}", "pinned"),
     "async-4": Arm("{name: async, max_staleness: 4}", "pinned"),
-    "auto": Arm("{name: auto, max_staleness: 1, profile_steps: 1}", "shared", profiling=8),
+    "auto": Arm("{name: auto, max_staleness: 1, profile_steps: 2}", "shared", profiling=10),
 }
 """A number is the bound on staleness."""
 BEST_OF = ("colocated", "sync", "stream", "async-1")
@@ -103,6 +103,15 @@ class Figures:
     all_step_s: list[float]
     """By repeat."""
 
+    def for_tokens(self, tokens: float) -> float:
+        """Seconds of a step of so many generated tokens: steps of different schedules have different groups."""
+        return self.step_s * tokens / self.tokens if self.tokens else self.step_s
+
+    @property
+    def exposed_stage_s(self) -> float:
+        """What of the shorter stage lies outside the longer one."""
+        return self.step_s - self.longer_s
+
     @property
     def shorter_s(self) -> float:
         """Of the two stages."""
@@ -146,8 +155,19 @@ def figures(runs: Sequence[Run], warmup: int, drain: int) -> Figures | None:
     )
 
 
-def targets(by_arm: dict[str, Figures]) -> list[str]:
-    """What was asked for on a workload, and what came; a line each."""
+def chosen(runs: Sequence[Run]) -> str | None:
+    """The schedule that `auto` ended with, by its log; None: it is not among the runs, or has not decided."""
+    said = [line for run in runs if run.schedule == "auto" for line in run.said if ": predicted" in line]
+    return said[-1].partition("schedule: ")[2].partition(":")[0].split()[0].strip(",") if said else None
+
+
+def targets(by_arm: dict[str, Figures], picked: str | None) -> list[str]:
+    """What was asked for on a workload, and what came; a line each.
+
+    Args:
+        by_arm: the workload's figures.
+        picked: what `auto` has chosen.
+    """
     lines = []
 
     def say(what: str, value: float | None, good: Callable[[float], bool], form: str = ".3f") -> None:
@@ -157,20 +177,28 @@ def targets(by_arm: dict[str, Figures]) -> list[str]:
     sync, stream, auto = (by_arm.get(name) for name in ("sync", "stream", "auto"))
     for name in ("async-1", "async-4"):
         if found := by_arm.get(name):
-            ratio = found.step_s / sync.longer_s if sync else None
+            ratio = found.for_tokens(sync.tokens) / sync.longer_s if sync else None
             what = f"{name}: step / longer stage alone, at most {ASYNC_OVER_LONGER}"
             say(what, ratio, lambda v: v <= ASYNC_OVER_LONGER)
             what = f"{name}: exposed weight sync, below {ASYNC_EXPOSED:.0%} of a step"
             say(what, found.exposed_share, lambda v: v < ASYNC_EXPOSED, ".1%")
-    hidden = (sync.step_s - stream.step_s) / sync.shorter_s if sync and stream else None
+    hidden = 1 - stream.exposed_stage_s / sync.exposed_stage_s if sync and stream else None
     what = f"stream: hides of the shorter stage, which sync exposes, at least {STREAM_HIDES:.0%}"
     say(what, hidden, lambda v: v >= STREAM_HIDES, ".0%")
-    candidates = {name: by_arm[name].step_s for name in BEST_OF if name in by_arm}
+    if sync and stream:
+        saved = (sync.step_s - stream.for_tokens(sync.tokens)) / sync.shorter_s
+        lines.append(
+            f"stream: saves {saved:.0%} of the shorter stage by step times, stages slowed by each other included"
+        )
+    tokens = sync.tokens if sync else 1.0
+    candidates = {name: by_arm[name].for_tokens(tokens) for name in BEST_OF if name in by_arm}
     if candidates:
         best = min(candidates, key=lambda name: candidates[name])
         lines.append(f"best of {', '.join(candidates)}: {best}, {candidates[best]:.2f} s")
-        over = auto.step_s / candidates[best] if auto else None
-        say(f"auto: step / best's, at most {AUTO_OVER_BEST}", over, lambda v: v <= AUTO_OVER_BEST)
+        over = auto.for_tokens(tokens) / candidates[best] if auto else None
+        same = picked == best.split("-")[0]
+        what = f"auto: picks the best (it took {picked}), or its step / the best's is at most {AUTO_OVER_BEST}"
+        say(what, over, lambda v: same or v <= AUTO_OVER_BEST)
     return lines
 
 
@@ -204,13 +232,20 @@ class Study:
         """Everything, as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         summary = {
-            workload: {"figures": {name: asdict(some) for name, some in by_arm.items()}, "targets": targets(by_arm)}
+            workload: {
+                "figures": {name: asdict(some) for name, some in by_arm.items()},
+                "targets": self.targets(workload),
+            }
             for workload in self.workloads()
             if (by_arm := self.by_arm(workload))
         }
         values = {"machine": self.on, "steps": self.steps, "warmup": self.warmup, "drain": self.drain}
         runs = [run.to_json(COLUMNS) for run in self.runs]
         path.write_text(json.dumps(values | {"summary": summary, "runs": runs}, indent=1) + "\n")
+
+    def targets(self, workload: str) -> list[str]:
+        """See `targets`."""
+        return targets(self.by_arm(workload), chosen([run for run in self.runs if run.workload == workload]))
 
     def sheet(self, workload: str) -> Sheet:
         """A workload's table; below it targets, failures, and what `auto` said."""
@@ -220,8 +255,8 @@ class Study:
             (
                 name,
                 f"{some.step_s:.2f}",
-                shown(some.step_s / sync.longer_s if sync else None),
-                shown(some.step_s / sync.step_s if sync else None),
+                shown(some.for_tokens(sync.tokens) / sync.longer_s if sync else None),
+                shown(some.for_tokens(sync.tokens) / sync.step_s if sync else None),
                 f"{some.generate_s:.2f}",
                 f"{some.train_s:.2f}",
                 f"{some.generation_bubble:.0%}",
@@ -237,7 +272,7 @@ class Study:
             *("schedule", "step s", "/ longer alone", "/ sync", "gen. s", "train s", "gen. idle", "train idle"),
             *("sync exposed", "stale (most)", "tokens", "reward"),
         )
-        notes = targets(by_arm)
+        notes = self.targets(workload)
         for run in self.runs:
             if run.workload == workload:
                 if run.error:

@@ -31,6 +31,9 @@ from streamrl.launch.plan import plan_processes
 
 WINDOW_STEPS = 8
 """Newest steps whose lengths a prediction draws from."""
+FIRST_REVIEW = 4
+"""Steps after a choice at which it is looked at again, with what was measured since; then after twice as many each
+time. A profile is a few steps long, and a step's time may be off by a fifth by chance."""
 MOST_SPLITS = 4
 """Splits that are compared: a prediction takes a fraction of a second for each and each schedule."""
 
@@ -126,6 +129,7 @@ class Auto:
         self._optimizer: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._weights: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._choice: AutoSchedule | None = None
+        self._review_in, self._patience = 0, FIRST_REVIEW
 
     def step_done(self, batch: Batch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
         """Takes what a step has shown.
@@ -151,6 +155,7 @@ class Auto:
             alone = self._simulated(groups, self.setup)
             measured.slowdowns.append(times.generate_s / alone if alone > 0 else 1.0)
         self._left -= 1
+        self._review_in -= 1
         if self._choice is None and self._left == self._each:  # the first step of a division has warmed it up
             measured.rates.clear()
             measured.slowdowns.clear()
@@ -164,13 +169,14 @@ class Auto:
         return self.setup
 
     def wants_choice(self) -> bool:
-        """Whether to predict: the profile is complete, or what it was made of has drifted."""
+        """Whether to predict: the profile is complete, what it was made of has drifted, or a review is due."""
         if self._left > 0 or self._to_profile:
             return False
-        return self._choice is None or self._choice.drifted(self._profile())
+        return self._choice is None or self._review_in <= 0 or self._choice.drifted(self._profile())
 
     def choice_job(self, step: int) -> Callable[[], Decision]:
         """Predicts and decides, on what is known now; takes some seconds, for another thread."""
+        self._review_in, self._patience = self._patience, 2 * self._patience
         options = [self._option(setup) for setup in self.choices]
         if self._choice is None:
             self._choice = AutoSchedule(options)

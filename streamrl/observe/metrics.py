@@ -43,7 +43,7 @@ class MetricsRow(Row):
     importance_ratio_max: float | None = Field(None, description="largest trainer/generator probability of a token")
     weight_version: int | None = Field(None, description="version that this step made")
     weight_bytes_sent: int | None = None
-    weight_sync_exposed_s: float | None = Field(None, description="time generation waited for new weights")
+    weight_sync_exposed_s: float | None = Field(None, description="time lost to new weights: made, loaded, waited for")
     ranker_recall_at_20: float | None = Field(None, description="of the longest 20 %; None until there is a ranker")
     ranker_kendall_tau: float | None = Field(None, description="predictions against lengths; None until there are any")
 

@@ -118,6 +118,19 @@ def test_a_profile_that_drifts_is_predicted_anew() -> None:
     assert auto.wants_choice()
 
 
+def test_a_choice_that_a_lucky_step_has_made_is_corrected_by_what_is_measured_afterwards() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(2.5, 2.0), split=(5.0, 5.0))  # in turns: 4.5 s, overlapped: 5 s
+    setup = auto.decided(auto.choice_job(6)())
+    assert setup is not None and setup.label == "colocated"
+    for _ in range(4):
+        assert not auto.wants_choice()
+        play(auto, 50, 5.0, 4.8)
+    assert auto.wants_choice()
+    setup = auto.decided(auto.choice_job(10)())
+    assert setup is not None and setup.schedule.name == "async"
+
+
 def test_generation_that_is_slower_than_measured_alone_is_predicted_slower() -> None:
     auto = make_auto()
     profiled(auto, 50, shared=(10.0, 1.0), split=(10.0, 1.0))  # its step times say 5 s
