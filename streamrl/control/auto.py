@@ -226,7 +226,7 @@ class Auto:
     def _rate_of(self, cores: int) -> float | None:
         """The trainer's rate on so many cores, on the line through what was measured; None: nothing was."""
         known = sorted(
-            (len(self.setup_of(division).trainer_cores), statistics.median(m.rates))
+            (len(self._setup_of(division).trainer_cores), statistics.median(m.rates))
             for division, m in self._measured.items()
             if m.rates
         )
@@ -237,7 +237,7 @@ class Auto:
             return slow * cores / few if few and cores else slow
         return max(slow * 0.1, slow + (fast - slow) * (cores - few) / (many - few))
 
-    def setup_of(self, division: tuple[int, ...]) -> Setup:
+    def _setup_of(self, division: tuple[int, ...]) -> Setup:
         """A setup under that division of the devices."""
         return next(setup for setup in self.choices if self._division(setup) == division)
 

@@ -14,7 +14,6 @@ again only if its version is the one that is served after the resume; an older v
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from streamrl.config.evaluation import EvaluationConfig, plain_name
 from streamrl.errors import UserError
 from streamrl.observe.evaluations import EvaluationRow, Scores
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group, IntArray
 from streamrl.tasks.source import Prompt
 
@@ -155,8 +155,7 @@ class Evaluations:
 
     def _sample_seed(self, index: str, number: int) -> int:
         """Without the version: every version draws with the same numbers."""
-        digest = hashlib.sha256(f"{self._seed}/evaluation/{index}/{number}".encode()).digest()
-        return int.from_bytes(digest[:4], "little") >> 1
+        return derive_seed(self._seed, f"evaluation/{index}/{number}")
 
     def awaits(self, sample_id: str) -> bool:
         """Whether a sample belongs to an evaluation and is not finished yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
 from streamrl.tasks.source import Prompt, PromptSource
 
@@ -27,7 +27,8 @@ class GroupSource:
         self._next_index = 0
         self._again: deque[int] = deque()
         """Prompts that were issued before a resume and that no step has trained."""
-        self._longest = run.model.max_context - run.sampling.max_tokens
+        self.longest_prompt = run.model.max_context - run.sampling.max_tokens
+        """Most tokens of a prompt."""
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
         """Position, for a checkpoint.
@@ -57,11 +58,11 @@ class GroupSource:
             index, self._next_index = self._next_index, self._next_index + 1
             prompt = self.source.prompt(index)
             tokens = self.tokens(prompt.text)
-            if len(tokens) <= self._longest:
+            if len(tokens) <= self.longest_prompt:
                 return self.make(f"{index:08d}", index, prompt, tokens, step)
             self.too_long += 1
         raise RunFailed(
-            f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self._longest} tokens "
+            f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self.longest_prompt} tokens "
             f"(model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens})"
         )
 
@@ -79,11 +80,6 @@ class GroupSource:
             size=self.run.batch.samples_per_prompt,
             reward_input=prompt.reward_input,
         )
-
-    @property
-    def longest_prompt(self) -> int:
-        """Most tokens of a prompt."""
-        return self._longest
 
     def tokens(self, text: str) -> np.ndarray:
         if self.tokenizer.chat_template is None:
@@ -109,6 +105,5 @@ def samples_of(group: Group, seed: int) -> list[SampleDraw]:
     """Each completion of a group; id and seed depend only on the run's seed and the prompt's index."""
     samples: list[SampleDraw] = []
     for number in range(group.size):
-        digest = hashlib.sha256(f"{seed}/{group.group_id}/{number}".encode()).digest()
-        samples.append((f"{group.group_id}.{number:03d}", int.from_bytes(digest[:4], "little") >> 1, None))
+        samples.append((f"{group.group_id}.{number:03d}", derive_seed(seed, f"{group.group_id}/{number}"), None))
     return samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.launch.models import resolve_model
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.vllm_plugin import BACKEND
 
@@ -309,8 +309,7 @@ def join(kept: PartialSample, more: PartialSample) -> PartialSample:
 
 def _seed_after(seed: int, produced: int) -> int:
     """Seed of the rest of a sample: with the first one's, the rest would be drawn with the same noise again."""
-    digest = hashlib.sha256(f"{seed}/{produced}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
+    return derive_seed(seed, str(produced))
 
 
 def _token_versions(spans: Any, length: int) -> np.ndarray:

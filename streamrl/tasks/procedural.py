@@ -26,16 +26,12 @@ import numpy as np
 
 from streamrl.config.tasks import ReasoningGymTask
 from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.extras import import_extra
 
 CHUNK = 1000
 CACHED_CHUNKS = 4
 CACHED_ENTRIES = 64  # a group's samples are scored one after another: their entry is made once
-
-
-def derive_seed(seed: int, key: str) -> int:
-    """Seed of one task in a run: below 2**31, so that adding any item number stays a valid numpy seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:4], "little") >> 1
 
 
 class ProceduralItems:

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.files import load_rows
-from streamrl.tasks.procedural import ProceduralItems, derive_seed
+from streamrl.tasks.procedural import ProceduralItems
 
 HALF = Fraction(1, 2)
 
