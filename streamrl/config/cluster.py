@@ -1,7 +1,8 @@
 """The cluster file: which machines there are and what runs on them.
 
-A cluster is a set of *sites*. A site may hold the trainer pool, generation pools, reward workers, or all of
-them; exactly one site holds the trainer, and the controller runs beside it.
+A cluster is a set of *sites*, joined by *links*. A site may hold the trainer pool, generation pools, reward workers, or
+all of them; exactly one site holds the trainer, and the controller runs beside it. All others connect to that one, so
+it alone listens to the outside.
 """
 
 from __future__ import annotations
@@ -65,8 +66,17 @@ class RewardPool(StrictModel):
 class Site(StrictModel):
     """One datacenter, or one machine."""
 
-    address: str = Field("127.0.0.1", description="address on which this site's services listen")
-    port: int = Field(0, ge=0, le=65535, description="controller's port (0: a free one)")
+    address: str = Field(
+        "127.0.0.1", min_length=1, description="host name or address at which other sites reach this one"
+    )
+    listen: str = Field("", description="address to listen on for other sites, e.g. 0.0.0.0; none: `address`")
+    port: int = Field(
+        0,
+        ge=0,
+        le=65534,
+        description="controller's port; other sites also need the one after it, for weights (0: free ones, if there "
+        "is one site)",
+    )
     trainer: TrainerPool | None = None
     generation: list[GenerationPool] = Field(default_factory=list)
     rewards: RewardPool | None = None
@@ -81,12 +91,63 @@ class Site(StrictModel):
         return self
 
 
+class SiteLink(StrictModel):
+    """What two sites are connected by: the same in both directions."""
+
+    between: tuple[PoolName, PoolName] = Field(description="names of two sites")
+    bandwidth_gbit_s: float = Field(gt=0, description="10^9 bits per second in each direction")
+    rtt_ms: float = Field(ge=0, description="there and back, milliseconds")
+    loss: float = Field(0.0, ge=0, lt=0.5, description="share of packets that are lost (only --emulate uses it)")
+    weight_share: float = Field(
+        0.8, gt=0, le=1, description="share of the bandwidth that weights may use; the rest stays free for samples"
+    )
+    price_per_gb: float = Field(0.0, ge=0, description="USD per 10^9 bytes")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """In each direction."""
+        return self.bandwidth_gbit_s * 1e9 / 8
+
+    @property
+    def rtt_s(self) -> float:
+        """Seconds there and back."""
+        return self.rtt_ms / 1e3
+
+
+class Security(StrictModel):
+    """Of the connections between sites; those inside a site stay on its own network."""
+
+    encryption: Literal["curve", "none"] = Field(
+        "curve", description="curve: encrypted, and only known sites are let in; none: for networks that do it already"
+    )
+    keys: str = Field("keys", description="folder with the sites' keys (`streamrl keys`), relative to this file")
+
+
+class Emulation(StrictModel):
+    """What `launch --emulate` puts on this machine in place of each pool: CPU processes."""
+
+    replicas: int = Field(1, ge=1, description="instances per generation pool at most")
+    threads: int = Field(1, ge=1, description="CPU threads of each instance")
+    trainer_ranks: int = Field(1, ge=1, description="trainer processes at most")
+    trainer_threads: int = Field(2, ge=1, description="CPU threads of each")
+    max_batch: int = Field(32, ge=1, description="most sequences decoded together by one instance, at most")
+    kv_cache_gb: float = Field(0.25, gt=0, description="KV cache of each instance in GiB, at most")
+
+
 class ClusterConfig(StrictModel):
     """A whole cluster file."""
 
     name: str = Field("cluster", pattern=r"^[A-Za-z0-9_.-]{1,60}$")
     hardware: Literal["cpu", "cuda"] = Field(description="what the trainer and the instances run on")
     sites: dict[PoolName, Site] = Field(min_length=1)
+    links: list[SiteLink] = Field(
+        default_factory=list, description="one between the trainer's site and every other one"
+    )
+    absence_s: float = Field(
+        600.0, gt=0, description="seconds that a site may be away, at the start or later, before the run ends"
+    )
+    security: Security = Field(default_factory=Security)
+    emulation: Emulation = Field(default_factory=Emulation)
 
     @model_validator(mode="after")
     def _one_trainer(self) -> Self:
@@ -95,9 +156,36 @@ class ClusterConfig(StrictModel):
             raise ValueError(f"exactly one site must hold the 'trainer', found {trainers or 'none'}")
         if not any(site.generation for site in self.sites.values()):
             raise ValueError("no site has a 'generation' pool: nothing would generate")
-        if len(self.sites) > 1:
-            raise ValueError(f"this version runs one site, the file has {len(self.sites)}: {sorted(self.sites)}")
         return self
+
+    @model_validator(mode="after")
+    def _linked(self) -> Self:
+        seen: set[frozenset[str]] = set()
+        for link in self.links:
+            if unknown := [name for name in link.between if name not in self.sites]:
+                raise ValueError(f"link {list(link.between)}: no site {unknown[0]!r}; sites: {sorted(self.sites)}")
+            ends = frozenset(link.between)
+            if len(ends) < 2:
+                raise ValueError(f"link {list(link.between)} must join two different sites")
+            if ends in seen:
+                raise ValueError(f"link {list(link.between)} comes twice; one holds for both directions")
+            seen.add(ends)
+        if missing := [name for name in self.remote_sites if self.link(name) is None]:
+            raise ValueError(
+                f"no link between {self.trainer_site!r} (it trains) and {missing[0]!r}: expected "
+                f"links: [{{between: [{self.trainer_site}, {missing[0]}], bandwidth_gbit_s: ..., rtt_ms: ...}}]"
+            )
+        return self
+
+    def link(self, site: str) -> SiteLink | None:
+        """Between the trainer's site and another one; None: the same site, or there is none."""
+        ends = {site, self.trainer_site}
+        return next((link for link in self.links if set(link.between) == ends), None)
+
+    @property
+    def remote_sites(self) -> list[str]:
+        """Names of the sites that do not train."""
+        return [name for name in self.sites if name != self.trainer_site]
 
     @property
     def trainer_site(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any type can be viewed in place."""
@@ -30,7 +31,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     checksum: str
-    """SHA-256 of the tensor's bytes."""
+    """BLAKE3 of the tensor's bytes."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class Manifest:
         if buffer.nbytes != self.nbytes:
             raise CorruptWeights(f"{buffer.nbytes} bytes instead of {self.nbytes}")
         with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
-            sums = pool.map(lambda t: _sha256(buffer[t.offset : t.offset + t.nbytes]), self.tensors)
-            for entry, checksum in zip(self.tensors, sums, strict=True):
-                if checksum != entry.checksum:
+            sums = pool.map(lambda t: checksum(buffer[t.offset : t.offset + t.nbytes]), self.tensors)
+            for entry, found in zip(self.tensors, sums, strict=True):
+                if found != entry.checksum:
                     raise CorruptWeights(f"version {self.version.number}: tensor {entry.name!r} is corrupt")
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,15 +124,16 @@ def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[M
         target = buffer[offset : offset + nbytes]
         target[:] = tensor.reshape(-1).view(torch.uint8).cpu().numpy()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return TensorEntry(name, dtype, tuple(tensor.shape), offset, nbytes, _sha256(target))
+        return TensorEntry(name, dtype, tuple(tensor.shape), offset, nbytes, checksum(target))
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         entries = tuple(pool.map(place, zip(items, offsets, strict=True)))
     return Manifest(WeightVersion(number, None, _content_hash(entries)), cursor, entries), buffer
 
 
-def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(data.data).hexdigest()
+def checksum(data: np.ndarray) -> str:
+    """BLAKE3 of an array's bytes, as hex: as safe as SHA-256, and five times as fast on one core."""
+    return blake3(data.data).hexdigest()
 
 
 def _content_hash(tensors: Iterable[TensorEntry]) -> str:
