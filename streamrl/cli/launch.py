@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1), help="optimizer steps in total (same as --set steps=N)")
 @click.option("--dry-run", is_flag=True, help="print what would run where, start nothing")
 @click.option("--resume", "resume_dir", type=click.Path(path_type=Path), help="continue the run in this folder")
+@click.option("--site", metavar="NAME", help="start only this site's share of a cluster of several sites")
+@click.option("--emulate", is_flag=True, help="start all sites here, on CPU, with links shaped as declared")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--plain", is_flag=True, help="plain lines instead of the live view")
 def command(
@@ -31,6 +34,8 @@ def command(
     steps: int | None,
     dry_run: bool,
     resume_dir: Path | None,
+    site: str | None,
+    emulate: bool,
     runs_dir: Path,
     plain: bool,
 ) -> None:
@@ -41,8 +46,11 @@ def command(
       streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
       streamrl launch --cluster cluster_configs/local.yaml --set optimizer.lr=1e-5 --dry-run
       streamrl launch --resume runs/demo --steps 40
+      streamrl launch --cluster cluster_configs/heterogeneous.yaml --site generate
+      streamrl launch --cluster cluster_configs/heterogeneous.yaml --emulate
     """
     from streamrl.config.load import load_cluster, load_resolved, load_run
+    from streamrl.launch.emulated import emulated
     from streamrl.launch.preflight import check
 
     if steps is not None:
@@ -59,17 +67,39 @@ def command(
         if cluster_file is None:
             raise UserError("--cluster FILE is needed (or --resume DIR)")
         run = load_run(run_file, overrides)
-        run_dir = _new_folder(runs_dir, run.name)
+        run_dir = _new_folder(runs_dir, run.name if site is None else f"{run.name}-{site}")
     if cluster_file is not None:
         cluster = load_cluster(cluster_file)
-    for warning in check(cluster, run, run_dir.parent):
+    _check_share(cluster, site, emulate)
+    if emulate:
+        cluster = emulated(cluster)
+    for warning in check(cluster, run, run_dir.parent, site, emulate):
         click.echo(f"warning: {warning}", err=True)
     if dry_run:
-        _print_plan(cluster, run, run_dir)
+        _print_plan(cluster, run, run_dir, site, emulate)
         return
     from streamrl.launch import supervisor
 
-    supervisor.run(cluster, run, run_dir, resume=resume_dir is not None, plain=plain)
+    supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
+
+
+def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool) -> None:
+    """One site of several, or all of them emulated.
+
+    Raises:
+        UserError: neither, both, or no such site.
+    """
+    names = ", ".join(cluster.sites)
+    if site is not None and emulate:
+        raise UserError("--site starts one site, --emulate all of them: give one of both")
+    if site is not None and site not in cluster.sites:
+        near = difflib.get_close_matches(site, cluster.sites, n=1)
+        raise UserError(f"--site {site}: no such site{f', did you mean {near[0]}?' if near else ''}; sites: {names}")
+    if cluster.remote_sites and site is None and not emulate:
+        raise UserError(
+            f"the cluster has {len(cluster.sites)} sites ({names}): start each where it is with --site NAME, "
+            "or try all of them on this machine with --emulate"
+        )
 
 
 def _refuse_finished(run_dir: Path, steps: int) -> None:
@@ -86,7 +116,7 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
     return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
 
 
-def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> None:
+def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -95,7 +125,7 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> None:
 
     console = Console()
     table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
-    specs = plan_processes(cluster, run, run_dir)
+    specs = plan_processes(cluster, run, run_dir, None if site is None else [site])
     for spec in specs:
         on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})" if spec.gpu_ids else f"{spec.threads} CPU thread(s)"
         table.add_row(spec.name, spec.role, spec.site, spec.pool or "", on, f"{spec.price_per_hour:.2f}")
@@ -113,5 +143,11 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> None:
         "checkpoints": f"every {run.checkpoint.every} steps, {run.checkpoint.keep} kept",
         "price": f"{sum(spec.price_per_hour for spec in specs):.2f} USD/h",
     }
+    for link in cluster.links:
+        loss = f", {link.loss:.2%} lost" if link.loss else ""
+        lines[f"link {' - '.join(link.between)}"] = (
+            f"{link.bandwidth_gbit_s:g} Gbit/s, {link.rtt_ms:g} ms there and back{loss}, "
+            f"{link.price_per_gb:g} USD/GB, {'emulated' if emulate else cluster.security.encryption}"
+        )
     for key, value in lines.items():
         console.print(f"{key:12} {value}", soft_wrap=True, highlight=False)

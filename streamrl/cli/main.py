@@ -12,6 +12,7 @@ from streamrl.errors import RunFailed, UserError
 
 COMMANDS = {
     "launch": "Run a cluster: start, supervise and watch all processes of a run.",
+    "keys": "Make the keys by which the sites of a cluster know each other.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",
     "train-ranker": "Train the output-length ranker on past rollouts.",
     "calibrate": "Measure the step times of an instance on this machine.",

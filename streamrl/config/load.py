@@ -43,7 +43,7 @@ class Document:
 
 
 def load_cluster(path: Path | str) -> ClusterConfig:
-    """Reads a cluster file.
+    """Reads a cluster file; the folder of its keys is then told from here, not from the file.
 
     Raises:
         ConfigError: it cannot be read, is empty, or holds mistakes.
@@ -51,7 +51,9 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     document = _read(Path(path))
     if document.data is None:
         raise ConfigError(f"{document.name}: the file is empty; a cluster file needs 'hardware' and 'sites'")
-    return _validate(ClusterConfig, document)
+    cluster = _validate(ClusterConfig, document)
+    keys = str((Path(path).parent / cluster.security.keys).resolve())
+    return cluster.model_copy(update={"security": cluster.security.model_copy(update={"keys": keys})})
 
 
 def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -88,6 +88,9 @@ class DispatchConfig(StrictModel):
         "skew-aware",
         description="policies of `streamrl simulate`; skew-aware is least-loaded as long as no ranking is trusted",
     )
+    price_tolerance: float = Field(
+        0.0, ge=0, le=1, description="of several sites: share of the time that may be lost for a cheaper one"
+    )
 
 
 class WeightSyncConfig(StrictModel):
@@ -97,7 +100,27 @@ class WeightSyncConfig(StrictModel):
         "auto",
         description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda",
     )
-    chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame")
+    encoding: Literal["auto", "raw", "delta"] = Field(
+        "auto", description="what relays fetch: raw: all bytes; delta: lossless differences; auto: delta across sites"
+    )
+    anchor_every: int = Field(
+        10, ge=1, description="published versions between complete ones that latecomers begin from (delta)"
+    )
+    chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame at most; less on slow links")
+    generation_dtype: Literal["same", "fp8", "int8"] = Field(
+        "same",
+        description="of the linear weights that instances get; same: model.dtype; fp8, int8: 8 bits, which halves what "
+        "is sent and makes generation off-policy (see algorithm.off_policy)",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.backend == "nccl" and self.generation_dtype != "same":
+            raise ValueError(
+                f"weights.backend nccl does not send weights.generation_dtype: {self.generation_dtype}; "
+                "set backend: stream, or generation_dtype: same"
+            )
+        return self
 
 
 class CheckpointConfig(StrictModel):

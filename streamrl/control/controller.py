@@ -20,6 +20,7 @@ from scheduler.auto import Decision, during_change
 from scheduler.rounds import taking
 from scheduler.schedules import State, make_schedule
 from streamrl.config.schedule import AutoScheduleConfig
+from streamrl.control.arrivals import arrived
 from streamrl.control.auto import Auto, Setup, make_auto
 from streamrl.control.batch import Batch
 from streamrl.control.evaluating import Evaluator
@@ -34,18 +35,18 @@ from streamrl.control.telemetry import Telemetry
 from streamrl.control.times import StepTimes
 from streamrl.control.trainers import DONE, Trainers
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import sample_from_wire
+from streamrl.launch.connections import CONTROLLER, bind_home, home_hub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
-from streamrl.rollouts.ledger import Ledger, pack_content
+from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
 from streamrl.rollouts.types import Group, Sample
 from streamrl.tasks.source import PromptSource
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Delivery
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Controller:
         self.context, self.config = context, context.run
         self.limits = context.run.deadlines
         self.waits = WaitRegistry("controller")
-        self.hub = Hub("controller", self.waits, lost_after_s=self.limits.heartbeat_s)
+        self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
         schedule = context.run.schedule
         self.auto: Auto | None = None
         """With `schedule: auto`: chooses the schedule."""
@@ -90,8 +91,9 @@ class Controller:
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s)
-        services = [spec.name for spec in plan if spec.role == "service"]
-        self.services = Services(self.hub, self.waits, services, context.run)
+        services = {spec.name: spec.site for spec in plan if spec.role == "service"}
+        self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        self.telemetry.sites = self.services.remote
         self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
         self.times = StepTimes([spec.name for spec in plan if spec.role == "instance"])
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry)
@@ -115,17 +117,22 @@ class Controller:
                 await self._evaluate()
                 await self._drive_trainer()
                 await self._receive()
-            self.telemetry.close("done")
+            await self._close("done")
         except asyncio.CancelledError:
-            self.telemetry.close("interrupted")
+            await self._close("interrupted")
             raise
         except BaseException as error:
-            self.telemetry.close("failed", str(error))
+            await self._close("failed", str(error))
             raise
         finally:
             writing.cancel()
             self.ledger.close()
             await self.hub.close()
+
+    async def _close(self, state: str, error: str | None = None) -> None:
+        """Writes the last status, and tells sites that have launchers of their own."""
+        self.telemetry.close(state, error)
+        await self.services.finish(state, error)
 
     # -- the parts of the loop, in its order
 
@@ -138,8 +145,11 @@ class Controller:
         self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups)
         if self.context.resume:
             self._restore()
-        self.hub.bind(self.context.addresses.controller)
-        await self.hub.wait_for({*self.trainers.names, *self.services.names, *self.rewarders}, self.limits.startup_s)
+        addresses = self.context.addresses
+        bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
+        everyone = {*self.trainers.names, *self.services.names, *self.rewarders}
+        await self.hub.wait_for(everyone, self.context.startup_s)
+        self.services.joined()
         if isinstance(self.config.schedule, AutoScheduleConfig):
             self.auto = make_auto(self.context, self.config.schedule, self.services.fleet())
             await self._change_to(self.auto.setup)
@@ -165,7 +175,7 @@ class Controller:
 
     def _done(self) -> bool:
         """All steps are trained, and what follows the last one is done, too."""
-        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.coming is not None
+        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.updating
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
 
@@ -237,7 +247,7 @@ class Controller:
         if self._cores_due:
             cores, self._cores_due = self._cores_due, ()
             await self.trainers.ask("resources", {"cores": cores})
-        elif self.publish_due and self.services.coming is None:
+        elif self.publish_due and self._may_publish():
             await self.trainers.ask("publish", {})
         elif self.checkpoint_due:
             untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
@@ -250,6 +260,10 @@ class Controller:
         else:
             await self._take_groups()
             await self._feed_trainer()
+
+    def _may_publish(self) -> bool:
+        """Whether sites can take new weights; those that are to be evaluated must first be served everywhere."""
+        return self.services.can_take_version if self.config.evaluation is None else not self.services.updating
 
     async def _take_groups(self) -> None:
         """Moves complete groups from the pool into the step's batch, as far as the schedule lets them."""
@@ -271,7 +285,7 @@ class Controller:
     async def _devices_are_free(self) -> bool:
         """Colocated: whether generation has left the devices to the trainer; asks it to, once nothing runs."""
         generating = self.pool.running + self.evaluator.unfinished
-        return generating == 0 and self.services.coming is None and await self.services.leave_devices()
+        return generating == 0 and not self.services.updating and await self.services.leave_devices()
 
     async def _feed_trainer(self) -> None:
         """Sends the trainer its next micro-batch, if one is ready; else it may work ahead for groups that wait."""
@@ -287,10 +301,10 @@ class Controller:
         deliveries = [await self.waits.first_of_begun(self.hub.receive())]
         while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
             deliveries.append(more)
-        await self._samples([d for d in deliveries if d.kind == "sample"])
+        await self._samples([d for d in deliveries if d.kind == "samples"])
         self._rewards([d for d in deliveries if d.kind == "scored"])
         for delivery in deliveries:
-            if delivery.kind not in ("sample", "scored"):
+            if delivery.kind not in ("samples", "scored"):
                 await self._handle(delivery)
 
     # -- what follows when the trainer has done something
@@ -327,7 +341,7 @@ class Controller:
             result,
             lengths,
             publishes,
-            self.services.bytes_sent(),
+            self.services.weights_received(),
             self.groups.too_long,
             self.rounds.count_put_off() if self.rounds is not None else 0,
         )
@@ -380,16 +394,13 @@ class Controller:
 
     async def _samples(self, deliveries: list[Delivery]) -> None:
         """Finished samples: commit, acknowledge, ask for their rewards."""
-        samples = [sample_from_wire(d.body, d.arrays) for d in deliveries]
-        contents = [
-            (sample, pack_content(d.body, d.arrays))
-            for d, sample in zip(deliveries, samples, strict=True)
-            if not self.evaluator.awaits(sample.sample_id)
-        ]
+        arrivals = arrived(deliveries)
+        contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
         new = self.ledger.finish(contents) if contents else set()
-        now = time.time()
-        for delivery, sample in zip(deliveries, samples, strict=True):
+        for delivery in deliveries:
             delivery.ack()
+        now = time.time()
+        for sample, _ in arrivals:
             if self.evaluator.awaits(sample.sample_id):
                 group = self.evaluator.received(sample)
             elif sample.sample_id in new:
@@ -397,9 +408,10 @@ class Controller:
             else:
                 log.warning("ignoring sample %s: not waited for", sample.sample_id)
                 continue
+            self.services.finished(group.group_id, sample.output_length)
             self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
             await self._ask_reward(group, sample.sample_id, sample.text)
-        if samples:
+        if arrivals:
             self.waits.end("samples")
 
     def _received(self, sample: Sample, now: float) -> Group:
@@ -450,11 +462,11 @@ class Controller:
         if best is not None:
             self.checkpoints.mark_best(best.step, best.score)
 
-    def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
+    async def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
         """A site's instances serve the coming version."""
         self.telemetry.weights_applied(answer["number"], answer["applied"])
         self.times.loading += [(instance, *span) for instance, span in answer["applied"].items()]
-        if self.services.ready(service):
+        if await self.services.ready(service, answer):
             self.times.weights_served(time.time())
 
     async def _handle(self, delivery: Delivery) -> None:
@@ -468,7 +480,7 @@ class Controller:
                     sample_id = str(delivery.body["sample_id"])
                     self.rounds.parked(sample_id, group_of(sample_id), delivery.body["round"])
             case "weights_ready":
-                self._weights_ready(delivery.peer, delivery.body)
+                await self._weights_ready(delivery.peer, delivery.body)
             case "asleep":
                 self.services.asleep(delivery.peer)
             case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back

@@ -9,7 +9,7 @@ from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
 from streamrl.control.step_metrics import step_metrics
 from streamrl.control.telemetry import Telemetry
-from streamrl.control.times import Interval, StepTimes
+from streamrl.control.times import Interval, StepTimes, WeightTraffic
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.rollouts.store import RolloutStore
@@ -30,7 +30,7 @@ class Recorder:
         result: dict[str, Any],
         lengths: StepLengths,
         publishes: bool,
-        weight_bytes: int,
+        weights: WeightTraffic,
         prompts_too_long: int,
         put_off: int,
     ) -> Interval:
@@ -41,7 +41,7 @@ class Recorder:
             result: the trainer's answer.
             lengths: what was learned of the step's output lengths.
             publishes: its weights go to generation.
-            weight_bytes: sent during the step.
+            weights: that sites have received during the step.
             prompts_too_long: prompts skipped since the start.
             put_off: samples put off to a later round during the step.
         """
@@ -54,7 +54,7 @@ class Recorder:
         times = self.times.end_step(now, result["finished"] if publishes else None)
         audit = self._audited(batch)
         memory_gb = self.telemetry.memory_gb
-        row = step_metrics(batch, times, result, weight_bytes, prompts_too_long, memory_gb, lengths, audit, put_off)
+        row = step_metrics(batch, times, result, weights, prompts_too_long, memory_gb, lengths, audit, put_off)
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 

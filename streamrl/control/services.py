@@ -1,42 +1,104 @@
-"""The generation services of all sites as one: groups go out, weights spread, devices change hands."""
+"""The generation services of all sites as one: groups go out, weights spread, devices change hands.
+
+Which site generates a group is `scheduler/sites.py`'s decision. Every site takes new weights on its own: one that is
+still loading a version when the next one is made gets that one afterwards, or, if there is a newer one by then, only
+the newest.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.simulator import SimulatedInstance
+from scheduler.sites import SiteDispatch, SiteFacts, SiteGroup
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.control.prompts import SampleDraw
+from streamrl.control.times import WeightTraffic
+from streamrl.errors import RunFailed
 from streamrl.generation.messages import fleet_from_wire, groups_to_wire
+from streamrl.observe.status import ABSENT_AFTER_S
 from streamrl.rollouts.types import Group
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 
 WEIGHTS, SLEEP = "weights", "sleep"
-"""Names of what is waited for."""
+"""Names of what is waited for; weights have their site's service behind."""
+FINISH_S = 3.0
+"""For a site to hear that the run is over; one that does not notices the silence."""
+BYTES_PER_TOKEN = 12.0
+"""Of a sample on a link: id, log-probability and weight version, 4 bytes each, before compression."""
 
 
 class Services:
     """See the module's text."""
 
-    def __init__(self, hub: Hub, waits: WaitRegistry, names: Sequence[str], run: RunConfig) -> None:
-        self.names = list(names)
-        self.version = -1
-        """Newest weights that every instance serves."""
-        self.coming: int | None = None
-        """Version that is on its way to the instances."""
+    def __init__(
+        self, hub: Hub, waits: WaitRegistry, sites: Mapping[str, str], cluster: ClusterConfig, run: RunConfig
+    ) -> None:
+        """
+        Args:
+            hub: that the services connect to.
+            waits: where waits for them are registered.
+            sites: of each service by name.
+            cluster: the cluster file.
+            run: the run file.
+        """
+        self.names = list(sites)
+        self._sites, self._cluster = dict(sites), cluster
         self._hub, self._waits = hub, waits
         self._weights_s = run.deadlines.weights_s
         self._update_s = self._weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
-        self._ready: set[str] = set()
-        """Those whose instances serve the coming version."""
+        self._serving = dict.fromkeys(sites, -1)
+        """Newest version that every instance of a site serves."""
+        self._coming: dict[str, int] = {}
+        """Version that is on its way to a site's instances."""
+        self._next: dict[str, dict[str, Any]] = {}
+        """Announcement of what a site gets after that."""
         self._asleep: set[str] = set()
         """Those whose instances have left their devices to the trainer."""
-        self._sent = 0
+        self._received = WeightTraffic()
+        self._dispatch = SiteDispatch(run.sampling.max_tokens, BYTES_PER_TOKEN, run.dispatch.price_tolerance)
+
+    @property
+    def version(self) -> int:
+        """Newest weights that every instance of every site serves, or newer ones; -1: none yet."""
+        return min(self._serving.values())
+
+    @property
+    def updating(self) -> bool:
+        """Whether weights are on their way to any site."""
+        return bool(self._coming)
+
+    @property
+    def can_take_version(self) -> bool:
+        """Whether a new version would go to some site at once."""
+        return len(self._coming) < len(self.names)
+
+    def joined(self) -> None:
+        """All services have said hello, with their instances."""
+        for name in self.names:
+            site = self._sites[name]
+            link = self._cluster.link(site)
+            pools = self._cluster.sites[site].generation
+            self._dispatch.join(
+                SiteFacts(
+                    site,
+                    tuple((instance.slots, instance.curve) for instance in self._fleet(name)),
+                    link.bytes_per_s if link else None,
+                    link.rtt_s if link else 0.0,
+                    sum(pool.replicas * pool.price_per_hour for pool in pools),
+                    link.price_per_gb if link else 0.0,
+                )
+            )
 
     async def tell(self, kind: str, body: dict[str, Any]) -> None:
         """Sends all of them the same."""
@@ -46,54 +108,117 @@ class Services:
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
     ) -> None:
-        """Deals groups out.
+        """Sends groups to the sites that are to generate them.
 
         Args:
             groups: any number.
             samples: the completions wanted of each.
             budget: tokens after which a sample is parked; None: it runs to its end.
         """
+        self._hold_absent()
+        self._dispatch.submit(
+            SiteGroup(group.group_id, len(some), group.forecast, len(group.prompt_tokens))
+            for group, some in zip(groups, samples, strict=True)
+        )
+        place = dict(self._dispatch.decide())
         now = time.time()
-        for number, name in enumerate(self.names):
-            mine = slice(number, None, len(self.names))
-            await self._hub.send(name, "generate", *groups_to_wire(groups[mine], samples[mine], now, budget))
+        dealt = defaultdict(list)
+        for number, group in enumerate(groups):
+            dealt[place[group.group_id]].append(number)
+        for name, site in self._sites.items():
+            if mine := dealt[site]:
+                body = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
+                await self._hub.send(name, "generate", *body)
+
+    def _hold_absent(self) -> None:
+        """Sites that are away or congested get nothing new as long as another one can work."""
+        states = {name: self._hub.peers[name].state for name in self.names if name in self._hub.peers}
+        able = {
+            name
+            for name, state in states.items()
+            if self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
+        }
+        for name, site in self._sites.items():
+            if able and name not in able:
+                self._dispatch.hold(site)
+            else:
+                self._dispatch.unhold(site)
+
+    def finished(self, group_id: str, length: int) -> None:
+        """A sample has come, with so many tokens."""
+        self._dispatch.finished(group_id, length)
 
     async def spread(self, made: dict[str, Any]) -> bool:
-        """A version is made: it goes to every instance, while everything else goes on.
+        """A version is made: it goes to every site, while everything else goes on.
 
         Args:
             made: the trainer's `number`, `content_hash` and `bytes`.
 
         Returns:
-            Whether it is there already: the trainer itself has brought it (NCCL).
+            Whether it is there already: the trainer itself has brought it (NCCL), or all sites were quicker to get it
+            than this to hear of it.
         """
-        self.coming, self._ready = int(made["number"]), set()
-        self._sent += int(made["bytes"]) * len(self.names)
         if not made["content_hash"]:
-            self._served()
+            self._count(int(made["bytes"]) * len(self.names), None)
+            self._serving = dict.fromkeys(self.names, int(made["number"]))
+            self._asleep.clear()
             return True
-        self._waits.begin(WEIGHTS, f"weights {self.coming} to reach {', '.join(self.names)}", self._update_s)
-        await self.tell("weights", {key: made[key] for key in ("number", "content_hash")})
-        return False
+        for name in self.names:
+            if self._serving[name] < made["number"]:
+                self._next[name] = {key: made[key] for key in ("number", "content_hash")}
+                if name not in self._coming:
+                    await self._announce(name)
+        return not self._coming
 
-    def ready(self, name: str) -> bool:
-        """A service's instances serve the coming version; whether now all do."""
-        self._ready.add(name)
-        if self._ready != set(self.names):
-            return False
-        self._served()
-        return True
+    async def _announce(self, name: str) -> None:
+        made = self._next.pop(name)
+        self._coming[name] = made["number"]
+        # a site that is away gets its weights when it is back
+        limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
+        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made['number']} to reach {name}", limit_s)
+        await self._hub.send(name, "weights", made)
 
-    def _served(self) -> None:
-        assert self.coming is not None
-        self._waits.end(WEIGHTS)
-        self.version, self.coming = self.coming, None
-        self._asleep.clear()  # new weights wake instances up
+    async def ready(self, name: str, report: dict[str, Any]) -> bool:
+        """A service's instances serve the version that was coming, or one that was newer by then.
 
-    def bytes_sent(self) -> int:
-        """Of weights, since the last call."""
-        sent, self._sent = self._sent, 0
-        return sent
+        Args:
+            name: which.
+            report: the version's `number`, the `bytes` that were received for it, when it was announced (`started`) and
+                when it had come (`fetched`), unix seconds.
+
+        Returns:
+            Whether every site now serves the newest version there is.
+        """
+        self._waits.end(f"{WEIGHTS} {name}")
+        self._count(int(report["bytes"]), float(report["fetched"]) - float(report["started"]))
+        del self._coming[name]
+        self._serving[name] = int(report["number"])
+        self._asleep.discard(name)  # new weights wake instances up
+        if name in self._next and self._next[name]["number"] <= self._serving[name]:
+            del self._next[name]
+        if name in self._next:
+            await self._announce(name)
+        return not self._coming
+
+    async def finish(self, state: str, error: str | None) -> None:
+        """The run is over: other sites are told how, if they can be reached within a moment."""
+        body = {"state": state, "error": error}
+        for name, site in self._sites.items():
+            if site in self._cluster.remote_sites and name in self._hub.peers:
+                told = asyncio.get_running_loop().create_future()
+                with contextlib.suppress(RunFailed, TimeoutError):
+                    async with asyncio.timeout(FINISH_S):
+                        await self._hub.send(name, "finish", body, on_ack=functools.partial(told.set_result, None))
+                        await told
+
+    def weights_received(self) -> WeightTraffic:
+        """By all sites, since the last call."""
+        received, self._received = self._received, WeightTraffic()
+        return received
+
+    def _count(self, nbytes: int, seconds: float | None) -> None:
+        longest = max((s for s in (seconds, self._received.seconds) if s is not None), default=None)
+        self._received = WeightTraffic(self._received.nbytes + nbytes, longest)
 
     async def leave_devices(self) -> bool:
         """Whether all instances have left their devices to the trainer; asks them to. Nothing may be running."""
@@ -110,9 +235,34 @@ class Services:
         if self._asleep == set(self.names):
             self._waits.end(SLEEP)
 
+    def _fleet(self, name: str) -> list[SimulatedInstance]:
+        return fleet_from_wire(self._hub.peers[name].meta["fleet"])
+
     def fleet(self) -> list[SimulatedInstance]:
         """All instances, as their services have told."""
-        return [i for name in self.names for i in fleet_from_wire(self._hub.peers[name].meta["fleet"])]
+        return [instance for name in self.names for instance in self._fleet(name)]
+
+    def remote(self) -> dict[str, dict[str, Any]]:
+        """What is known of each site behind a link (`observe/status.py` RemoteSite)."""
+        return {
+            site: self._about(name)
+            for name, site in self._sites.items()
+            if site in self._cluster.remote_sites and name in self._hub.peers
+        }
+
+    def _about(self, name: str) -> dict[str, Any]:
+        state = self._hub.peers[name].state
+        uplink = state.get("uplink", {})
+        rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
+        return {
+            "silent_s": self._hub.silent_for(name),
+            "rtt_ms": None if rtt_s is None else rtt_s * 1e3,
+            "clock_offset_s": state.get("clock_offset_s"),
+            "samples_waiting": uplink.get("backlog_samples", 0),
+            "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
+            "congested": bool(state.get("congested")),
+            "weights_refetched": state.get("weights_refetched", 0),
+        }
 
     def busy_since(self) -> dict[str, float]:
         """Since when each busy instance has had something to do, as the last heartbeats told (unix seconds)."""

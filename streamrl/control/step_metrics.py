@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
-from streamrl.control.times import Interval
+from streamrl.control.times import Interval, WeightTraffic
 from streamrl.observe.metrics import MetricsRow
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.length_audit import StepAudit
@@ -19,7 +19,7 @@ def step_metrics(
     batch: Batch,
     times: Interval,
     result: dict[str, Any],
-    weight_bytes: int,
+    weights: WeightTraffic,
     prompts_too_long: int,
     memory_gb: float | None,
     predictions: StepLengths,
@@ -32,7 +32,7 @@ def step_metrics(
         batch: the step's batch, complete and trained.
         times: when things happened.
         result: the optimizer step's `grad_norm`, `learning_rate` and `skipped`.
-        weight_bytes: bytes of new weights sent over links during the step.
+        weights: that sites have received during the step.
         prompts_too_long: prompts skipped since the start.
         memory_gb: memory of all processes now, GiB.
         predictions: how the step's output lengths compare with what was predicted.
@@ -82,7 +82,8 @@ def step_metrics(
         logprob_gap_mean=per_token("gap_sum", tokens),
         importance_ratio_max=stats["ratio_max"] if tokens else None,
         weight_version=batch.step,
-        weight_bytes_sent=weight_bytes,
+        weight_bytes_sent=weights.nbytes,
+        weight_transfer_s=weights.seconds,
         weight_sync_exposed_s=times.exposed_sync_s,
         groups_total=len(batch.groups),
         groups_no_gradient=batch.no_gradient,

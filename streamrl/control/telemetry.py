@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -35,6 +36,8 @@ class Telemetry:
         self.schedule: str = context.run.schedule.name
         self.schedule_note = ""
         """What `schedule: auto` has chosen, and why."""
+        self.sites: Callable[[], dict[str, Any]] = dict
+        """What is known of sites behind links."""
         self.batch: Batch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
@@ -77,6 +80,7 @@ class Telemetry:
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
                 "roles": self._roles(),
+                "sites": self.sites(),
                 "progress": self._progress(),
                 "ranker": self.lengths.state(),
                 "latest": self._latest.model_dump() if self._latest else None,

@@ -24,6 +24,16 @@ def covered(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 @dataclass(frozen=True)
+class WeightTraffic:
+    """Weights that reached sites in some time."""
+
+    nbytes: int = 0
+    """Received by all sites."""
+    seconds: float | None = None
+    """From the announcement of a version until a site had all of it, verified, the longest; None: none came."""
+
+
+@dataclass(frozen=True)
 class Interval:
     """One step's times."""
 

@@ -10,6 +10,10 @@ A request is taken off for one of these reasons, and what follows differs:
     requeued    its instance loads new weights: the policy places it anew
 
 The policy decides; here is only who has what. A request that ends while it is taken off has simply ended.
+
+While it is throttled, because finished samples cannot leave the site as fast as they come, the policy is not asked:
+nothing is started that waits. What runs goes on, and what is on its way to another instance goes on there; what is
+parked, resumed or requeued meanwhile waits with its tokens.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Dispatcher:
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
         self._held: set[str] = set()
         self._unused: set[str] = set()
+        self._throttled = False
 
     async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
         """An instance is ready for work, or ready again after `hold`."""
@@ -105,6 +110,11 @@ class Dispatcher:
         if instance not in self._held | self._unused:
             self.policy.join(instance, *self._joined[instance])
             await self._dispatch()
+
+    async def throttle(self, on: bool) -> None:
+        """From now on nothing new is started (see the module's text); when it is off again, what waits is, at once."""
+        self._throttled = on
+        await self._dispatch()
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Takes groups that are to be placed together, each with its requests and its forecast."""
@@ -187,6 +197,8 @@ class Dispatcher:
         await self._dispatch()
 
     async def _dispatch(self) -> None:
+        if self._throttled:
+            return
         for decision in self.policy.decide(self._produced):
             sample_id = decision.request_id
             if not decision.moved:

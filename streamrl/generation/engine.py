@@ -36,7 +36,15 @@ CPU_BLOCK_SIZE = 32
 class Engine:
     """A running vLLM engine."""
 
-    def __init__(self, pool: GenerationPool, run: RunConfig, cuda: bool, instance: str, site: str) -> None:
+    def __init__(
+        self,
+        pool: GenerationPool,
+        run: RunConfig,
+        cuda: bool,
+        instance: str,
+        site: str,
+        several_sites: bool = False,
+    ) -> None:
         """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop."""
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
@@ -54,7 +62,7 @@ class Engine:
         self._kept: dict[str, int] = {}
         """Tokens that running requests had when they came here."""
         model = resolve_model(run.model.path)
-        self.backend = weight_backend(run, cuda)
+        self.backend = weight_backend(run, cuda, several_sites)
         hardware: dict[str, Any] = (
             {"gpu_memory_utilization": pool.gpu_memory_fraction}
             if cuda
@@ -274,11 +282,11 @@ class Engine:
         del self._llm  # its own clean-up at interpreter exit would come too late
 
 
-def weight_backend(run: RunConfig, cuda: bool) -> str:
-    """vLLM's name of the weight-transfer backend that a run uses."""
+def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
+    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site."""
     chosen = run.weights.backend
     if chosen == "auto":
-        chosen = "nccl" if cuda else "stream"
+        chosen = "nccl" if cuda and not several_sites else "stream"
     return BACKEND if chosen == "stream" else chosen
 
 

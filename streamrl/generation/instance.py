@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from streamrl.generation.calibrate import measure_quickly
@@ -19,14 +20,17 @@ from streamrl.weights.vllm_plugin import BACKEND
 
 log = logging.getLogger(__name__)
 
+MANY = 100_000
+"""Messages of an instance that may be unacknowledged when its site is away."""
+
 
 class Instance:
     """Wires one engine to its service."""
 
-    def __init__(self, context: RoleContext, site: str, pool_name: str) -> None:
+    def __init__(self, context: RoleContext, pool_name: str) -> None:
         self.context = context
-        self.site = site
-        self.pool = next(p for p in context.cluster.sites[site].generation if p.name == pool_name)
+        self.site = context.site
+        self.pool = next(p for p in context.cluster.sites[context.site].generation if p.name == pool_name)
         self.waits = WaitRegistry(context.name)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
@@ -40,7 +44,8 @@ class Instance:
             RuntimeError: vLLM failed.
         """
         cuda = self.context.cluster.hardware == "cuda"
-        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site)
+        several_sites = bool(self.context.cluster.remote_sites)
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites)
         try:
             if self.engine.backend == BACKEND:
                 await self.engine.set_up_weights(
@@ -60,7 +65,10 @@ class Instance:
             "curve": self.curve.to_json(),
         }
         limits = self.context.run.deadlines
-        self.link = Link(self.context.name, "instance", self.waits, meta, lost_after_s=limits.heartbeat_s)
+        # finished samples are acknowledged once the controller has committed them: while a link is down the service's
+        # own limit, which throttles dispatch, must be reached before this one
+        flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
+        self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
         self.link.state = self._state
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
         try:

@@ -1,14 +1,19 @@
 """The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
 
 controller   - generate, park, resume, use ->   service   - generate, release ->   instances
-             <- sample, parked -                           <- sample, released -
+             <- samples, parked -                          <- sample, released -
              - weights ->                    (relay)       - apply_weights ->
              - sleep ->                                    - sleep ->
+             - finish ->
+
+Between the controller and a service of another site lies a link: samples go over it in batches (`uplink.py`), and all
+times are told in the controller's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -20,22 +25,27 @@ from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire
+from streamrl.launch.connections import connect_home, make_relay, make_uplink, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
+from streamrl.observe.site import write_site
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub, Link
-from streamrl.weights.relay import WeightRelay
-from streamrl.weights.store import WeightStore, store_directory
+from streamrl.transport.endpoint import Delivery, Hub
 
 log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 1.0
+OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
+"""Of a sample: what the instance has put down by this site's clock."""
+SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
 
 
 class GenerationService:
     """One site's service."""
 
-    def __init__(self, context: RoleContext, site: str) -> None:
+    def __init__(self, context: RoleContext) -> None:
         self.context = context
-        self.site = site
+        self.site = context.site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
         self.hub = Hub(context.name, self.waits, lost_after_s=self.limits.heartbeat_s)
@@ -45,22 +55,20 @@ class GenerationService:
         self.round = 0
         """The controller's newest round, as far as it has been told here."""
         self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
-        self.controller = self._link("service")
-        self.relay = WeightRelay(
-            self._link("relay"), WeightStore(store_directory(context.run_dir)), self.limits.weights_s
-        )
+        self.controller = to_home(context, "service", self.waits)
+        self.uplink = make_uplink(context, self.controller)
+        self.relay = make_relay(context, to_home(context, "relay", self.waits))
         self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
         """Expected of an instance: (kind, instance)."""
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
-    def _link(self, role: str) -> Link:
-        return Link(self.context.name, role, self.waits, lost_after_s=self.limits.heartbeat_s)
-
     async def run(self) -> None:
-        """Serves until the process is ended.
+        """Serves until the run is over (at the trainer's site until the process is ended).
 
         Raises:
             PeerLost: an instance, the controller or the publisher fell silent.
+            Refused: the trainer's site does not let this one in.
+            RunFailed: the run has ended there, and not well.
         """
         self.hub.bind(self.context.addresses.services[self.site])
         expected = {
@@ -73,23 +81,53 @@ class GenerationService:
         fleet = self._fleet(self.instances)
         for instance in fleet:
             await self.dispatcher.join(instance.name, instance.slots, instance.curve, instance.pool)
-        self.controller.meta = {"fleet": fleet_to_wire(fleet)}
+        self.controller.meta |= {"fleet": fleet_to_wire(fleet)}
         self.controller.state = self._state
-        await self.relay.link.connect(self.context.addresses.publisher, self.limits.startup_s)
-        await self.controller.connect(self.context.addresses.controller, self.limits.startup_s)
         try:
+            await connect_home(self.context, self.controller, self.context.addresses.controller)
+            await connect_home(self.context, self.relay.link, self.context.addresses.publisher)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._from_instances())
+                beside = [self._from_instances(), self.uplink.run(), self._throttle()]
+                if self.context.remote:
+                    beside.append(self._keep_telling())
+                running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
+                for task in running:
+                    task.cancel()
         finally:
             await self.controller.close()
             await self.relay.link.close()
             await self.hub.close()
 
+    async def _throttle(self) -> None:
+        """Nothing new is started while finished samples do not leave fast enough."""
+        while True:
+            await self.dispatcher.throttle(await self.uplink.changed())
+
+    async def _keep_telling(self) -> None:
+        """Writes `site.json` for this site's launcher."""
+        while True:
+            write_site(self.context.run_dir, self._told("serving"))
+            await asyncio.sleep(TELL_EVERY_S)
+
     async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
+        """Serves until the run is over.
+
+        Raises:
+            RunFailed: it did not end well.
+        """
         while True:
             delivery = await self.controller.receive()
             match delivery.kind:
+                case "finish":
+                    delivery.ack()
+                    if self.context.remote:
+                        with contextlib.suppress(OSError):
+                            write_site(self.context.run_dir, self._told(str(delivery.body["state"])))
+                    if delivery.body["state"] != "done":
+                        why = delivery.body["error"] or f"{delivery.body['state']} at its trainer's site"
+                        raise RunFailed(f"the run has ended: {why}")
+                    return
                 case "generate":
                     await self.dispatcher.submit(groups_from_wire(delivery.body, delivery.arrays))
                 case "park":
@@ -141,7 +179,7 @@ class GenerationService:
             match delivery.kind:
                 case "sample":
                     # the instance forgets the sample only when the controller has committed it
-                    await self.controller.send("sample", delivery.body, delivery.arrays, on_ack=delivery.ack)
+                    await self.uplink.put(self._in_home_time(delivery.body), delivery.arrays, delivery.ack)
                     length = len(delivery.arrays["completion_tokens"])
                     await self.dispatcher.finished(delivery.body["sample_id"], length)
                 case "released":
@@ -168,21 +206,25 @@ class GenerationService:
     async def _update_weights(self, body: dict[str, Any]) -> None:
         """Fetches a version once and has every instance of the site load it."""
         number, content_hash = int(body["number"]), str(body["content_hash"])
-        started = time.time()
-        manifest = await self.relay.fetch(number, content_hash)
+        started, before = time.time(), self.relay.bytes_received
+        manifest = await self.relay.fetch(number, content_hash, newest=True)
+        number, content_hash = manifest.version.number, manifest.version.content_hash
         fetched = time.time()
         message = {"number": number, "content_hash": content_hash}
         if self.context.run.schedule.rolling:
             answers = [await self._update_instance(name, message) for name in self.instances]
         else:
             answers = await asyncio.gather(*(self._update_instance(name, message) for name in self.instances))
-        spans = {name: [a["started"], a["finished"]] for name, a in zip(self.instances, answers, strict=True)}
+        home = self.controller.clock.to_hub_time
+        spans = {
+            name: [home(a["started"]), home(a["finished"])] for name, a in zip(self.instances, answers, strict=True)
+        }
         self.relay.store.keep_only({number})
         report = {
             "number": number,
-            "bytes": manifest.nbytes,
-            "started": started,
-            "fetched": fetched,
+            "bytes": self.relay.bytes_received - before,
+            "started": home(started),
+            "fetched": home(fetched),
             "applied": spans,
         }
         await self.controller.send("weights_ready", report)
@@ -236,6 +278,41 @@ class GenerationService:
                 await self._calls.pop((call, name))
         await self.controller.send("weight_answer", {"call": call})
 
+    def _instance_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What an instance's heartbeat said, without its requests' progress, which stays here."""
+        told = {key: value for key, value in state.items() if key != "produced"}
+        if told.get("busy_since"):
+            told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
+        return told
+
+    def _in_home_time(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A sample's times by the controller's clock; when it was queued, the controller said itself."""
+        return body | {key: self.controller.clock.to_hub_time(body[key]) for key in OWN_TIMES}
+
+    def _told(self, state: str) -> dict[str, Any]:
+        """For this site's launcher (`observe/site.py`)."""
+        uplink, clock = self.uplink, self.controller.clock
+        saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
+        return {
+            "site": self.site,
+            "updated_at": time.time(),
+            "state": state,
+            "trainer_silent_s": self.controller.silent_for,
+            "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
+            "clock_offset_s": clock.offset_s,
+            "weight_version": self.relay.version,
+            "weight_bytes": self.relay.bytes_received,
+            "samples_sent": uplink.samples,
+            "samples_waiting": uplink.backlog_samples,
+            "sample_bytes": uplink.sent_bytes,
+            "compression": saved if uplink.choice.compressing else None,
+            "congested": uplink.congested,
+            "instances": {
+                name: {key: peer.state[key] for key in SHOWN_OF_INSTANCES if key in peer.state}
+                for name, peer in self.hub.peers.items()
+            },
+        }
+
     def _state(self) -> dict[str, Any]:
         requests = len(self.dispatcher.requests) - len(self.dispatcher.parked)
         waiting = self.dispatcher.policy.waiting
@@ -245,10 +322,9 @@ class GenerationService:
             "running": requests - waiting,
             "parked": len(self.dispatcher.parked),
             "moves": self.dispatcher.moves,
-            # per-request progress stays here
-            "instances": {
-                name: {key: value for key, value in peer.state.items() if key != "produced"}
-                for name, peer in self.hub.peers.items()
-            },
+            "congested": self.uplink.congested,
+            "uplink": self.uplink.state(),
+            "weights_refetched": self.relay.corrupt,
+            "instances": {name: self._instance_state(peer.state) for name, peer in self.hub.peers.items()},
             "refused": self.hub.malformed + self.hub.unknown,
         }

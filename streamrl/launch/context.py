@@ -6,21 +6,27 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from streamrl.config.cluster import ClusterConfig
+from streamrl.config.cluster import ClusterConfig, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
+from streamrl.transport.curve import ClientSecurity, ServerSecurity
+from streamrl.transport.flow import Flow
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """ZeroMQ addresses of a run's hubs."""
+    """ZeroMQ addresses of a run's hubs, as the processes of one site use them."""
 
     controller: str
+    """At the trainer's site, where its own processes reach it; elsewhere, where that site does."""
     publisher: str
     services: dict[str, str]
-    """By site."""
+    """Where its own instances reach it, by site."""
     nccl_port: int = 0
     """Rendezvous port of the NCCL weight path."""
+    controller_outside: str = ""
+    """At the trainer's site: what the controller listens on for other sites; '': there are none."""
+    publisher_outside: str = ""
 
     def save(self, run_dir: Path) -> None:
         """Writes them where the run's processes look."""
@@ -37,6 +43,7 @@ class RoleContext:
     """Everything that a role is given."""
 
     name: str
+    site: str
     run_dir: Path
     cluster: ClusterConfig
     run: RunConfig
@@ -44,7 +51,60 @@ class RoleContext:
     resume: bool
 
     @staticmethod
-    def load(name: str, run_dir: Path, resume: bool) -> RoleContext:
-        """Reads a run folder."""
+    def load(name: str, site: str, run_dir: Path, resume: bool) -> RoleContext:
+        """Reads a run folder. `site` '': the trainer's."""
         cluster, run = load_resolved(run_dir)
-        return RoleContext(name, run_dir, cluster, run, Addresses.load(run_dir), resume)
+        addresses = Addresses.load(run_dir)
+        return RoleContext(name, site or cluster.trainer_site, run_dir, cluster, run, addresses, resume)
+
+    @property
+    def remote(self) -> bool:
+        """Whether this site is another than the trainer's."""
+        return self.site != self.cluster.trainer_site
+
+    @property
+    def link(self) -> SiteLink | None:
+        """Between this site and the trainer's; None: it is the same."""
+        return self.cluster.link(self.site)
+
+    @property
+    def startup_s(self) -> float:
+        """How long others may take to start: other sites as long as they may be away."""
+        limit_s = self.run.deadlines.startup_s
+        return max(limit_s, self.cluster.absence_s) if self.cluster.remote_sites else limit_s
+
+    @property
+    def near(self) -> Flow:
+        """To peers of the same site."""
+        return Flow(lost_after_s=self.run.deadlines.heartbeat_s)
+
+    def far(self, link: SiteLink, message_bytes: int) -> Flow:
+        """To peers behind a link.
+
+        Args:
+            link: which.
+            message_bytes: of the usual large message.
+        """
+        return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
+
+    def server_security(self) -> ServerSecurity | None:
+        """What the trainer's site lets other sites in by; None: the cluster file has encryption: none.
+
+        Raises:
+            UserError: a key is missing, or others can read the secret one.
+        """
+        security = self.cluster.security
+        if security.encryption == "none":
+            return None
+        return ServerSecurity.load(Path(security.keys), self.site, self.cluster.remote_sites)
+
+    def client_security(self) -> ClientSecurity | None:
+        """What this site connects to the trainer's with; None: unencrypted, or inside a site.
+
+        Raises:
+            UserError: a key is missing, or others can read the secret one.
+        """
+        security = self.cluster.security
+        if not self.remote or security.encryption == "none":
+            return None
+        return ClientSecurity.load(Path(security.keys), self.site, self.cluster.trainer_site)

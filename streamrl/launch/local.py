@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from streamrl.emulation.namespaces import enter
 from streamrl.launch.plan import ProcessSpec
 from streamrl.launch.role import LAST_WORDS, PR_SET_PDEATHSIG
 
 LOG_TAIL_LINES = 12
 
 
-def _die_with_parent() -> None:
+def _in_child(namespace: str | None) -> None:
     """Runs in the child before exec: however the launcher ends, its processes are told to stop."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if namespace is not None:
+        enter(namespace)
 
 
 @dataclass
@@ -71,10 +77,21 @@ class LocalProcess:
         return not any(hint in words for hint in (" left the run", "has been silent", "left"))
 
 
-def start(spec: ProcessSpec, log_dir: Path, resume: bool) -> LocalProcess:
-    """Starts a process with its output appended to logs/<name>.log."""
+def start(
+    spec: ProcessSpec,
+    log_dir: Path,
+    resume: bool,
+    further_env: Mapping[str, str] = MappingProxyType({}),
+    namespace: str | None = None,
+) -> LocalProcess:
+    """Starts a process with its output appended to logs/<name>.log, in a network namespace if one is named."""
     log = log_dir / f"{spec.name}.log"
-    env = os.environ | spec.env | {"STREAMRL_RESUME": "1" if resume else "0", "STREAMRL_PARENT": str(os.getpid())}
+    env = (
+        os.environ
+        | spec.env
+        | dict(further_env)
+        | {"STREAMRL_RESUME": "1" if resume else "0", "STREAMRL_PARENT": str(os.getpid())}
+    )
     with log.open("ab") as output:
         output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
         output.flush()
@@ -85,6 +102,6 @@ def start(spec: ProcessSpec, log_dir: Path, resume: bool) -> LocalProcess:
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(_in_child, namespace),
         )
     return LocalProcess(spec, process, log)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -48,27 +48,47 @@ class ProcessSpec:
     """USD per hour for the whole process."""
 
 
-def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
+def plan_processes(
+    cluster: ClusterConfig,
+    run: RunConfig,
+    run_dir: Path,
+    sites: Collection[str] | None = None,
+    folders: Mapping[str, Path] | None = None,
+) -> list[ProcessSpec]:
     """Processes of a run in the order in which they are started.
 
-    CUDA devices are numbered in order: the trainer's ranks first, then every instance's; colocated ones share them.
+    CUDA devices are numbered in order at each site: the trainer's ranks first, then every instance's; colocated ones
+    share them.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        run_dir: the run's folder.
+        sites: only those of these sites; None: of all.
+        folders: of sites that have one of their own.
     """
-    cuda = cluster.hardware == "cuda"
     specs: list[ProcessSpec] = []
-    gpus_taken = itertools.count()
+    if sites is None or cluster.trainer_site in sites:
+        specs += _home_processes(cluster, run, (folders or {}).get(cluster.trainer_site, run_dir))
+    for name in cluster.sites:
+        if sites is None or name in sites:
+            specs += _site_processes(cluster, run, name, (folders or {}).get(name, run_dir))
+    return specs
 
-    def take_gpus(count: int) -> tuple[int, ...]:
-        return tuple(itertools.islice(gpus_taken, count)) if cuda else ()
 
-    def role_command(role: Role, *extra: str) -> list[str]:
-        return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
+def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
 
-    home = cluster.trainer_site
+
+def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
+    """Controller and trainer."""
+    cuda, home = cluster.hardware == "cuda", cluster.trainer_site
     controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
-    specs.append(ProcessSpec("controller", "controller", home, None, role_command("controller"), controller_env))
     trainer = cluster.sites[home].trainer
     assert trainer is not None
-    specs.append(
+    gpus = tuple(range(trainer.ranks)) if cuda else ()
+    return [
+        ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env),
         ProcessSpec(
             name="trainer",
             role="trainer",
@@ -78,67 +98,60 @@ def plan_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> lis
                 *[sys.executable, "-m", "torch.distributed.run"],
                 *["--nnodes=1", f"--nproc-per-node={trainer.ranks}", "--rdzv-backend=c10d"],
                 *["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "--no-python"],
-                *role_command("trainer"),
+                *_role_command(run_dir, "trainer"),
             ],
             env={"OMP_NUM_THREADS": str(trainer.threads)}
             | PASSIVE_WAITING
             | _pinned(trainer.cores or ())
-            | _visible(gpus := take_gpus(trainer.ranks), cuda),
+            | _visible(gpus, cuda),
             threads=trainer.threads,
             cores=tuple(trainer.cores or ()),
             gpu=trainer.gpu,
             gpu_ids=gpus,
             price_per_hour=trainer.price_per_hour * trainer.ranks,
+        ),
+    ]
+
+
+def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
+    """A site's service, instances and reward workers."""
+    cuda, site = cluster.hardware == "cuda", cluster.sites[site_name]
+    of_trainer = site.trainer.ranks if site.trainer and run.schedule.name != "colocated" else 0
+    gpus_taken = itertools.count(of_trainer)
+    specs: list[ProcessSpec] = []
+    if site.generation:
+        command = _role_command(run_dir, "service", "--site", site_name)
+        specs.append(ProcessSpec(f"service-{site_name}", "service", site_name, None, command))
+    for pool in site.generation:
+        for index in range(pool.replicas):
+            gpus = tuple(itertools.islice(gpus_taken, pool.gpus_per_replica)) if cuda else ()
+            name = f"{site_name}-{pool.name}-{index}"
+            specs.append(
+                ProcessSpec(
+                    name=name,
+                    role="instance",
+                    site=site_name,
+                    pool=pool.name,
+                    command=_role_command(
+                        run_dir, "instance", "--site", site_name, "--pool", pool.name, "--name", name
+                    ),
+                    env={"OMP_NUM_THREADS": str(pool.threads)}
+                    | PASSIVE_WAITING
+                    | _pinned(_cores_of(pool, index))
+                    | _visible(gpus, cuda),
+                    threads=pool.threads,
+                    cores=_cores_of(pool, index),
+                    gpu=pool.gpu,
+                    gpu_ids=gpus,
+                    price_per_hour=pool.price_per_hour,
+                )
+            )
+    if site.rewards or site.trainer:
+        workers = site.rewards.workers if site.rewards else 1
+        command = _role_command(run_dir, "rewards", "--site", site_name)
+        specs.append(
+            ProcessSpec(f"rewards-{site_name}", "rewards", site_name, None, command, SAME_HASHES, threads=workers)
         )
-    )
-    if run.schedule.name == "colocated":
-        gpus_taken = itertools.count()  # the trainer's devices, in turns
-    for site_name, site in cluster.sites.items():
-        if site.generation:
-            specs.append(
-                ProcessSpec(
-                    f"service-{site_name}",
-                    "service",
-                    site_name,
-                    None,
-                    role_command("service", "--site", site_name),
-                )
-            )
-        for pool in site.generation:
-            for index in range(pool.replicas):
-                gpus = take_gpus(pool.gpus_per_replica)
-                name = f"{site_name}-{pool.name}-{index}"
-                specs.append(
-                    ProcessSpec(
-                        name=name,
-                        role="instance",
-                        site=site_name,
-                        pool=pool.name,
-                        command=role_command("instance", "--site", site_name, "--pool", pool.name, "--name", name),
-                        env={"OMP_NUM_THREADS": str(pool.threads)}
-                        | PASSIVE_WAITING
-                        | _pinned(_cores_of(pool, index))
-                        | _visible(gpus, cuda),
-                        threads=pool.threads,
-                        cores=_cores_of(pool, index),
-                        gpu=pool.gpu,
-                        gpu_ids=gpus,
-                        price_per_hour=pool.price_per_hour,
-                    )
-                )
-        if site.rewards or site_name == home:
-            workers = site.rewards.workers if site.rewards else 1
-            specs.append(
-                ProcessSpec(
-                    f"rewards-{site_name}",
-                    "rewards",
-                    site_name,
-                    None,
-                    role_command("rewards", "--site", site_name),
-                    SAME_HASHES,
-                    threads=workers,
-                )
-            )
     return specs
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.cluster import ClusterConfig, TrainerPool
+from streamrl.config.cluster import ClusterConfig, Site, TrainerPool
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch.models import resolve_model, weight_bytes
@@ -35,8 +35,17 @@ PROCESS_BYTES = 1.0 * 2**30
 """What a process with torch and vLLM occupies before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
 
 
-def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> list[str]:
+def check(
+    cluster: ClusterConfig, run: RunConfig, runs_root: Path, site: str | None = None, emulate: bool = False
+) -> list[str]:
     """Checks files, machine and packages against what is asked for.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        runs_root: where run folders are made.
+        site: the only one that is started here; None: all.
+        emulate: whether the sites are emulated.
 
     Returns:
         Warnings: what will be slow or may fail, but can be run.
@@ -47,16 +56,56 @@ def check(cluster: ClusterConfig, run: RunConfig, runs_root: Path) -> list[str]:
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: check_packages(cluster),
         lambda: check_model(run),
-        lambda: check_tasks(run),
-        lambda: check_ranker(run),
-        lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0),
-        lambda: check_ports(cluster),
+        lambda: check_sites(cluster, run),
+        lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0, site),
         lambda: check_disk(run, runs_root),
     ]
+    if site in (None, cluster.trainer_site):
+        checks += [lambda: check_tasks(run), lambda: check_ranker(run)]
+        checks += [lambda: check_ports(cluster)] if not emulate else []
+    if cluster.remote_sites and site is not None:
+        checks.append(lambda: check_keys(cluster, site))
     problems = [problem for one in checks for problem in one()]
     if problems:
         raise UserError("\n".join(problems))
-    return [*thread_warnings(cluster, run, cores()), *memory_warnings(cluster, run, free_memory())]
+    return [*thread_warnings(cluster, run, cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
+
+
+def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
+    """Those that are started on this machine."""
+    return [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+
+
+def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """What a cluster of several sites cannot do."""
+    if not cluster.remote_sites:
+        return
+    if run.schedule.name in ("colocated", "auto"):
+        yield (
+            f"schedule: {run.schedule.name} gives the same devices to generation and training, and the cluster has "
+            f"{len(cluster.sites)} sites; expected one of sync, stream, one_step_off, async"
+        )
+    if run.weights.backend == "nccl":
+        yield "weights.backend: nccl works inside one site; expected auto or stream"
+    home = cluster.sites[cluster.trainer_site]
+    if not home.port:
+        yield f"sites.{cluster.trainer_site}.port: other sites need to know it; expected a port such as 5600"
+
+
+def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
+    """A site's own secret key, and the public ones that it needs."""
+    from streamrl.transport.curve import ClientSecurity, ServerSecurity
+
+    if cluster.security.encryption == "none":
+        return
+    folder = Path(cluster.security.keys)
+    try:
+        if site == cluster.trainer_site:
+            ServerSecurity.load(folder, site, cluster.remote_sites)
+        else:
+            ClientSecurity.load(folder, site, cluster.trainer_site)
+    except UserError as error:
+        yield str(error)
 
 
 def check_packages(cluster: ClusterConfig) -> Iterable[str]:
@@ -113,16 +162,18 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         yield str(error)
 
 
-def check_gpus(cluster: ClusterConfig, present: int) -> Iterable[str]:
+def check_gpus(cluster: ClusterConfig, present: int, site: str | None = None) -> Iterable[str]:
     """Enough GPUs on this machine."""
     if cluster.hardware != "cuda":
         return
     wanted = sum(
-        (site.trainer.ranks if site.trainer else 0) + sum(p.replicas * p.gpus_per_replica for p in site.generation)
-        for site in cluster.sites.values()
+        (one.trainer.ranks if one.trainer else 0) + sum(p.replicas * p.gpus_per_replica for p in one.generation)
+        for one in sites_here(cluster, site)
     )
     if wanted > present:
-        yield f"the cluster asks for {wanted} GPUs, this machine has {present}"
+        who = f"site {site}" if site is not None else "the cluster"
+        way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
+        yield f"{who} asks for {wanted} GPUs, this machine has {present}{way_out}"
 
 
 def count_gpus() -> int:
@@ -137,14 +188,17 @@ def count_gpus() -> int:
 
 
 def check_ports(cluster: ClusterConfig) -> Iterable[str]:
-    """Fixed ports are free."""
-    for name, site in cluster.sites.items():
+    """The trainer site's ports are free."""
+    name = cluster.trainer_site
+    site = cluster.sites[name]
+    address = site.listen or site.address
+    for port in (site.port, site.port + 1) if cluster.remote_sites and site.port else (site.port,):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((site.address, site.port))
+                probe.bind((address, port))
             except OSError as error:
-                yield f"sites.{name}.port: cannot listen on {site.address}:{site.port}: {error.strerror}"
+                yield f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
 
 
 def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
@@ -165,14 +219,14 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
         )
 
 
-def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int) -> list[str]:
+def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:
     """Far more computing threads than cores: everything gets slower, heartbeats too.
 
     The trainer and the instances seldom compute all at once, so twice the cores is usual.
     """
     if cluster.hardware != "cpu":
         return []
-    specs = plan_processes(cluster, run, Path())
+    specs = plan_processes(cluster, run, Path(), None if site is None else [site])
     threads = sum(
         spec.threads * (cluster.sites[spec.site].trainer or TrainerPool()).ranks
         if spec.role == "trainer"
@@ -187,19 +241,19 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int) -> list[
     ]
 
 
-def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float) -> list[str]:
+def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: str | None = None) -> list[str]:
     """A rough sum of what the processes hold, against the memory that is free (bytes); activations not counted."""
     if cluster.hardware != "cpu":
         return []
     weights = weight_bytes(Path(resolve_model(run.model.path)))
     needed = 0.0
-    for site in cluster.sites.values():
-        if site.trainer:
+    for one in sites_here(cluster, site):
+        if one.trainer:
             learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
             frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.schedule.sync_every)
             copies = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
-            needed += copies * weights + site.trainer.ranks * PROCESS_BYTES
-        for pool in site.generation:
+            needed += copies * weights + one.trainer.ranks * PROCESS_BYTES
+        for pool in one.generation:
             needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
     if needed <= free:
         return []

@@ -42,7 +42,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
     from streamrl.launch.context import RoleContext
 
     def context(name: str) -> RoleContext:
-        return RoleContext.load(name, args.run_dir, args.resume)
+        return RoleContext.load(name, args.site, args.run_dir, args.resume)
 
     match args.role:
         case "controller":
@@ -56,15 +56,15 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
         case "service":
             from streamrl.generation.service import GenerationService
 
-            return GenerationService(context(f"service-{args.site}"), args.site).run()
+            return GenerationService(context(f"service-{args.site}")).run()
         case "instance":
             from streamrl.generation.instance import Instance
 
-            return Instance(context(args.name), args.site, args.pool).run()
+            return Instance(context(args.name), args.pool).run()
         case "rewards":
             from streamrl.tasks.worker import RewardWorker
 
-            return RewardWorker(context(f"rewards-{args.site}"), args.site).run()
+            return RewardWorker(context(f"rewards-{args.site}")).run()
     raise UserError(f"no role {args.role!r}")
 
 

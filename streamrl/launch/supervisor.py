@@ -1,4 +1,7 @@
-"""Starts a run's processes, watches them, shows the run, and ends all of them together."""
+"""Starts a run's processes, watches them, shows the run, and ends all of them together.
+
+At the trainer's site the run is over when the controller is; elsewhere when that site's service is told so.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,20 @@ import contextlib
 import fcntl
 import logging
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.launch.context import Addresses
 from streamrl.launch.local import LocalProcess, start
-from streamrl.launch.plan import plan_processes
+from streamrl.launch.share import Share, prepare
 from streamrl.observe.live import LiveView
 from streamrl.observe.report import write_report
+from streamrl.observe.site import SiteView
 from streamrl.observe.status import read_status, write_status
-from streamrl.weights.store import WeightStore, store_directory
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,16 @@ class Interrupted(RunFailed):
     exit_code = 130
 
 
-def run(cluster: ClusterConfig, run_config: RunConfig, run_dir: Path, resume: bool, plain: bool) -> None:
-    """Runs a cluster until it is done.
+def run(
+    cluster: ClusterConfig,
+    run_config: RunConfig,
+    run_dir: Path,
+    resume: bool,
+    plain: bool,
+    site: str | None = None,
+    emulate: bool = False,
+) -> None:
+    """Runs a cluster, or one site's share of it, until it is done.
 
     Args:
         cluster: the resolved cluster file.
@@ -48,66 +56,70 @@ def run(cluster: ClusterConfig, run_config: RunConfig, run_dir: Path, resume: bo
         run_dir: the run's folder; made if it is not there.
         resume: continue from its newest checkpoint.
         plain: plain lines instead of a live view.
+        site: start only this site's processes.
+        emulate: start all sites' processes here, with an emulated network between them.
 
     Raises:
         UserError: the folder is in use by another launcher, or cannot be written.
         RunFailed: a process died or the run failed; the message ends with the cause.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    with _own(run_dir), _stop_requests() as stop:
-        save_resolved(run_dir, cluster, run_config)
+    with _own(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
         (run_dir / "status.json").unlink(missing_ok=True)
-        _choose_addresses(cluster).save(run_dir)
-        (run_dir / "logs").mkdir(exist_ok=True)
-        store = WeightStore(store_directory(run_dir))
-        store.clear()
         processes: list[LocalProcess] = []
         started = time.time()
-        view = LiveView(run_dir, plain=plain or None)
+        view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
         try:
             with view:
-                for spec in plan_processes(cluster, run_config, run_dir):
-                    processes.append(start(spec, run_dir / "logs", resume))
-                _watch(processes, view, stop)
+                for spec in share.processes():
+                    processes.append(start(spec, run_dir / "logs", resume, share.env, share.namespace(spec.site)))
+                _watch(share, processes, view, stop)
         except BaseException as error:
             _stop(processes)
-            _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
+            if share.trains:
+                _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
             raise
         finally:
             _stop(processes)
-            store.clear()
-            _report(run_dir)
+            if share.trains:
+                _report(run_dir)
         view.summary()
 
 
-def _watch(processes: list[LocalProcess], view: LiveView, stop: list[int]) -> None:
-    """Returns when the controller is done.
+def _watch(share: Share, processes: list[LocalProcess], view: LiveView | SiteView, stop: list[int]) -> None:
+    """Returns when the first process (controller, elsewhere the service) is done.
 
     Raises:
         RunFailed: any process died before.
         Interrupted: a stop was asked for.
     """
-    controller = processes[0]
+    first = processes[0]
     while True:
         if stop:
-            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}; {_how_to_resume(view.run_dir)}")
-        if controller.exit_code == 0:
+            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+        if first.exit_code == 0:
             view.refresh()
             return
+        if share.network is not None:
+            share.network.check()
         dead = [p for p in processes if p.exit_code is not None]
         if dead:
             time.sleep(SETTLE_S)
             dead += [p for p in processes if p.exit_code is not None and p not in dead]
-            if controller.exit_code == 0:
+            if first.exit_code == 0:
                 return
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
-            raise RunFailed(f"{culprit.last_words()}\n{_how_to_resume(view.run_dir)}")
+            raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
         view.refresh()
         time.sleep(POLL_S)
 
 
-def _how_to_resume(run_dir: Path) -> str:
-    return f"continue with: streamrl launch --resume {run_dir}"
+def _how_to_resume(share: Share) -> str:
+    """Ends a message; a site that only generates has nothing to resume: it is started again."""
+    if not share.trains:
+        return ""
+    options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
+    return f"\ncontinue with: streamrl launch --resume {share.run_dir}{options if share.cluster.remote_sites else ''}"
 
 
 def _stop(processes: list[LocalProcess]) -> None:
@@ -155,27 +167,6 @@ def _stop_requests() -> Iterator[list[int]]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def _choose_addresses(cluster: ClusterConfig) -> Addresses:
-    """Free ports on this machine, all different; the controller's may be fixed by the cluster file."""
-    home = cluster.sites[cluster.trainer_site]
-    with contextlib.ExitStack() as held:
-
-        def free_port() -> int:
-            probe = held.enter_context(socket.socket())
-            probe.bind((home.address, 0))
-            return int(probe.getsockname()[1])
-
-        def address(port: int = 0) -> str:
-            return f"tcp://{home.address}:{port or free_port()}"
-
-        return Addresses(
-            controller=address(home.port),
-            publisher=address(),
-            services={site: address() for site in cluster.sites},
-            nccl_port=free_port(),
-        )
 
 
 def _final_state(run_dir: Path, state: str, error: BaseException, started: float) -> None:

@@ -61,6 +61,7 @@ class PlainLines:
         self._roles: dict[str, tuple[str, str]] = {}
         self._state = ""
         self._stale_told = 0.0
+        self._away: dict[str, float] = {}
         self._ranker_note = ""
         self._schedule_note = ""
         self._warned = bool(known and known[-1].length_bias_warning)
@@ -92,7 +93,20 @@ class PlainLines:
             if status.ranker.note != self._ranker_note:
                 self._ranker_note = status.ranker.note
                 found.append(status.ranker.note)
+            found += self._site_lines(status)
             found += self._stale_lines(status, now)
+        return found
+
+    def _site_lines(self, status: RunStatus) -> list[str]:
+        """A site that is away, when that is noticed and when it is back."""
+        found = []
+        for name, site in status.sites.items():
+            if site.away and name not in self._away:
+                found.append(f"{name}: no sign of it for {site.silent_s:.0f} s; what it has is waited for")
+            elif not site.away and name in self._away:
+                found.append(f"{name} is back after {duration(self._away.pop(name))} or more")
+            if site.away:
+                self._away[name] = site.silent_s
         return found
 
     def _bias_lines(self, row: MetricsRow) -> list[str]:

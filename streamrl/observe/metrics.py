@@ -42,7 +42,10 @@ class MetricsRow(Row):
     logprob_gap_mean: float | None = Field(None, description="mean |trainer - generator| log-probability, nats")
     importance_ratio_max: float | None = Field(None, description="largest trainer/generator probability of a token")
     weight_version: int | None = Field(None, description="version that this step made")
-    weight_bytes_sent: int | None = None
+    weight_bytes_sent: int | None = Field(None, description="of weights, received by all sites in this step")
+    weight_transfer_s: float | None = Field(
+        None, description="from a version's announcement until a site had it verified, the longest; none: none came"
+    )
     weight_sync_exposed_s: float | None = Field(None, description="time lost to new weights: made, loaded, waited for")
     ranker_recall_at_20: float | None = Field(None, description="of the longest 20 %; None until there is a ranker")
     ranker_kendall_tau: float | None = Field(None, description="predictions against lengths; None until there are any")

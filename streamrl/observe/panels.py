@@ -230,6 +230,26 @@ def run_notes(
     return notes
 
 
+def sites_table(status: RunStatus) -> Table:
+    """Sites behind links."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("site", "there and back", "samples under way", "compressed", "clock off", ""):
+        table.add_column(title)
+    for name, site in status.sites.items():
+        notes = [f"no sign of it for {site.silent_s:.0f} s"] if site.away else []
+        notes += ["congested: it starts nothing new"] if site.congested else []
+        notes += [f"{site.weights_refetched} damaged parts of weights fetched again"] if site.weights_refetched else []
+        table.add_row(
+            name,
+            "" if site.rtt_ms is None else f"{site.rtt_ms:.0f} ms",
+            str(site.samples_waiting),
+            "" if site.compression is None else f"{site.compression:.1f} x",
+            "" if site.clock_offset_s is None else f"{site.clock_offset_s:+.2f} s",
+            Text("; ".join(notes), style="yellow"),
+        )
+    return table
+
+
 def render(
     status: RunStatus, rows: Sequence[MetricsRow], now: float, evaluations: Sequence[EvaluationRow] = ()
 ) -> RenderableType:
@@ -239,6 +259,8 @@ def render(
         parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
     if status.roles:
         parts += [roles_table(status, now), ""]
+    if status.sites:
+        parts += [sites_table(status), ""]
     if rows:
         parts += [steps_table(rows), reward_sparkline(rows)]
     if notes := run_notes(status, rows, evaluations):

@@ -80,6 +80,27 @@ class RankerStatus(StatusModel):
     note: str = Field("", description="the newest change of trust, and what follows")
 
 
+ABSENT_AFTER_S = 10.0
+"""A site that has been silent for this long is shown as away, and gets no new work as long as another one can."""
+
+
+class RemoteSite(StatusModel):
+    """A site that generates behind a link, as the controller sees it."""
+
+    silent_s: float = Field(description="since its service's last sign of life")
+    rtt_ms: float | None = None
+    clock_offset_s: float | None = Field(None, description="this site's clock minus its clock, before correction")
+    samples_waiting: int = Field(0, description="finished there, and not yet committed here")
+    compression: float | None = Field(None, description="raw bytes of samples for one that is sent")
+    congested: bool = False
+    weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
+
+    @property
+    def away(self) -> bool:
+        """Whether it is out of reach."""
+        return self.silent_s > ABSENT_AFTER_S
+
+
 class RunStatus(StatusModel):
     """A whole status file; times are unix seconds."""
 
@@ -95,6 +116,7 @@ class RunStatus(StatusModel):
     model: str = ""
     hardware: str = ""
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
+    sites: dict[str, RemoteSite] = Field(default_factory=dict)
     progress: Progress = Field(default_factory=Progress)
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None

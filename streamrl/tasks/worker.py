@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from streamrl.launch.connections import connect_home, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.transport.deadlines import WaitRegistry
@@ -16,9 +17,9 @@ log = logging.getLogger(__name__)
 class RewardWorker:
     """Wires a `RewardPool` to the controller."""
 
-    def __init__(self, context: RoleContext, site: str) -> None:
+    def __init__(self, context: RoleContext) -> None:
         self.context = context
-        rewards = context.cluster.sites[site].rewards
+        rewards = context.cluster.sites[context.site].rewards
         run = context.run
         held_out = run.evaluation.held_out(run.tasks) if run.evaluation else []
         self.pool = RewardPool(
@@ -38,13 +39,13 @@ class RewardWorker:
         try:
             async with waits.deadline("reward workers to start", limits.startup_s):
                 await self.pool.start()
-            link = Link(self.context.name, "rewards", waits, lost_after_s=limits.heartbeat_s)
+            link = to_home(self.context, "rewards", waits)
             link.state = lambda: {
                 "state": "scoring" if self.scoring else "idle",
                 "running": self.scoring,
                 "detail": f"{self.scored} scored",
             }
-            await link.connect(self.context.addresses.controller, limits.startup_s)
+            await connect_home(self.context, link, self.context.addresses.controller)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     while True:

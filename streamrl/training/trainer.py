@@ -41,6 +41,8 @@ from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.policy import Policy, load_policy
+from streamrl.weights.sharded import ShardedLayout
+from streamrl.weights.version import Manifest
 
 NOTHING = TrainGroup(
     "nothing",
@@ -91,6 +93,7 @@ class Trainer:
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
         self.learner: Learner[Policy] = Learner(load_policy(model_path, checkpointing), run.optimizer.lr, run, device)
         self.policy: Policy = self.learner.model
+        self.layout = ShardedLayout(self.policy.model, compute_type(run), run.weights.generation_dtype)
         self.reference = shard(load_policy(model_path), run, device, False) if algorithm.needs_reference else None
         needs_proximal = algorithm.needs_proximal(run.schedule.sync_every)
         self.proximal = shard(load_policy(model_path), run, device, False) if needs_proximal else None
@@ -211,8 +214,24 @@ class Trainer:
         if self.proximal:
             copy_weights(self.policy, self.proximal)
 
+    def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
+        """The current weights as a version for the instances, each rank's shards written by itself
+        (`streamrl.weights.sharded`).
+
+        Args:
+            number: of the version.
+
+        Returns:
+            The manifest and a buffer (uint8 [nbytes]) that all ranks share, on every rank.
+
+        Raises:
+            RunFailed: on every rank, if one cannot take part.
+        """
+        return self.layout.lay_out(number)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, full tensor in the compute type), one after the other; tied weights come once."""
+        """(parameter's name, full tensor in the compute type), one after the other, gathered from all ranks; tied
+        weights come once."""
         for name, parameter in self.policy.model.named_parameters():
             tensor = parameter.detach()
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar
 
 import psutil
@@ -24,18 +24,20 @@ import torch.distributed as dist
 from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
 from streamrl.generation.engine import weight_backend
+from streamrl.launch.connections import PUBLISHER, bind_home, home_hub, make_publisher
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
-from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.version import lay_out
 
 log = logging.getLogger(__name__)
+
+PUBLISHER_CREDITS = 16
+"""Chunks of weights under way to the relay of the same site."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,15 +59,17 @@ class TrainerWorker:
         self.threads = 1
         """CPU threads to compute with."""
         self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
-        self.hub = Hub("publisher", self.waits, lost_after_s=self.limits.heartbeat_s, credits=16)
-        self.publisher = WeightPublisher(self.hub, int(context.run.weights.chunk_mb * 2**20))
+        self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
+        self.publisher = make_publisher(context, self.hub)
+        self.several_sites = bool(context.cluster.remote_sites)
 
     async def run(self) -> None:
         """Serves until the process is ended."""
         async with asyncio.TaskGroup() as tasks:
             if self.rank == 0:
-                self.hub.bind(self.context.addresses.publisher)
-                if weight_backend(self.run_config, self.cuda) != "nccl":
+                addresses = self.context.addresses
+                bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
+                if weight_backend(self.run_config, self.cuda, self.several_sites) != "nccl":
                     tasks.create_task(self.publisher.serve())
             await asyncio.to_thread(self._load)
             link = Link(self.name, "trainer", self.waits, lost_after_s=self.limits.heartbeat_s)
@@ -162,17 +166,23 @@ class TrainerWorker:
                 os.sched_setaffinity(thread.id, cores)
 
     async def _publish(self, link: Link) -> dict[str, Any]:
-        """Makes the current weights version available to the relays, or pushes it by NCCL."""
-        if weight_backend(self.run_config, self.cuda) == "nccl":
+        """Makes the current weights version available to the relays, or pushes it by NCCL.
+
+        Raises:
+            RunFailed: it cannot be laid out; NCCL was to send 8-bit weights.
+        """
+        if weight_backend(self.run_config, self.cuda, self.several_sites) == "nccl":
             from streamrl.weights.nccl import NcclSender
 
+            if (kind := self.run_config.weights.generation_dtype) != "same":
+                raise RunFailed(f"NCCL does not send weights.generation_dtype: {kind}; set weights.backend: stream")
             if not hasattr(self, "nccl"):
                 self.nccl = NcclSender(self.trainer, self.context, link)
             await self.nccl.send(self.version)
             return {"number": self.version, "content_hash": "", "bytes": self.nccl.nbytes}
-        manifest, buffer = await asyncio.to_thread(lambda: lay_out(self.version, self.trainer.weights()))
+        manifest, buffer = await self._compute(self.trainer.lay_out, self.version)
         if self.rank == 0:
-            self.publisher.publish(manifest, buffer)
+            await self.publisher.publish(manifest, buffer)
         return {
             "number": self.version,
             "content_hash": manifest.version.content_hash,

@@ -1,7 +1,8 @@
 """Reliable delivery over a link that may break: pure state, no sockets, no clock of its own.
 
-The sender numbers its messages 1, 2, 3 ... and keeps each until it is acknowledged; at most `credits` may be
-unacknowledged at once, which bounds memory on both sides. The receiver acknowledges when it has *committed* a
+The sender numbers its messages 1, 2, 3 ... and keeps each until it is acknowledged. At most `credits` may be
+unacknowledged at once, and none is sent while `window_bytes` are: that bounds memory on both sides. So one message may
+be larger than the window, alone. The receiver acknowledges when it has *committed* a
 message (written it to disk, handed it to its final owner), not when it has read it. After a reconnect or a silence the
 sender sends what is unacknowledged again; the receiver drops what it has already seen and acknowledges again what
 it had committed. So each message is processed exactly once while both processes live.
@@ -12,6 +13,7 @@ number used twice within a session. A new process has a new session, and its num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,18 +26,24 @@ class Outbox(Generic[T]):
 
     credits: int
     """Most messages under way."""
+    window_bytes: float = math.inf
+    """No message is sent while so many bytes are under way."""
     next_number: int = 1
     pending: dict[int, T] = field(default_factory=dict)
     """Sent and not yet acknowledged, oldest first."""
     sent_at: dict[int, float] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each."""
+    under_way_bytes: int = 0
+    """Of all that is pending."""
 
     @property
     def has_credit(self) -> bool:
         """Whether one more may be sent now."""
-        return len(self.pending) < self.credits
+        return len(self.pending) < self.credits and self.under_way_bytes < self.window_bytes
 
-    def send(self, message: T, now: float) -> int:
-        """Gives a message its number and keeps it.
+    def send(self, message: T, now: float, size: int = 0) -> int:
+        """Gives a message of `size` bytes its number, `next_number`, and keeps it.
 
         Raises:
             RuntimeError: there is no credit.
@@ -46,11 +54,14 @@ class Outbox(Generic[T]):
         self.next_number += 1
         self.pending[number] = message
         self.sent_at[number] = now
+        self.sizes[number] = size
+        self.under_way_bytes += size
         return number
 
     def acknowledged(self, number: int) -> T | None:
         """Forgets a message and returns it; None if it was not waited for (a repeated acknowledgement)."""
         self.sent_at.pop(number, None)
+        self.under_way_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:

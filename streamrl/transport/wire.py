@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgpack
 import numpy as np
@@ -18,6 +18,12 @@ import numpy as np
 PROTOCOL_VERSION = 1
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
+MAX_STATE_BYTES = 4 * 1024 * 1024
+"""Of a heartbeat, which is checked value by value."""
+MAX_NESTING = 16
+"""Of what a heartbeat or a hello tells."""
+MAX_NAME = 200
+"""Characters of a peer's name or role."""
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32", "float64", "uint8", "bool")}
 
 Arrays = Mapping[str, np.ndarray]
@@ -113,4 +119,28 @@ def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.nda
     dtype = DTYPES[dtype_name]
     if math.prod(shape) * dtype.itemsize != len(frame):
         raise MalformedMessage(f"array {name!r}: {len(frame)} bytes do not fill {dtype_name}{shape}")
-    return name, np.frombuffer(frame, dtype=dtype).reshape(shape)
+    try:
+        return name, np.frombuffer(frame, dtype=dtype).reshape(shape)
+    except ValueError as error:  # e.g. [0, 2**62]: no bytes, and yet more than an index can count
+        raise MalformedMessage(f"array {name!r}: no array has the shape {shape}") from error
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """Whether a value can be a peer's name or role."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_plain(value: object, nesting: int = MAX_NESTING) -> bool:
+    """Whether a value is what JSON can say: it will be written to status files. msgpack can say more."""
+    if value is None or isinstance(value, str | int | float):
+        return True
+    if nesting == 0:
+        return False
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item, nesting - 1) for key, item in value.items())
+    return isinstance(value, list) and all(is_plain(item, nesting - 1) for item in value)

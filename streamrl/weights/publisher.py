@@ -1,69 +1,386 @@
-"""The trainer's side: keeps the newest version in memory and sends them to the relay of each site.
+"""The trainer's side: keeps the newest version in memory and sends versions to the relay of each site.
 
-    relay -> fetch {number, request}    publisher -> manifest {request, manifest}, chunk {request, offset} + bytes ...
+    relay -> fetch {request, number, newest, encoding, holds, holds_hash}
+    publisher -> manifest {request, manifest, parts} | no_version {request, available, reason}
+    publisher -> chunk {request, part, offset} + bytes ...
+    relay -> again {request, of, tensors}         those payloads once more, of a transfer that is not yet `have`
+    relay -> have {number}                        verified and stored
 
-Chunks are reliable messages, so the hub's credits bound how much is under way.
+A relay inside the site asks for `encoding: raw` and gets the buffer's bytes. One across a link asks for `delta` and
+gets the cheapest way from the version that it holds (`chain.py`). Deltas are made only from the first such request on;
+until then one buffer is held, and nothing is coded. From then on the publisher holds the newest version, the newest
+anchor (compressed), the deltas that the chain keeps, and while it codes, what it codes from.
+
+Chunks are reliable messages, so the hub's credits bound how much is under way; a rate per relay leaves the rest of its
+link to samples and heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from streamrl.transport.endpoint import Delivery, Hub
-from streamrl.weights.version import Manifest
+from streamrl.weights.chain import Chain, Step, Unreachable
+from streamrl.weights.delta import encode_tensor
+from streamrl.weights.pacing import Pacer
+from streamrl.weights.version import Manifest, Part, checksum, kind_of
 
 log = logging.getLogger(__name__)
 
-KEPT_VERSIONS = 1
-"""A version that is being sent stays in memory until it is sent, also when a newer one replaces it here."""
+MAX_CODING_THREADS = 8
+"""More would wait for each other: the codec is numpy over short blocks, and holds the GIL between them."""
+CODING_SHARE = 4
+"""One of so many cores codes; the others are the trainer's."""
+CODING_LIMIT_S = 600
+"""For one version to be coded; far above what any takes."""
+REMEMBERED = 1000
+"""Transfers that `sent` remembers."""
+
+Stream = tuple[Part, np.ndarray]
+"""A part and its bytes, uint8 [nbytes]."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one transfer to a relay cost."""
+
+    number: int
+    peer: str
+    nbytes: int
+    """Payload bytes; of envelopes and manifests (some 100 bytes per tensor) nothing is counted."""
+    kind: str
+    """complete (not coded), packed (an anchor), delta, packed+delta, nothing, or again."""
+    seconds: float
+    """From the request until the last chunk was handed to the transport."""
+
+
+@dataclass
+class _Version:
+    manifest: Manifest
+    buffer: np.ndarray | None
+    """uint8 [nbytes], while it is the newest, or to become an anchor."""
+    delta: Stream | None = None
+    packed: Stream | None = None
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """What is being sent to a relay; it holds the bytes until the relay has them."""
+
+    request: int
+    manifest: Manifest
+    streams: tuple[Stream, ...]
+    is_delta: bool
+
+
+class _Refused(Exception):
+    """A request that cannot be served; the message says why."""
 
 
 class WeightPublisher:
     """Serves versions over a hub that the relays connect to."""
 
-    def __init__(self, hub: Hub, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        chunk_bytes: int,
+        anchor_every: int = 10,
+        deltas: bool = True,
+        rate_of: Callable[[str], float | None] | None = None,
+        chunk_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """
+        Args:
+            hub: that the relays connect to.
+            chunk_bytes: most bytes in one message.
+            anchor_every: versions from one anchor of the chain to the next.
+            deltas: whether relays that ask for deltas get them.
+            rate_of: bytes per second that weights for a relay may use, by its name (None: no limit).
+            chunk_of: as `chunk_bytes`, by relay; a slow link wants small ones.
+        """
         self.hub = hub
         self.chunk_bytes = chunk_bytes
+        self.deltas = deltas
+        self.rate_of = rate_of or (lambda peer: None)
+        self.chunk_of = chunk_of or (lambda peer: chunk_bytes)
+        self.chain = Chain(anchor_every)
         self.bytes_sent = 0
         """Weight bytes sent to relays since the start."""
-        self._versions: dict[int, tuple[Manifest, np.ndarray]] = {}
-        self._transfers: set[asyncio.Task[None]] = set()
+        self.sent: deque[Sent] = deque(maxlen=REMEMBERED)
+        """Finished transfers, newest last."""
+        self._newest: _Version | None = None
+        self._versions: dict[int, _Version] = {}
+        """What the chain keeps."""
+        self._coding: asyncio.Task[None] | None = None
+        """Makes the newest version's delta."""
+        self._packing: asyncio.Task[None] | None = None
+        """Compresses an anchor."""
+        self._open: dict[str, _Transfer] = {}
+        """By relay: its transfer, until it says that it has it."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pacers: dict[str, Pacer] = {}
 
-    def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Makes a version available; older ones are dropped."""
-        self._versions[manifest.version.number] = (manifest, buffer)
-        for number in sorted(self._versions)[:-KEPT_VERSIONS]:
-            del self._versions[number]
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights and deltas in memory, transfers under way aside."""
+        held: dict[int, int] = {}
+        for version in [*self._versions.values(), *([self._newest] if self._newest else [])]:
+            for data in (version.buffer, *(stream[1] for stream in (version.delta, version.packed) if stream)):
+                if data is not None:
+                    held[id(data)] = data.nbytes
+        return sum(held.values())
+
+    async def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
+        """Makes a version available. Its delta is made in the background; what is still being coded of the version
+        before is waited for, so that buffers do not pile up.
+
+        Args:
+            manifest: of the version; its number is above those before.
+            buffer: uint8 [nbytes], not to be changed any more.
+
+        Raises:
+            ValueError: the number is not above the last one's.
+            DeadlineExpired: the version before was not coded in time.
+            Exception: coding failed, which is a bug.
+        """
+        number = manifest.version.number
+        before = self._newest
+        if before is not None and number <= before.manifest.version.number:
+            raise ValueError(f"version {number} published after version {before.manifest.version.number}")
+        await self._wait_for(self._coding)
+        if self._packing is not None and self._packing.done():
+            self._packing.result()
+        before = self._newest  # a relay may have asked for deltas meanwhile
+        self._newest = _Version(manifest, buffer)
+        if before is not None and self.chain.newest is not None:
+            self._coding = asyncio.create_task(self._extend(before, self._newest))
 
     async def serve(self) -> None:
         """Answers relays until cancelled."""
         while True:
             delivery = await self.hub.receive()
-            if delivery.kind == "fetch":
-                task = asyncio.ensure_future(self._send(delivery))
-                self._transfers.add(task)
-                task.add_done_callback(self._finished)
-            else:
-                log.warning("publisher ignores %r of %s", delivery.kind, delivery.peer)
+            match delivery.kind:
+                case "fetch":
+                    self._start(delivery, self._send(delivery))
+                case "again":
+                    self._start(delivery, self._send_again(delivery))
+                case "have":
+                    transfer = self._open.pop(delivery.peer, None)
+                    if transfer is not None and transfer.is_delta:
+                        self.chain.acknowledged(delivery.peer, transfer.manifest.version.number)
+                        self._collect()
+                case "bye":
+                    if (task := self._tasks.get(delivery.peer)) is not None:
+                        task.cancel()
+                    self._open.pop(delivery.peer, None)
+                    self._pacers.pop(delivery.peer, None)
+                    self.chain.left(delivery.peer)
+                    self._collect()
+                case other:
+                    log.warning("publisher ignores %r of %s", other, delivery.peer)
             delivery.ack()
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._transfers.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("sending weights failed: %s", error)
+    def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
+        """One transfer per relay: a new request ends the one before."""
+        if (task := self._tasks.get(delivery.peer)) is not None:
+            task.cancel()
+        task = self._tasks[delivery.peer] = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: self._finished(delivery.peer, done))
 
-    async def _send(self, request: Delivery) -> None:
-        number, tag = request.body.get("number"), request.body.get("request")
-        found = self._versions.get(number) if isinstance(number, int) else None
-        if found is None:
-            await self.hub.send(request.peer, "no_version", {"request": tag, "available": sorted(self._versions)})
+    def _finished(self, peer: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(peer) is task:
+            del self._tasks[peer]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("sending weights to %s failed: %s", peer, error, exc_info=error)
+
+    async def _send(self, delivery: Delivery) -> None:
+        started = time.monotonic()
+        peer = delivery.peer
+        self._open.pop(peer, None)
+        try:
+            transfer = await self._prepare(delivery)
+        except _Refused as refused:
+            await self._refuse(delivery, str(refused))
             return
-        manifest, buffer = found
-        await self.hub.send(request.peer, "manifest", {"request": tag, "manifest": manifest.to_dict()})
-        for offset in range(0, manifest.nbytes, self.chunk_bytes):
-            chunk = buffer[offset : offset + self.chunk_bytes]
-            self.bytes_sent += chunk.nbytes
-            await self.hub.send(request.peer, "chunk", {"request": tag, "offset": offset}, {"data": chunk})
+        self._open[peer] = transfer
+        parts = [part.to_dict() for part, _ in transfer.streams]
+        body = {"request": transfer.request, "manifest": transfer.manifest.to_dict(), "parts": parts}
+        await self.hub.send(peer, "manifest", body)
+        everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
+        await self._send_ranges(peer, transfer, transfer.request, everything)
+        self._count(peer, transfer, everything, kind_of([part for part, _ in transfer.streams]), started)
+
+    async def _send_again(self, delivery: Delivery) -> None:
+        started = time.monotonic()
+        peer, body = delivery.peer, delivery.body
+        transfer = self._open.get(peer)
+        try:
+            if transfer is None or transfer.request != body["of"]:
+                raise LookupError("no such transfer is under way")
+            payloads = [(i, transfer.streams[i][0].payloads[j]) for i, indexes in body["tensors"] for j in indexes]
+            request = int(body["request"])
+        except (LookupError, TypeError, ValueError) as error:
+            await self._refuse(delivery, f"cannot send again: {error}")
+            return
+        ranges = [(i, payload.offset, payload.nbytes) for i, payload in payloads]
+        await self._send_ranges(peer, transfer, request, ranges)
+        self._count(peer, transfer, ranges, "again", started)
+
+    async def _refuse(self, delivery: Delivery, reason: str) -> None:
+        newest = [] if self._newest is None else [self._newest.manifest.version.number]
+        available = sorted({*self.chain.complete, *self.chain.deltas, *newest})
+        body = {"request": delivery.body.get("request"), "available": available, "reason": reason}
+        await self.hub.send(delivery.peer, "no_version", body)
+
+    async def _send_ranges(
+        self, peer: str, transfer: _Transfer, request: int, ranges: list[tuple[int, int, int]]
+    ) -> None:
+        """Sends (part, offset, bytes) of the transfer's streams in chunks, within the peer's rate."""
+        pacer, size = self._pacers.setdefault(peer, Pacer()), self.chunk_of(peer)
+        for part, first, nbytes in ranges:
+            stream = transfer.streams[part][1]
+            for offset in range(first, first + nbytes, size):
+                chunk = stream[offset : min(offset + size, first + nbytes)]
+                if (wait_s := pacer.wait_s(chunk.nbytes, self.rate_of(peer), time.monotonic())) > 0:
+                    await asyncio.sleep(wait_s)
+                self.bytes_sent += chunk.nbytes
+                body = {"request": request, "part": part, "offset": offset}
+                await self.hub.send(peer, "chunk", body, {"data": chunk})
+
+    def _count(
+        self, peer: str, transfer: _Transfer, ranges: list[tuple[int, int, int]], kind: str, started: float
+    ) -> None:
+        nbytes = sum(length for _, _, length in ranges)
+        number = transfer.manifest.version.number
+        self.sent.append(Sent(number, peer, nbytes, kind, time.monotonic() - started))
+
+    async def _prepare(self, delivery: Delivery) -> _Transfer:
+        """Chooses what to send.
+
+        Raises:
+            _Refused: it cannot be sent.
+        """
+        body = delivery.body
+        number, request, newest = body.get("number"), body.get("request"), body.get("newest") is True
+        if not isinstance(number, int) or not isinstance(request, int):
+            raise _Refused("number or request is no number")
+        if self._newest is None or number > self._newest.manifest.version.number:
+            raise _Refused("it is not published")
+        if self.deltas and body.get("encoding") == "delta":
+            return await self._prepare_way(delivery, number, request, newest)
+        manifest, buffer = self._newest.manifest, self._newest.buffer
+        assert buffer is not None
+        if manifest.version.number != number and not newest:
+            raise _Refused("a newer one has replaced it")
+        return _Transfer(request, manifest, ((Part.of_buffer(manifest), buffer),), is_delta=False)
+
+    async def _prepare_way(self, delivery: Delivery, number: int, request: int, newest: bool) -> _Transfer:
+        assert self._newest is not None
+        if self.chain.newest is None:
+            self._append(self._newest, None)
+        assert self.chain.newest is not None
+        held = self._versions.get(holds) if isinstance(holds := delivery.body.get("holds"), int) else None
+        base = None
+        if held is not None and held.manifest.version.content_hash == delivery.body.get("holds_hash"):
+            base = held.manifest.version.number
+        try:
+            if number > self.chain.newest:
+                await self._wait_for(self._coding)
+            if base is None and number != self.chain.newest and not newest:  # it may need an anchor
+                await self._wait_for(self._packing)
+        except Exception as error:  # the next `publish` ends the run with it; the relay need not wait so long
+            raise _Refused(f"it could not be coded: {error}") from error
+        self.chain.acknowledged(delivery.peer, base)
+        try:
+            want = self.chain.newest if newest else number
+            path = self.chain.path(base, want)
+        except Unreachable as error:
+            raise _Refused(str(error)) from error
+        streams = tuple(self._stream(step) for step in path)
+        return _Transfer(request, self._versions[want].manifest, streams, is_delta=True)
+
+    def _stream(self, step: Step) -> Stream:
+        """The bytes of a step; what is complete and not packed is the newest version."""
+        version = self._versions[step.number]
+        stream = version.packed if step.base is None else version.delta
+        if stream is not None:
+            return stream
+        assert version.buffer is not None
+        return Part.of_buffer(version.manifest), version.buffer
+
+    async def _extend(self, before: _Version, version: _Version) -> None:
+        """Appends a version to the chain, once its delta is made."""
+        assert before.buffer is not None and version.buffer is not None
+        delta = None
+        if version.manifest.like(before.manifest):
+            old = before.manifest.version.number, before.buffer
+            delta = await asyncio.to_thread(code, version.manifest, version.buffer, old)
+        self._append(version, delta)
+
+    def _append(self, version: _Version, delta: Stream | None) -> None:
+        number = version.manifest.version.number
+        version.delta = delta
+        self._versions[number] = version
+        delta_bytes = None if delta is None else delta[0].nbytes
+        if self.chain.published(number, delta_bytes, version.manifest.nbytes):
+            self._packing = asyncio.create_task(self._pack(version))
+        self._collect()
+
+    async def _pack(self, version: _Version) -> None:
+        """Compresses an anchor, so that it costs less to keep and to send."""
+        assert version.buffer is not None
+        version.packed = await asyncio.to_thread(code, version.manifest, version.buffer, None)
+        self.chain.anchored(version.packed[0].nbytes)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forgets what the chain does not need."""
+        self.chain.collect()
+        for number, version in list(self._versions.items()):
+            if number not in self.chain.deltas:
+                version.delta = None
+            if number not in self.chain.complete:
+                version.packed = None
+            if number not in (self.chain.newest, self.chain.coming_anchor):
+                version.buffer = None
+        bases = {version.delta[0].base for version in self._versions.values() if version.delta is not None}
+        kept = {*self.chain.complete, *self.chain.deltas, *bases, self.chain.coming_anchor}
+        for number in self._versions.keys() - kept:
+            del self._versions[number]
+
+    async def _wait_for(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            async with self.hub.waits.deadline("weights to be coded", CODING_LIMIT_S):
+                await asyncio.shield(task)
+
+
+def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | None) -> Stream:
+    """A version as the delta codec's payloads, one after the other.
+
+    Args:
+        manifest: of the version.
+        buffer: uint8 [nbytes].
+        old: number and buffer (with the same layout) of the version to start from; None: complete.
+    """
+
+    def one(index: int) -> np.ndarray:
+        t = manifest.tensors[index]
+        place = slice(t.offset, t.offset + t.nbytes)
+        return encode_tensor(buffer[place], None if old is None else old[1][place], t.dtype)
+
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, min(MAX_CODING_THREADS, cores // CODING_SHARE))) as pool:
+        payloads = list(pool.map(one, range(len(manifest.tensors))))
+    stream = np.concatenate([*payloads, np.empty(0, dtype=np.uint8)])
+    sizes = [(payload.nbytes, checksum(payload)) for payload in payloads]
+    return Part.of_payloads(manifest.version.number, None if old is None else old[0], sizes), stream

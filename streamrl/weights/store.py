@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 
 from streamrl.errors import RunFailed
 from streamrl.weights.version import CorruptWeights, Manifest
+
+log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,15 +35,22 @@ class WeightStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._verified: set[int] = set()
+        """Versions that this object has seen whole."""
+        self._writing: dict[int, int | None] = {}
+        """Begun and not committed: the version, and which one it is made from."""
 
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def begin(self, manifest: Manifest) -> np.ndarray:
-        """A writable buffer (uint8 [nbytes]) for a version to be received.
+    def begin(self, manifest: Manifest, base: int | None = None) -> np.ndarray:
+        """A writable buffer (uint8 [nbytes]) for a version to be received: with the bytes of a version that is here
+        (`base`), to which deltas are applied, or with zeros. The base stays until the version is committed or
+        abandoned.
 
         Raises:
             RunFailed: there is no room.
+            FileNotFoundError: the base is not here.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self.directory).free
@@ -49,24 +59,32 @@ class WeightStore:
                 f"no room for weights in {self.directory}: {manifest.nbytes / 2**20:.0f} MiB needed, "
                 f"{free / 2**20:.0f} MiB free"
             )
-        partial = self._path(manifest.version.number).with_suffix(".partial")
-        return np.memmap(partial, dtype=np.uint8, mode="w+", shape=(manifest.nbytes,))
+        number = manifest.version.number
+        partial = self._path(number).with_suffix(".partial")
+        self._writing[number] = base
+        if base is None:
+            return np.memmap(partial, dtype=np.uint8, mode="w+", shape=(manifest.nbytes,))
+        shutil.copyfile(self._path(base), partial)
+        os.truncate(partial, manifest.nbytes)
+        return np.memmap(partial, dtype=np.uint8, mode="r+", shape=(manifest.nbytes,))
 
     def commit(self, manifest: Manifest, buffer: np.ndarray) -> None:
         """Verifies what was received and gives it its name.
 
         Raises:
-            CorruptWeights: the bytes do not match; the partial file is deleted.
+            CorruptWeights: the bytes do not match. The partial file stays, to be mended and committed, or abandoned.
         """
+        manifest.verify(buffer)
         number = manifest.version.number
-        partial = self._path(number).with_suffix(".partial")
-        try:
-            manifest.verify(buffer)
-        except CorruptWeights:
-            partial.unlink(missing_ok=True)
-            raise
         self._path(number).with_suffix(".json").write_text(json.dumps(manifest.to_dict()))
-        partial.rename(self._path(number))
+        self._path(number).with_suffix(".partial").rename(self._path(number))
+        self._writing.pop(number, None)
+        self._verified.add(number)
+
+    def abandon(self, number: int) -> None:
+        """Deletes what was begun of a version."""
+        self._path(number).with_suffix(".partial").unlink(missing_ok=True)
+        self._writing.pop(number, None)
 
     def open(self, number: int) -> tuple[Manifest, np.ndarray]:
         """A committed version; the buffer is a private view (writes do not reach the file).
@@ -77,12 +95,38 @@ class WeightStore:
         manifest = Manifest.from_dict(json.loads(self._path(number).with_suffix(".json").read_text()))
         return manifest, np.memmap(self._path(number), dtype=np.uint8, mode="c")
 
+    def newest_verified(self) -> int | None:
+        """The newest version here, or None. What an earlier process left is verified first, and deleted if it is not
+        whole."""
+        numbers = (int(path.stem.split("_")[1]) for path in self.directory.glob("version_*.bin"))
+        for number in sorted(numbers, reverse=True):
+            if number in self._verified:
+                return number
+            try:
+                manifest, buffer = self.open(number)
+                manifest.verify(buffer)
+            except (CorruptWeights, OSError, ValueError) as error:
+                log.warning("deleting version %d of an earlier process: %s", number, error)
+                self._path(number).unlink(missing_ok=True)
+                continue
+            self._verified.add(number)
+            return number
+        return None
+
+    def distrust(self, number: int) -> None:
+        """A version turned out to be no good base: it is verified again before it is used as one."""
+        self._verified.discard(number)
+
     def keep_only(self, numbers: set[int]) -> None:
-        """Deletes other versions (a reader that still maps one keeps its memory until it lets go)."""
+        """Deletes other versions (a reader that still maps one keeps its memory until it lets go), except what is
+        being written and what it is made from."""
+        kept = numbers | self._writing.keys() | set(self._writing.values())
         for path in self.directory.glob("version_*.*"):
-            if int(path.stem.split("_")[1]) not in numbers:
+            if (number := int(path.stem.split("_")[1])) not in kept:
                 path.unlink(missing_ok=True)
+                self._verified.discard(number)
 
     def clear(self) -> None:
         """Deletes the whole store."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._verified.clear()

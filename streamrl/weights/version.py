@@ -1,9 +1,13 @@
-"""Weight versions: what a version is called, how it is laid out as bytes, how it is verified."""
+"""Weight versions: what a version is called, how it is laid out as bytes, how it travels, how it is verified.
+
+A version is the same whichever way it came. So a manifest has no base (`WeightVersion.base` is None: it describes
+complete weights); what a receiver started from is said by the parts that were sent to it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,15 @@ ALIGNMENT = 64
 
 class CorruptWeights(Exception):
     """Bytes that do not match their version's checksums."""
+
+
+class CorruptTensors(CorruptWeights):
+    """Some tensors of a version do not match."""
+
+    def __init__(self, message: str, indexes: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.indexes = indexes
+        """Which ones, counted as in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A version: number, the version it is a delta of (None: complete), and the hash of the *resulting* weights."""
+    """A version: number, the version it is a delta of (None: complete, as in every manifest), and the hash of the
+    *resulting* weights."""
 
     number: int
     base: int | None
@@ -91,21 +105,115 @@ class Manifest:
             buffer: uint8 [nbytes].
 
         Raises:
-            CorruptWeights: naming the first tensor that differs.
+            CorruptTensors: naming the first tensor that differs.
+            CorruptWeights: the buffer has another size.
         """
         if buffer.nbytes != self.nbytes:
             raise CorruptWeights(f"{buffer.nbytes} bytes instead of {self.nbytes}")
-        with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
-            sums = pool.map(lambda t: checksum(buffer[t.offset : t.offset + t.nbytes]), self.tensors)
-            for entry, found in zip(self.tensors, sums, strict=True):
-                if found != entry.checksum:
-                    raise CorruptWeights(f"version {self.version.number}: tensor {entry.name!r} is corrupt")
+        if corrupt := _corrupt(self.tensors, buffer):
+            first = self.tensors[corrupt[0]].name
+            raise CorruptTensors(f"version {self.version.number}: tensor {first!r} is corrupt", corrupt)
+
+    def like(self, other: Manifest) -> bool:
+        """Whether both have the same tensors (names, types, shapes) at the same places, whatever their values."""
+        return self.nbytes == other.nbytes and (
+            [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in self.tensors]
+            == [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in other.tensors]
+        )
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) views into a buffer (uint8 [nbytes])."""
         for t in self.tensors:
             raw = torch.from_numpy(buffer[t.offset : t.offset + t.nbytes])
             yield t.name, raw.view(getattr(torch, t.dtype)).reshape(t.shape)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is sent of one tensor, within a part's stream."""
+
+    offset: int
+    nbytes: int
+    checksum: str
+    """BLAKE3 of the payload's bytes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights on their way: one stream of `nbytes`, with a payload for every tensor of the manifest, in its order."""
+
+    number: int
+    base: int | None
+    """The version that this is a delta of (None: complete)."""
+    coded: bool
+    """Whether payloads are the delta codec's, one after the other; else the stream is the version's buffer itself."""
+    nbytes: int
+    payloads: tuple[Payload, ...]
+
+    @staticmethod
+    def of_buffer(manifest: Manifest) -> Part:
+        """All of a version, not coded."""
+        payloads = tuple(Payload(t.offset, t.nbytes, t.checksum) for t in manifest.tensors)
+        return Part(manifest.version.number, None, False, manifest.nbytes, payloads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for an envelope; what is not coded is told by its manifest."""
+        payloads = [[p.nbytes, p.checksum] for p in self.payloads] if self.coded else None
+        return {"number": self.number, "base": self.base, "payloads": payloads}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any], manifest: Manifest) -> Part:
+        """Checks a part that was received with `manifest`, on the way to that version.
+
+        Raises:
+            CorruptWeights: it is malformed, or does not fit the manifest.
+        """
+        try:
+            number, base = int(values["number"]), None if values["base"] is None else int(values["base"])
+            sizes = None if values["payloads"] is None else [(int(n), str(c)) for n, c in values["payloads"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptWeights(f"part is malformed: {error}") from error
+        if sizes is None:
+            if (number, base) != (manifest.version.number, None):
+                raise CorruptWeights(f"part {number} is not coded and not of version {manifest.version.number}")
+            return Part.of_buffer(manifest)
+        if len(sizes) != len(manifest.tensors):
+            raise CorruptWeights(f"part {number} has {len(sizes)} payloads for {len(manifest.tensors)} tensors")
+        if any(not 0 < n <= t.nbytes + 1 for (n, _), t in zip(sizes, manifest.tensors, strict=True)):
+            raise CorruptWeights(f"a payload of part {number} is larger than its tensor")
+        return Part.of_payloads(number, base, sizes)
+
+    @staticmethod
+    def of_payloads(number: int, base: int | None, sizes: Iterable[tuple[int, str]]) -> Part:
+        """A coded part.
+
+        Args:
+            number: its version.
+            base: the version that it is a delta of, or None.
+            sizes: bytes and checksum of each payload.
+        """
+        payloads, cursor = [], 0
+        for nbytes, digest in sizes:
+            payloads.append(Payload(cursor, nbytes, digest))
+            cursor += nbytes
+        return Part(number, base, True, cursor, tuple(payloads))
+
+    def corrupt(self, stream: np.ndarray, indexes: Sequence[int]) -> tuple[int, ...]:
+        """Of these tensors, the ones whose payloads in a stream (uint8 [nbytes]) do not match."""
+        found = _corrupt([self.payloads[i] for i in indexes], stream)
+        return tuple(indexes[i] for i in found)
+
+
+def kind_of(parts: Iterable[Part]) -> str:
+    """What a way is made of, in a word or two."""
+    kinds = ["complete" if not part.coded else "packed" if part.base is None else "delta" for part in parts]
+    return "+".join(dict.fromkeys(kinds)) or "nothing"
+
+
+def _corrupt(entries: Sequence[Payload | TensorEntry], data: np.ndarray) -> tuple[int, ...]:
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+        sums = pool.map(lambda e: checksum(data[e.offset : e.offset + e.nbytes]), entries)
+        return tuple(i for i, (e, found) in enumerate(zip(entries, sums, strict=True)) if found != e.checksum)
 
 
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Manifest, np.ndarray]:

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from streamrl.weights.quantize import full_precision
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights
 
@@ -50,10 +51,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
-        """Loads one version.
+        """Loads one version. Weights that come as 8-bit codes are turned back into the model's type: the engine
+        computes with weights of their precision, not with the codes.
 
         Raises:
-            CorruptWeights: the store holds something else under that number.
+            CorruptWeights: the store holds something else under that number, or codes without their scales.
         """
         if self._store is None:
             raise RuntimeError("init_transfer_engine was not called")
@@ -61,7 +63,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         if manifest.version.content_hash != update_info.content_hash:
             raise CorruptWeights(f"version {update_info.number} in the store is not the one announced")
         model: Any = self.model
-        model.load_weights(manifest.tensors_of(buffer))
+        model.load_weights(full_precision(manifest, buffer, self.model_config.dtype))
 
     def finish_weight_update(self) -> None:
         """Packs the loaded layers for the kernels again."""

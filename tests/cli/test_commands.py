@@ -47,7 +47,17 @@ class Terminal:
         (folder / "run.yaml").write_text(RUN)
         (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
 
-    def _run(self, cluster: ClusterConfig, run: RunConfig, run_dir: Path, resume: bool, plain: bool) -> None:
+    def _run(
+        self,
+        cluster: ClusterConfig,
+        run: RunConfig,
+        run_dir: Path,
+        resume: bool,
+        plain: bool,
+        site: str | None,
+        emulate: bool,
+    ) -> None:
+        assert (site, emulate) == (None, False)
         self.launched.append((cluster, run, run_dir, resume, plain))
         if self.failure is not None:
             raise self.failure

@@ -20,7 +20,7 @@ from streamrl.control.lengths import StepLengths
 from streamrl.control.pool import GroupPool
 from streamrl.control.prompts import GroupSource, samples_of
 from streamrl.control.step_metrics import step_metrics
-from streamrl.control.times import Interval, Span
+from streamrl.control.times import Interval, Span, WeightTraffic
 from streamrl.errors import RunFailed
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
@@ -299,7 +299,7 @@ def test_step_metrics_are_what_they_say() -> None:
     result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
     audit = LengthAudit(128).end_step(1)
-    row = step_metrics(batch, times, result, 7, 2, 1.5, predictions, audit, 6)
+    row = step_metrics(batch, times, result, WeightTraffic(7, 2.5), 2, 1.5, predictions, audit, 6)
     assert row.step_time_s == 10
     assert row.generate_time_s == pytest.approx(2.0)
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked
@@ -311,7 +311,7 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.groups_no_gradient, row.groups_total, row.samples_total) == (1, 2, 4)
     assert (row.staleness_mean, row.staleness_max) == (0, 0)
     assert (row.output_length_p50, row.output_length_max) == (2.5, 3)
-    assert (row.kl_mean, row.prompts_too_long, row.weight_bytes_sent) == (None, 2, 7)
+    assert (row.kl_mean, row.prompts_too_long, row.weight_bytes_sent, row.weight_transfer_s) == (None, 2, 7, 2.5)
     assert (row.importance_ratio_mean, row.importance_ratio_max) == (1.2, 1.5)
     assert (row.ess_token, row.ess_sequence) == (pytest.approx(0.8), 1.0)  # 5^2 / (5 * 6.25)
     assert (row.masked_fraction, row.truncated_weight_fraction) == (0.2, 0.4)

@@ -48,6 +48,11 @@ class Project:
         rows[3]["prompt"], rows[4]["prompt"] = "crash", "hang"
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
+    @property
+    def env(self) -> dict[str, str]:
+        """Of its commands: the folder's own reward function can be imported."""
+        return os.environ | {"PYTHONPATH": str(self.folder)}
+
     def command(self, *extra: str, ranks: int = 1, **changes: object) -> list[str]:
         (self.folder / "cluster.yaml").write_text(CLUSTER.replace("RANKS", str(ranks)))
         run = {
@@ -87,7 +92,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(self.folder)},
+            env=self.env,
         )
 
     def launch(self, *extra: str, code: int = 0, **changes: object) -> str:

@@ -284,6 +284,70 @@ def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
     asyncio.run(body())
 
 
+def test_while_throttled_nothing_starts_and_what_runs_goes_on_elsewhere_too() -> None:
+    policy = Scripted()
+    work, sent = dispatcher(policy)
+
+    async def body() -> None:
+        await work.submit([(requests("g.0", "g.1", "g.2"), None)])
+        policy.to_move = [("g.1", "b")]
+        await work.finished("g.0", 7)
+        told(sent)
+        await work.throttle(True)
+        await work.submit([(requests("h.0"), None)])
+        policy.to_move = [("g.2", "c")]
+        await work.finished("unknown", 1)
+        assert told(sent) == []  # neither started nor moved
+        await work.released(part("g.1", 4))
+        assert told(sent) == [("b", "generate", "g.1")] and work.moves == 1
+        await work.finished("g.1", 9)
+        assert told(sent) == [] and policy.ended[-1] == ("g.1", 9)
+        await work.throttle(False)
+        assert told(sent) == [("a", "generate", "h.0"), ("a", "release", "g.2")]
+        await work.submit([(requests("h.1"), None)])
+        assert told(sent) == [("a", "generate", "h.1")]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "longest-first", "skew-aware"])
+def test_what_comes_back_or_is_new_while_throttled_starts_once_afterwards(policy: str) -> None:
+    work, sent = dispatcher(make_policy(policy, 100))
+
+    async def body() -> None:
+        for name in "ab":
+            await work.join(name, 8, None, "regular")
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3", "g.4"), None)])
+        at = {sample: to for to, _, sample in told(sent)}
+        assert len(at) == 5
+        await work.throttle(True)
+        await work.submit([(requests("h.0", "h.1"), None)])
+        await work.finished("g.0", 5)
+        await work.park(["g.1", "g.2", "h.0"])
+        for sample in ("g.1", "g.2"):
+            await work.released(part(sample, 2))
+        await work.resume(["g.1", "h.0"])
+        held = at["g.3"]
+        await work.hold(held, requeue=True)
+        await work.released(part("g.3", 3))
+        await work.unhold(held)
+        assert {kind for _, kind, _ in told(sent)} == {"release"}
+        await work.throttle(True)
+        assert told(sent) == []
+        await work.throttle(False)
+        back = {"g.1", "g.3", "h.0", "h.1"}  # g.4 may have been taken off as well, and is then not here yet
+        started = [(kind, sample) for _, kind, sample in told(sent)]
+        assert sorted(started) == [("generate", sample) for sample in sorted(back)]
+        if at["g.4"] == held:
+            await work.released(part("g.4", 3))
+            assert [(kind, sample) for _, kind, sample in told(sent)] == [("generate", "g.4")]
+        for sample in sorted(back | {"g.4"}):
+            await work.finished(sample, 9)
+        assert told(sent) == [] and work.requests.keys() == work.parked == {"g.2"}
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["forecasts", "none"])
 def test_a_batch_is_planned_as_a_whole(known: bool) -> None:
     """One long group among short ones: with forecasts it gets an instance of its own, whatever its place."""

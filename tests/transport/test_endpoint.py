@@ -11,9 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from streamrl.transport import endpoint
+from streamrl.errors import RunFailed
+from streamrl.transport import base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, PeerLost
+from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 
 
@@ -34,7 +36,7 @@ async def restarted_hub(address: str) -> Hub:
     while True:
         try:
             return hub_at(address)
-        except endpoint.RunFailed:
+        except RunFailed:
             await asyncio.sleep(0.1)
 
 
@@ -89,7 +91,7 @@ def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
         stranger.connect(address)
         for _ in range(50):
             await stranger.send_multipart([b"\x00junk", b"more"])
-        well_formed = endpoint.encode(endpoint.Message("sample", "nobody", 1, {}))
+        well_formed = encode(Message("sample", "nobody", 1, {}))
         await stranger.send_multipart(well_formed)
         while hub.malformed < 50 or hub.unknown < 1:
             await asyncio.sleep(0.02)
@@ -103,7 +105,7 @@ def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
 
 
 def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address, lost_after_s=0.8), await link_to(address)
@@ -119,7 +121,7 @@ def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address), await link_to(address, lost_after_s=0.8)
@@ -133,7 +135,7 @@ def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endpoint, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address), await link_to(address)
@@ -158,7 +160,7 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
 def test_an_address_in_use_is_said() -> None:
     async def body(address: str) -> None:
         hub = hub_at(address)
-        with pytest.raises(endpoint.RunFailed, match="cannot listen on"):
+        with pytest.raises(RunFailed, match="cannot listen on"):
             hub_at(address)
         await hub.close()
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from streamrl.errors import RunFailed
-from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub, Link
-from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.relay import WeightRelay
+from streamrl.weights.publisher import code
 from streamrl.weights.store import WeightStore
-from streamrl.weights.version import CorruptWeights, Manifest, lay_out
-from tests.training.conftest import free_port
+from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -79,46 +73,61 @@ def test_the_store_names_only_verified_versions(tmp_path: Path) -> None:
     assert not list(store.directory.glob("version_1*"))
 
 
-@pytest.mark.parametrize("damaged_transfers", [0, 1, 3])
-def test_a_relay_refetches_what_is_corrupt_and_gives_up_with_the_cause(tmp_path: Path, damaged_transfers: int) -> None:
-    manifest, buffer = lay_out(7, some_tensors().items())
+def put(store: WeightStore, number: int, seed: int) -> tuple[Manifest, np.ndarray]:
+    manifest, buffer = lay_out(number, some_tensors(seed).items())
+    store.begin(manifest)[:] = buffer
+    store.commit(manifest, np.memmap(store.directory / f"version_{number}.partial", dtype=np.uint8, mode="r+"))
+    return manifest, buffer
 
-    class Damaging(WeightPublisher):
-        """Flips a bit in the first transfers, as a bad link would."""
 
-        sends = 0
+def test_what_an_earlier_process_left_is_verified_before_it_is_trusted(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    for number in (1, 2, 3):
+        put(WeightStore(directory), number, seed=number)
+    (directory / "version_4.partial").write_bytes(b"half")
+    damaged = bytearray((directory / "version_3.bin").read_bytes())
+    damaged[200] ^= 1
+    (directory / "version_3.bin").write_bytes(damaged)
+    (directory / "version_2.bin").write_bytes((directory / "version_2.bin").read_bytes()[:-64])
+    store = WeightStore(directory)
+    assert store.newest_verified() == 1
+    assert not (directory / "version_3.bin").exists()
+    (directory / "version_1.bin").write_bytes(damaged)
+    assert store.newest_verified() == 1  # it has seen it whole, and is its only writer
+    store.distrust(1)
+    assert store.newest_verified() is None
 
-        async def _send(self, request: object) -> None:
-            self.sends += 1
-            sent = buffer.copy()
-            if self.sends <= damaged_transfers:
-                sent[len(sent) // 2] ^= 1
-            self._versions[7] = (manifest, sent)
-            await super()._send(request)  # type: ignore[arg-type]
 
-    async def body() -> None:
-        address = f"tcp://127.0.0.1:{free_port()}"
-        hub = Hub("publisher", WaitRegistry("publisher"), credits=2).bind(address)
-        publisher = Damaging(hub, chunk_bytes=100)
-        publisher.publish(manifest, buffer)
-        serving = asyncio.create_task(publisher.serve())
-        link = await Link("relay", "relay", WaitRegistry("relay")).connect(address, 10)
-        relay = WeightRelay(link, WeightStore(tmp_path), limit_s=10)
-        try:
-            if damaged_transfers == 3:
-                with pytest.raises(RunFailed, match="arrived corrupt 3 times"):
-                    await relay.fetch(7, manifest.version.content_hash)
-            else:
-                await relay.fetch(7, manifest.version.content_hash)
-                np.testing.assert_array_equal(relay.store.open(7)[1], buffer)
-            assert relay.corrupt == damaged_transfers
-            with pytest.raises(RunFailed, match="no weight version 8"):
-                await relay.fetch(8, "x")
-            with pytest.raises(RunFailed, match="corrupt"):
-                await relay.fetch(7, "of another run")
-        finally:
-            serving.cancel()
-            await link.close()
-            await hub.close()
+def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    _, old = put(store, 1, seed=1)
+    manifest, buffer = lay_out(2, some_tensors(2).items())
+    target = store.begin(manifest, base=1)
+    np.testing.assert_array_equal(target, old)
+    store.keep_only(set())
+    assert store.newest_verified() == 1
+    target[:] = buffer
+    np.testing.assert_array_equal(store.open(1)[1], old)  # a copy was changed, not the base
+    store.commit(manifest, target)
+    store.keep_only({2})
+    assert sorted(path.name for path in store.directory.iterdir()) == ["version_2.bin", "version_2.json"]
+    with pytest.raises(FileNotFoundError):
+        store.begin(lay_out(3, some_tensors(3).items())[0], base=1)
+    store.abandon(3)
+    assert store.newest_verified() == 2
 
-    asyncio.run(body())
+
+def test_a_part_that_does_not_fit_its_manifest_is_refused() -> None:
+    manifest, buffer = lay_out(2, some_tensors().items())
+    part, _ = code(manifest, buffer, None)
+    values = part.to_dict()
+    assert Part.from_dict(values, manifest) == part
+    assert Part.from_dict(Part.of_buffer(manifest).to_dict(), manifest) == Part.of_buffer(manifest)
+    with pytest.raises(CorruptWeights, match="payloads for"):
+        Part.from_dict(values | {"payloads": values["payloads"][1:]}, manifest)
+    with pytest.raises(CorruptWeights, match="larger than its tensor"):
+        Part.from_dict(values | {"payloads": [[10**9, "x"]] * len(manifest.tensors)}, manifest)
+    with pytest.raises(CorruptWeights, match="not coded"):
+        Part.from_dict({"number": 1, "base": None, "payloads": None}, manifest)
+    with pytest.raises(CorruptWeights, match="malformed"):
+        Part.from_dict({"number": 1}, manifest)

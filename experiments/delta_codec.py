@@ -1,0 +1,435 @@
+"""How small and how fast weight deltas are: against the entropy bound and simple peers, and over real optimizer steps.
+
+    .venv/bin/python experiments/delta_codec.py                  # 4 minutes of one core; wants 4 GB of memory
+    .venv/bin/python experiments/delta_codec.py --steps 0        # only made changes
+    .venv/bin/python experiments/delta_codec.py --summary-only   # tables and plot from the JSON again
+
+*Made changes*: SmolLM2-135M's tensors, of which a share, chosen at random, moves by some ulp (90 % of them by one). All
+tensors are coded and decoded one after the other. Speeds are bytes of the whole model per second of one thread's CPU
+time, the fastest of three; where other work shares the cores and their caches, they are lower than on a quiet machine.
+"Checked" ones include BLAKE3 of every resulting tensor. The bound is log2 C(n, k) + k H0(differences), summed over
+tensors. Peers: zstd (level 3) of both versions' XOR; and pairs of an int32 position and the new value, as simple sparse
+transfers send them.
+
+*Real steps*: the same model, fp32 masters, AdamW as a run file has it by default, on the next-token loss of questions
+and answers made by reasoning-gym, four texts a step. That is not a loss of RL: gradients differ, but AdamW divides by
+their size, so that an update is about the learning rate in either. Versions are bf16 casts of the masters after each
+step. Masters begin on the bf16 grid, as they do when a bf16 checkpoint is loaded; an element changes once it has moved
+half an ulp, so in the first steps only small weights can. "Settled" masters begin at random within half an ulp of the
+checkpoint, as they are after many steps. Writes experiments/results/delta_codec.json, .md and .svg.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow as pa
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from running import HERE, ROOT, Sheet, machine, shown, terminal
+from safetensors.torch import load_file
+
+from streamrl.config.run import OptimizerConfig
+from streamrl.launch.models import resolve_model
+from streamrl.weights.delta import decode_tensor, encode_tensor, entropy_bound_bits
+from streamrl.weights.version import checksum
+
+OUT = HERE / "results"
+MODEL = "smollm2-135m"
+DENSITIES = {
+    "bfloat16": (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0),
+    "float16": (0.01, 0.2),
+    "float32": (0.01, 0.2),
+    "float8_e4m3fn": (0.01, 0.2),
+}
+"""Shares of elements that are changed."""
+STEPS_OF_ULP = ((1, -1, 2, -2, 3, -5), (0.45, 0.45, 0.03, 0.03, 0.02, 0.02))
+"""Differences and how often each is made."""
+RATES = (1e-6, 5e-6, 2e-5)
+SETTLED_STEPS = 2
+"""Of each learning rate with settled masters."""
+REPEATS = 3
+"""Of coding and decoding; the fastest counts: the machine may have other work."""
+BATCH, LENGTH = 4, 64
+"""Texts in a step, and tokens of each at most."""
+TASKS = ("chain_sum", "spell_backward", "number_sorting", "count_bits")
+BOUND_TARGET, RATIO_TARGET, SPEED_TARGET = 1.25, 100.0, 0.5
+"""Times the bound; times smaller than the full model, with 1 % changed; GB/s."""
+GB = 1e9
+
+Tensors = list[np.ndarray]
+"""Bytes of each of a model's tensors, uint8 [nbytes]."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A model coded and decoded."""
+
+    dtype: str
+    density: float
+    """Measured."""
+    full_bytes: int
+    delta_bytes: int
+    bound_bytes: float
+    given_exponents_bytes: float | None = None
+    """The bound where each old exponent has a share of changes of its own; bf16 of real steps."""
+    encode_gb_s: float | None = None
+    decode_gb_s: float | None = None
+    encode_checked_gb_s: float | None = None
+    decode_checked_gb_s: float | None = None
+    xor_bytes: int | None = None
+    xor_gb_s: float | None = None
+    pairs_bytes: int | None = None
+    """int32 positions and values."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A real optimizer step and the delta of its version."""
+
+    lr: float
+    settled: bool
+    step: int
+    loss: float
+    coded: Coded
+
+
+def timed(done: Callable[[], Any], repeats: int = 1) -> tuple[float, Any]:
+    """CPU seconds of this thread, the fewest of all repeats, and the result."""
+    fewest, result = math.inf, None
+    for _ in range(repeats):
+        began = time.thread_time()
+        result = done()
+        fewest = min(fewest, time.thread_time() - began)
+    return fewest, result
+
+
+def model_tensors(dtype: str) -> Tensors:
+    """The model's tensors as this type; fp8 scaled by tensor, to fill its range."""
+    tensors = []
+    for tensor in load_file(Path(resolve_model(MODEL)) / "model.safetensors").values():
+        if dtype.startswith("float8"):
+            tensor = tensor.float() * (448 / tensor.float().abs().max().clamp(min=1e-6))
+        tensors.append(tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensors
+
+
+def words_of(dtype: str) -> type[np.unsignedinteger[Any]]:
+    """Unsigned words of its size."""
+    return {1: np.uint8, 2: np.uint16, 4: np.uint32}[getattr(torch, dtype).itemsize]
+
+
+def changed(old: Tensors, dtype: str, density: float, rng: np.random.Generator) -> Tensors:
+    """A copy of which a share of elements moved."""
+    word = words_of(dtype)
+    result = []
+    for tensor in old:
+        moved = tensor.copy()
+        elements = moved.view(word)
+        where = np.flatnonzero(rng.random(len(elements), dtype=np.float32) < density)
+        steps = rng.choice(np.array(STEPS_OF_ULP[0]), len(where), p=STEPS_OF_ULP[1])
+        elements[where] += steps.astype(word)
+        result.append(moved)
+    return result
+
+
+def sizes(new: Tensors, old: Tensors, dtype: str) -> tuple[float, int, float]:
+    """Share of changed elements, how many, and the bound in bytes."""
+    word = words_of(dtype)
+    count = sum(int(np.count_nonzero(n.view(word) != o.view(word))) for n, o in zip(new, old, strict=True))
+    bits = sum(entropy_bound_bits(o, n, dtype) for n, o in zip(new, old, strict=True))
+    return count / sum(len(n.view(word)) for n in new), count, bits / 8
+
+
+def code(new: Tensors, old: Tensors, dtype: str) -> Coded:
+    """Codes, decodes, compares bit for bit, and does what peers do."""
+    pairs = list(zip(new, old, strict=True))
+    full = sum(tensor.size for tensor in new)
+    encode_s, payloads = timed(lambda: [encode_tensor(n, o, dtype) for n, o in pairs], REPEATS)
+    decode_s = math.inf
+    for _ in range(REPEATS):
+        targets = [tensor.copy() for tensor in old]
+        both = list(zip(payloads, targets, strict=True))
+        seconds, _ = timed(lambda both=both: [decode_tensor(payload, target, dtype) for payload, target in both])
+        decode_s = min(decode_s, seconds)
+        if not all(map(np.array_equal, targets, new)):
+            raise AssertionError("a tensor came back different")
+    check_s, _ = timed(lambda: [checksum(tensor) for tensor in new], REPEATS)
+    density, count, bound = sizes(new, old, dtype)
+    zstd = pa.Codec("zstd", compression_level=3)
+    xor_s, xored = timed(lambda: sum(len(zstd.compress(n ^ o)) for n, o in pairs))
+    return Coded(
+        dtype=dtype,
+        density=density,
+        full_bytes=full,
+        delta_bytes=sum(payload.size for payload in payloads),
+        bound_bytes=bound,
+        encode_gb_s=full / encode_s / GB,
+        decode_gb_s=full / decode_s / GB,
+        encode_checked_gb_s=full / (encode_s + check_s) / GB,
+        decode_checked_gb_s=full / (decode_s + check_s) / GB,
+        xor_bytes=xored,
+        xor_gb_s=full / xor_s / GB,
+        pairs_bytes=count * (4 + getattr(torch, dtype).itemsize),
+    )
+
+
+def choice_bits(n: int, k: int) -> float:
+    """log2 C(n, k)."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
+
+
+def given_exponents(new: Tensors, old: Tensors) -> float:
+    """Bytes of the bound for bf16, positions chosen separately among elements of each old exponent.
+
+    The receiver has the old tensor, so a coder could use this; ours does not.
+    """
+    bits = 0.0
+    for n, o in zip(new, old, strict=True):
+        after, before = n.view(np.uint16), o.view(np.uint16)
+        moved = after != before
+        exponents = (before >> 7).astype(np.uint8)
+        totals = np.bincount(exponents, minlength=256)
+        parts = np.bincount(exponents[moved], minlength=256)
+        bits += entropy_bound_bits(o, n, "bfloat16") - choice_bits(len(after), int(moved.sum()))
+        bits += sum(choice_bits(int(total), int(part)) for total, part in zip(totals, parts, strict=True))
+    return bits / 8
+
+
+def texts(seed: int) -> Iterator[list[str]]:
+    """Batches of questions with their answers."""
+    import reasoning_gym
+
+    for step in range(10_000):
+        items = [reasoning_gym.create_dataset(task, size=1, seed=seed + step)[0] for task in TASKS[:BATCH]]
+        yield [f"{item['question']}\n{item['answer']}" for item in items]
+
+
+def optimizer_steps(lr: float, settled: bool, steps: int, on_step: Callable[[Step], None]) -> None:
+    """Real steps from the checkpoint; each version is coded against the one before."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    path = resolve_model(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    defaults = OptimizerConfig()
+    if settled:
+        with torch.no_grad():
+            for weight in model.parameters():
+                ulp = torch.exp2(torch.floor(torch.log2(weight.abs().clamp(min=2.0**-120))) - 7)
+                weight += (torch.rand_like(weight) - 0.5) * ulp * 0.999
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr, betas=defaults.betas, eps=defaults.eps, weight_decay=defaults.weight_decay
+    )
+
+    def version() -> Tensors:
+        return [w.detach().bfloat16().reshape(-1).view(torch.uint8).numpy() for w in model.parameters()]
+
+    old = version()
+    for step, batch in zip(range(1, steps + 1), texts(seed=1), strict=False):
+        rows = [tokenizer(text)["input_ids"][:LENGTH] for text in batch]
+        loss = sum(model(input_ids=torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows) / len(rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), defaults.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        new = version()
+        payloads = [encode_tensor(n, o, "bfloat16") for n, o in zip(new, old, strict=True)]
+        for payload, before, tensor in zip(payloads, old, new, strict=True):
+            target = before.copy()
+            decode_tensor(payload, target, "bfloat16")
+            if not np.array_equal(target, tensor):
+                raise AssertionError("a tensor came back different")
+        density, count, bound = sizes(new, old, "bfloat16")
+        coded = Coded(
+            dtype="bfloat16",
+            density=density,
+            full_bytes=sum(tensor.size for tensor in new),
+            delta_bytes=sum(payload.size for payload in payloads),
+            bound_bytes=bound,
+            given_exponents_bytes=given_exponents(new, old),
+            pairs_bytes=6 * count,
+        )
+        on_step(Step(lr, settled, step, loss.item(), coded))
+        old = new
+
+
+def made_sheet(rows: Sequence[Coded]) -> Sheet:
+    """Made changes."""
+    columns = (
+        *("type", "changed", "full MB", "delta MB", "/ bound", "full / delta", "encode GB/s", "decode GB/s"),
+        *("encode checked", "decode checked", "zstd XOR MB", "zstd XOR GB/s", "pairs MB"),
+    )
+    body = [
+        (
+            row.dtype,
+            f"{row.density:.4%}",
+            f"{row.full_bytes / 1e6:.1f}",
+            f"{row.delta_bytes / 1e6:.3f}",
+            f"{row.delta_bytes / row.bound_bytes:.3f}",
+            f"{row.full_bytes / row.delta_bytes:.1f}",
+            shown(row.encode_gb_s),
+            shown(row.decode_gb_s),
+            shown(row.encode_checked_gb_s),
+            shown(row.decode_checked_gb_s),
+            shown(row.xor_bytes / 1e6 if row.xor_bytes else None, ".3f"),
+            shown(row.xor_gb_s),
+            shown(row.pairs_bytes / 1e6 if row.pairs_bytes else None, ".3f"),
+        )
+        for row in rows
+    ]
+    return Sheet(f"Made changes on {MODEL}'s tensors", columns, body, targets(rows))
+
+
+def targets(rows: Sequence[Coded]) -> list[str]:
+    """What was asked of the codec, and what came of it."""
+    if not rows:
+        return []
+    over = {f"{row.dtype} at {row.density:.2%}": row.delta_bytes / row.bound_bytes for row in rows}
+    above = ", ".join(f"{name} ({value:.3f})" for name, value in over.items() if value > BOUND_TARGET)
+    said = f"MISSED by {above}" if above else f"held, at most {max(over.values()):.3f}"
+    lines = [f"at most {BOUND_TARGET} times the entropy bound: {said}"]
+    for row in rows:
+        if row.dtype == "bfloat16" and abs(row.density - 0.01) < 0.001:
+            ratio = row.full_bytes / row.delta_bytes
+            held = "held" if ratio >= RATIO_TARGET else "MISSED"
+            lines.append(f"{RATIO_TARGET:.0f} times smaller than full bf16 at 1 % changed: {held}, {ratio:.1f}")
+    for name in ("encode", "decode"):
+        slow = [row for row in rows if (getattr(row, f"{name}_gb_s") or 0) < SPEED_TARGET]
+        said = ", ".join(f"{row.dtype} at {row.density:.0%} ({getattr(row, f'{name}_gb_s'):.2f})" for row in slow)
+        lines.append(f"{name} at {SPEED_TARGET} GB/s of model per core: {f'MISSED by {said}' if slow else 'held'}")
+    return lines
+
+
+def steps_sheet(steps: Sequence[Step]) -> Sheet:
+    """Real steps."""
+    columns = (
+        *("learning rate, masters", "step", "loss", "changed", "delta MB", "/ bound", "full / delta", "pairs MB"),
+        "bound given exponents / bound",
+    )
+    body = [
+        (
+            f"{some.lr:g}, {'settled' if some.settled else 'from the file'}",
+            str(some.step),
+            f"{some.loss:.3f}",
+            f"{some.coded.density:.3%}",
+            f"{some.coded.delta_bytes / 1e6:.3f}",
+            f"{some.coded.delta_bytes / some.coded.bound_bytes:.3f}",
+            f"{some.coded.full_bytes / some.coded.delta_bytes:.1f}",
+            shown((some.coded.pairs_bytes or 0) / 1e6, ".3f"),
+            shown((some.coded.given_exponents_bytes or 0) / some.coded.bound_bytes, ".3f"),
+        )
+        for some in steps
+    ]
+    notes = ("next-token loss, not a loss of RL; AdamW's update is about the learning rate in either",)
+    return Sheet("Real AdamW steps, bf16 versions", columns, body, notes)
+
+
+def draw(rows: Sequence[Coded], steps: Sequence[Step], path: Path) -> None:
+    """Sizes, speeds, and densities of real steps."""
+    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    size, speed, real = figure.subplots(1, 3)
+    brain = [row for row in rows if row.dtype == "bfloat16"]
+    shares = [row.density for row in brain]
+    for name, values in (
+        ("full", [row.full_bytes for row in brain]),
+        ("positions and values", [row.pairs_bytes or 0 for row in brain]),
+        ("zstd of XOR", [row.xor_bytes or 0 for row in brain]),
+        ("this codec", [row.delta_bytes for row in brain]),
+    ):
+        size.plot(shares, [value / 1e6 for value in values], "o-", ms=3, label=name)
+    size.plot(shares, [row.bound_bytes / 1e6 for row in brain], "k--", lw=1, label="entropy bound")
+    size.set(xscale="log", yscale="log", xlabel="share of elements changed", ylabel="MB, bf16")
+    for name, label in (("encode", "encode"), ("decode", "decode"), ("xor", "zstd of XOR")):
+        speed.plot(shares, [getattr(row, f"{name}_gb_s") for row in brain], "o-", ms=3, label=label)
+    speed.axhline(SPEED_TARGET, color="#888888", ls="--", lw=1)
+    speed.set(xscale="log", yscale="log", xlabel="share of elements changed", ylabel="GB/s of model, one core")
+    for settled in (False, True):
+        for number, lr in enumerate(RATES):
+            some = [step for step in steps if step.lr == lr and step.settled == settled]
+            label = f"{lr:g}{', settled' if settled else ''}"
+            densities = [step.coded.density for step in some]
+            real.plot([s.step for s in some], densities, "s--" if settled else "o-", color=f"C{number}", label=label)
+    real.set(yscale="log", xlabel="optimizer step", ylabel="share of elements changed")
+    for axes in (size, speed, real):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def surroundings() -> str:
+    """The machine, and how many processes want its cores just now."""
+    return f"{machine()}, load average {os.getloadavg()[0]:.1f}"
+
+
+def save(path: Path, on: str, rows: Sequence[Coded], steps: Sequence[Step]) -> None:
+    """Everything, as JSON."""
+    made, real = ([asdict(some) for some in both] for both in (rows, steps))
+    values = {"machine": on, "targets": targets(rows), "made": made, "steps": real}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def measure(steps: int, console: Console, kept: Path) -> None:
+    """All of it; the file is written as results come."""
+    rows: list[Coded] = []
+    done: list[Step] = []
+    on = surroundings()
+    rng = np.random.default_rng(0)
+
+    def on_step(step: Step) -> None:
+        done.append(step)
+        where = f"lr {step.lr:g}{', settled' if step.settled else ''}, step {step.step}"
+        console.print(f"  {where}: {step.coded.density:.3%} changed", highlight=False)
+        save(kept, on, rows, done)
+
+    for dtype, densities in DENSITIES.items():
+        old = model_tensors(dtype)
+        for density in densities:
+            rows.append(code(changed(old, dtype, density, rng), old, dtype))
+            console.print(f"  {dtype}, {density:.3%} changed: {rows[-1].delta_bytes / 1e6:.2f} MB", highlight=False)
+            save(kept, on, rows, done)
+        del old
+    for settled in (False, True):
+        for lr in RATES:
+            optimizer_steps(lr, settled, min(steps, SETTLED_STEPS) if settled else steps, on_step)
+
+
+@click.command(help=__doc__)
+@click.option("--steps", default=6, show_default=True, help="Real optimizer steps at each learning rate.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--summary-only", is_flag=True, help="Measure nothing: tables and plot from the JSON.")
+def main(steps: int, out: Path, summary_only: bool) -> None:
+    console = terminal()
+    torch.set_num_threads(1)
+    kept = out / "delta_codec.json"
+    if not summary_only:
+        measure(steps, console, kept)
+    values = json.loads(kept.read_text())
+    rows = [Coded(**row) for row in values["made"]]
+    done = [Step(**step | {"coded": Coded(**step["coded"])}) for step in values["steps"]]
+    sheets = [made_sheet(rows), *([steps_sheet(done)] if done else [])]
+    for sheet in sheets:
+        sheet.show(console)
+    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    head = f"# Weight deltas\n\nWritten by `{Path(__file__).relative_to(ROOT)}`. One thread; {values['machine']}.\n\n"
+    (out / "delta_codec.md").write_text(head + about + "\n\n" + "\n".join(sheet.markdown() for sheet in sheets))
+    draw(rows, done, out / "delta_codec.svg")
+    console.print(f"written to {kept}, .md and .svg beside", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""`streamrl keys`: what sites need to trust each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster file.")
+@click.option("--site", "sites", multiple=True, metavar="NAME", help="Only this site's; several times for several.")
+@click.option("--replace", is_flag=True, help="Make new keys where there are some; the old ones are no longer let in.")
+def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
+    """Make the key pairs of a cluster's sites, in the folder that its file names (security.keys).
+
+    Each site needs the public keys of all sites and the secret key of its own, of no other. To never send a
+    secret, make each site's keys there, with --site, and copy only the public ones.
+
+    \b
+    Example:
+      streamrl keys --cluster cluster_configs/cross_datacenter.yaml
+      streamrl keys --cluster cluster_configs/cross_datacenter.yaml --site west
+    """
+    import difflib
+
+    from streamrl.config.load import load_cluster
+    from streamrl.errors import UserError
+    from streamrl.transport.curve import keys_folder, make_keys, public_file, secret_file
+
+    config = load_cluster(cluster)
+    for site in sites:
+        if site not in config.sites:
+            near = difflib.get_close_matches(site, config.sites, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"sites: {', '.join(config.sites)}"
+            raise UserError(f"{cluster}: no site {site!r}; {hint}")
+    folder = keys_folder(cluster, config.security)
+    made = [site for site in sites or config.sites if make_keys(folder, site, replace)]
+    for site in dict.fromkeys(sites or config.sites):
+        click.echo(f"{site}: {'made' if site in made else 'kept, it has keys (--replace makes new ones)'}")
+    click.echo(f"\nFolder: {folder}")
+    click.echo(f"To every site: {', '.join(public_file(folder, site).name for site in config.sites)}")
+    for site in config.sites:
+        click.echo(f"Only to {site}: {secret_file(folder, site).name}")
+    click.echo("A secret file must stay readable by its owner alone (chmod 600).")

@@ -1,0 +1,361 @@
+"""The network between a cluster's sites when all of them are on one machine.
+
+Home (the site that trains) listens on two ports; every other site connects to them over its own link. A proxy process
+stands for the links. There are two ways to run it:
+
+    namespaces   Linux with root: every site in a network namespace of its own. The kernel limits the bandwidth, the
+                 proxy, in the middle, adds delay and loss; a site can reach home over its link only.
+    proxy        anywhere: all sites on loopback, the proxy does all of it. Nothing keeps a site from going around it.
+
+    with EmulatedNetwork(folder, "east", {"west": LinkShape(6.25e6, 0.02, 0.0)}, [7000, 7001]) as network:
+        ...      # home's sockets bind to (network.listen_address(), 7000), in namespace network.namespace("east")
+        ...      # west connects to network.address_of_home("west", 7000), in network.namespace("west")
+
+All of its state is in its folder, so another process can change or cut a link of a running network (`set_link_in`) and
+read what went over it (`read_stats`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from streamrl.emulation.namespaces import (
+    Layout,
+    create,
+    enter,
+    namespaces_available,
+    remove,
+    remove_leftovers,
+    run_commands,
+)
+from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings, replace_json
+from streamrl.emulation.shaping import LinkShape
+from streamrl.errors import RunFailed, UserError
+
+CONFIG_FILE = "proxy.json"
+STATS_FILE = "stats.json"
+LOG_FILE = "proxy.log"
+LAYOUT_FILE = "namespaces.json"
+LOCK_FILE = ".lock"
+LOG_TAIL_LINES = 12
+START_S = 20.0
+"""Until the proxy listens; a busy machine may take seconds to start Python."""
+APPLY_S = 10.0
+"""Until the proxy has taken a change, which it looks for ten times a second."""
+STOP_S = 5.0
+POLL_S = 0.02
+
+
+class _Keep(Enum):
+    KEEP = "keep"
+
+
+KEEP: Final = _Keep.KEEP
+"""In `set_link`: leave this as it is."""
+
+LinkStats = dict[str, int | bool]
+"""`to_home`, `from_home` (bytes delivered), `connections` (open now), `opened`, `resets`, `down`."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A port of home that a remote site must reach."""
+
+    site: str
+    port: int
+
+
+class EmulatedNetwork:
+    """A context manager: inside of it the network runs.
+
+    Args:
+        folder: for its configuration, stats and log; made if it is not there.
+        home: name of the site that listens.
+        links: by name of the remote site.
+        ports: that home listens on.
+        namespaces: True: required; False: not wanted; None: if they are available.
+        seed: of the losses.
+
+    Raises:
+        UserError: namespaces are required and not available, or home has a link to itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        home: str,
+        links: Mapping[str, LinkShape],
+        ports: Sequence[int],
+        namespaces: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        if home in links:
+            raise UserError(f"the emulated network has a link from {home!r} to itself")
+        self.folder = folder
+        self.home = home
+        self.links = dict(links)
+        self.ports = tuple(ports)
+        self.seed = seed
+        self.why_not_namespaces = "not wanted" if namespaces is False else namespaces_available()
+        """None in namespace mode."""
+        if namespaces and self.why_not_namespaces:
+            raise UserError(f"the emulated network cannot use network namespaces: {self.why_not_namespaces}")
+        self.mode = "proxy" if self.why_not_namespaces else "namespaces"
+        self._layout: Layout | None = None
+        self._addresses: dict[Forward, tuple[str, int]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Makes the network; when it returns, every port of home can be connected to over every link.
+
+        Raises:
+            RunFailed: a command or the proxy failed; nothing is left of it.
+        """
+        with contextlib.ExitStack() as started:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in (STATS_FILE, LAYOUT_FILE):
+                (self.folder / name).unlink(missing_ok=True)
+            if self.mode == "namespaces":
+                remove_leftovers()
+                layout = Layout.new(
+                    self.home, {site: shape.bandwidth_bytes_per_s for site, shape in self.links.items()}
+                )
+                create(layout)
+                started.callback(remove, layout)
+                replace_json(self.folder / LAYOUT_FILE, asdict(layout))
+                self._layout = layout
+            forwards = [Forward(site, port) for site in self.links for port in self.ports]
+            self._settings(forwards).save(self.folder / CONFIG_FILE)
+            self._start()
+            started.callback(self._stop)
+            listening = self._wait_until_it_listens()
+            self._addresses = dict(zip(forwards, listening, strict=True))
+            self._exit = started.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        self._layout = None
+
+    def _settings(self, forwards: list[Forward]) -> ProxySettings:
+        def forwarding(forward: Forward) -> Forwarding:
+            if self._layout is None:
+                listen = ("127.0.0.1", 0)
+            else:
+                listen = (self._layout.wan_address(forward.site), forward.port)
+            return Forwarding(forward.site, listen, (self.listen_address(), forward.port))
+
+        paced = self._layout is None
+        return ProxySettings(
+            stats=str((self.folder / STATS_FILE).absolute()),
+            links={site: LinkSettings(shape, paced=paced) for site, shape in self.links.items()},
+            forwards=tuple(forwarding(forward) for forward in forwards),
+            seed=self.seed,
+        )
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "streamrl.emulation.proxy"]
+        command += ["--config", str((self.folder / CONFIG_FILE).absolute()), "--parent", str(os.getpid())]
+        with (self.folder / LOG_FILE).open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C ends the run first, the network after it
+                preexec_fn=partial(enter, self._layout.wan) if self._layout else None,
+            )
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=STOP_S)
+
+    def _wait_until_it_listens(self) -> list[tuple[str, int]]:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            self.check()
+            with contextlib.suppress(RunFailed):
+                return [(str(host), int(port)) for host, port in _read(self.folder / STATS_FILE)["listening"]]
+            time.sleep(POLL_S)
+        raise RunFailed(f"the emulated network's proxy does not listen after {START_S:.0f} s; see {self._log}")
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / LOG_FILE
+
+    def listen_address(self) -> str:
+        """Host on which home must listen for the other sites."""
+        return "127.0.0.1" if self._layout is None else self._layout.address(self.home)
+
+    def address_of_home(self, site: str, port: int) -> tuple[str, int]:
+        """Host and port to which a remote site connects for a port of home."""
+        return self._addresses[Forward(site, port)]
+
+    def namespace(self, site: str) -> str | None:
+        """A site's network namespace (home has one too), to be entered by its processes; None in proxy mode."""
+        return None if self._layout is None else self._layout.namespace(site)
+
+    def set_link(
+        self,
+        site: str,
+        *,
+        bandwidth_bytes_per_s: float | _Keep | None = KEEP,
+        delay_s: float | _Keep = KEEP,
+        loss: float | _Keep = KEEP,
+        down: bool | _Keep = KEEP,
+        reset: bool = False,
+    ) -> None:
+        """`set_link_in` of this network's folder."""
+        set_link_in(
+            self.folder,
+            site,
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            delay_s=delay_s,
+            loss=loss,
+            down=down,
+            reset=reset,
+        )
+
+    def stats(self) -> dict[str, LinkStats]:
+        """By remote site; at most half a second old.
+
+        Raises:
+            RunFailed: there are none.
+        """
+        return read_stats(self.folder)
+
+    def check(self) -> None:
+        """
+        Raises:
+            RunFailed: the proxy has died; the message ends with what it said last.
+        """
+        if self._process is None or (code := self._process.poll()) is None:
+            return
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        tail = "\n".join(f"    {line}" for line in lines)
+        raise RunFailed(f"the emulated network's proxy ended with exit code {code}; the end of {self._log}:\n{tail}")
+
+
+def set_link_in(
+    folder: Path,
+    site: str,
+    *,
+    bandwidth_bytes_per_s: float | _Keep | None = KEEP,
+    delay_s: float | _Keep = KEEP,
+    loss: float | _Keep = KEEP,
+    down: bool | _Keep = KEEP,
+    reset: bool = False,
+) -> None:
+    """Changes a link of the network that runs in a folder; when it returns, the change is in force.
+
+    Args:
+        folder: of the network.
+        site: the link's remote site.
+        bandwidth_bytes_per_s: in each direction; None: unlimited.
+        delay_s: one way.
+        loss: share of segments that are lost.
+        down: True: cut the link, connections freeze; False: they go on.
+        reset: True: reset all connections that the link has now.
+
+    Raises:
+        RunFailed: no network runs there, it has no such link, or the change did not come into force.
+        ValueError: the values make no link.
+    """
+    with _changing(folder):
+        settings, link = _settings_of(folder, site)
+        given: dict[str, Any] = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "delay_s": delay_s, "loss": loss}
+        shape = replace(link.shape, **{name: value for name, value in given.items() if value is not KEEP})
+        link = LinkSettings(
+            shape=shape,
+            paced=link.paced,
+            down=link.down if down is KEEP else down,
+            reset=link.reset + reset,
+        )
+        before = settings.links[site].shape.bandwidth_bytes_per_s
+        if not link.paced and shape.bandwidth_bytes_per_s != before:
+            run_commands(_layout_of(folder).bandwidth_commands(site, shape.bandwidth_bytes_per_s))
+        revision = settings.revision + 1
+        settings = replace(settings, links=settings.links | {site: link}, revision=revision)
+        settings.save(folder / CONFIG_FILE)
+        _wait_for(lambda: _read(folder / STATS_FILE)["revision"] >= revision, f"{folder}: the proxy took no change")
+
+
+def read_stats(folder: Path) -> dict[str, LinkStats]:
+    """What has gone over each link, by remote site; while the network runs, at most half a second old.
+
+    Raises:
+        RunFailed: there are no stats.
+    """
+    links: dict[str, LinkStats] = _read(folder / STATS_FILE)["links"]
+    return links
+
+
+def _settings_of(folder: Path, site: str) -> tuple[ProxySettings, LinkSettings]:
+    try:
+        settings = ProxySettings.load(folder / CONFIG_FILE)
+    except ValueError as error:
+        raise RunFailed(f"no emulated network runs in {folder}: {error}") from error
+    if site not in settings.links:
+        raise RunFailed(f"the emulated network in {folder} has no link to {site!r}, only to {sorted(settings.links)}")
+    return settings, settings.links[site]
+
+
+def _layout_of(folder: Path) -> Layout:
+    return Layout(**_read(folder / LAYOUT_FILE))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFailed(f"{path}: {error}") from error
+    return values
+
+
+@contextlib.contextmanager
+def _changing(folder: Path) -> Iterator[None]:
+    """One process at a time changes a network."""
+    try:
+        lock = (folder / LOCK_FILE).open("w")
+    except OSError as error:
+        raise RunFailed(f"no emulated network runs in {folder}: {error}") from error
+    with lock:
+        _wait_for(lambda: _locked(lock.fileno()), f"{folder}: somebody else changes a link")
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + APPLY_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RunFailed(f"{otherwise} within {APPLY_S:.0f} s")
+        time.sleep(POLL_S)

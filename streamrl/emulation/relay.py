@@ -1,0 +1,441 @@
+"""TCP connections over a shaped link: sockets and timers around `shaping.Wire`.
+
+    client socket -> Lane -> Pipe (Wire, shared) -> Lane's delay line -> home's socket, and the same the other way round
+
+A `Pipe` is one direction of a link. Lanes with bytes to send take turns at it, one chunk each. A `Lane` is one
+direction of a connection: it reads a chunk, waits for its turn, keeps the chunk until it has arrived, and writes it to
+the other socket. It reads no more while its window is full, so that memory is bounded and back-pressure reaches the
+sender.
+
+Ends travel as bytes do: a closed half, or a reset, reaches the other side after what was sent before it.
+
+Nothing here runs unless a socket or a timer wakes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import struct
+from collections import deque
+from enum import Enum
+from random import Random
+
+from streamrl.emulation.settings import LinkSettings
+from streamrl.emulation.shaping import MAX_CHUNK, MIN_WINDOW, QUEUE_S, SEGMENT, LinkShape, Wire
+from streamrl.emulation.shaping import Flow as WireFlow
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+"""Limit for reaching home's port; it is on this machine."""
+MAX_SOCKET_BUFFER = 512 * 1024
+REST_S = 0.002
+"""The kernel's token bucket lets single packets through. A lane that has read full packets, but less than a chunk,
+twice in this time rests as long: a fifth of the wake-ups, and later by no more than this."""
+
+_read_buffer = memoryview(bytearray(MAX_CHUNK))
+"""One for all sockets: what is read is copied out before anything else is read."""
+
+
+class End(Enum):
+    """What comes after a connection's last byte in one direction."""
+
+    CLOSED = "closed"
+    RESET = "reset"
+
+
+class Pipe:
+    """One direction of a link."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.frozen = False
+        self.bytes = 0
+        """Delivered so far."""
+        self.loop = asyncio.get_running_loop()
+        self._waiting: deque[Lane] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def offer(self, lane: Lane) -> None:
+        """A lane has a chunk for the wire."""
+        self._waiting.append(lane)
+        if self._timer is None:
+            self.admit()
+
+    def admit(self) -> None:
+        """Lets lanes onto the wire, in turn, as long as its queue has room."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting and not self.frozen:
+            now = self.loop.time()
+            if (ready := self.wire.ready_at(now)) > now:
+                self._timer = self.loop.call_at(ready, self.admit)
+                return
+            self._waiting.popleft().enter(now)
+
+
+class Lane:
+    """One direction of a connection."""
+
+    def __init__(self, pipe: Pipe, relay: Relay, source: Endpoint, sink: Endpoint) -> None:
+        self._pipe = pipe
+        self._relay = relay
+        self._source = source
+        self._sink = sink
+        self._flow = WireFlow()
+        self._next: bytes | None = None
+        self._line: deque[tuple[float, bytes | End]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._read_at = -math.inf
+        self._resting = False
+        self._started = False
+        self._ended = False
+        self.finished = False
+        """Its end has arrived."""
+
+    @property
+    def chunk(self) -> int:
+        """Most bytes to read at once."""
+        return self._pipe.wire.shape.chunk
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._started = True
+        self.update_reading()
+
+    def update_reading(self) -> None:
+        """Reads from the source if there is room for what it says, and only then."""
+        self._source.read(
+            self._started
+            and not self._ended
+            and not self._pipe.frozen
+            and not self._resting
+            and self._next is None
+            and self._pipe.wire.may_read(self._flow)
+        )
+
+    def received(self, data: bytes) -> None:
+        """The source has said something."""
+        self._next = data
+        if not self._pipe.wire.paced and SEGMENT <= len(data) < self.chunk:
+            now = self._pipe.loop.time()
+            if now < self._read_at + REST_S:
+                self._resting = True
+                self._pipe.loop.call_at(now + REST_S, self._rested)
+            self._read_at = now
+        self._pipe.offer(self)
+        self.update_reading()
+
+    def _rested(self) -> None:
+        self._resting = False
+        self.update_reading()
+
+    def enter(self, now: float) -> None:
+        """It is this lane's turn at the wire."""
+        if self._next is None:  # reset meanwhile
+            return
+        data, self._next = self._next, None
+        self._line.append((self._pipe.wire.send(now, len(data), self._flow).arrives, data))
+        self.deliver()
+
+    def end(self, how: End) -> None:
+        """The source says no more. After a reset, what has not been sent is lost."""
+        self._ended = True
+        self._next = None
+        arrives = max(self._pipe.loop.time() + self._pipe.wire.shape.delay_s, self._flow.arrives)
+        self._flow.arrives = arrives
+        self._line.append((arrives, how))
+        self.update_reading()
+        self.deliver()
+
+    def discard(self) -> None:
+        """Nobody is there any more to deliver to."""
+        self._ended = True
+        self._next = None
+        self._line.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.update_reading()
+
+    def deliver(self) -> None:
+        """Writes what has arrived, as far as the sink takes it, and wakes up for the rest."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._line and not self._pipe.frozen and self._sink.writable:
+            arrives, what = self._line[0]
+            if arrives > self._pipe.loop.time():
+                self._timer = self._pipe.loop.call_at(arrives, self.deliver)
+                break
+            self._line.popleft()
+            if isinstance(what, End):
+                self.finished = True
+                self._relay.arrived(what, self._sink)
+                return
+            self._sink.write(what)
+            self._flow.delivered(len(what))
+            self._pipe.bytes += len(what)
+        self.update_reading()
+
+
+class Endpoint(asyncio.BufferedProtocol):
+    """One of the two sockets of a relayed connection; it reads nothing before it is told to."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._transport: asyncio.Transport | None = None
+        self.outgoing: Lane | None = None
+        """Takes what this socket says."""
+        self.incoming: Lane | None = None
+        """Brings what the other one has said."""
+        self.writable = True
+        self.lost = False
+        self._eof = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._relay.closing:
+            self.reset()
+            return
+        transport.set_write_buffer_limits(high=0)  # what does not fit the socket waits in the lane, where it is counted
+        transport.pause_reading()
+
+    @property
+    def open(self) -> bool:
+        """Whether it has a socket."""
+        return self._transport is not None and not self.lost
+
+    def read(self, wanted: bool) -> None:
+        """Begins or stops to read."""
+        if self._transport is None or self.lost or self._eof or self._transport.is_closing():
+            return
+        if wanted and not self._transport.is_reading():
+            self._transport.resume_reading()
+        elif not wanted and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def write_end(self) -> None:
+        """Tells the peer that nothing more comes; it may still speak itself."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def reset(self) -> None:
+        """Closes the connection such that the peer sees a reset."""
+        if self._transport is not None and not self.lost:
+            _close_by_reset(self._transport.get_extra_info("socket"))
+            self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _read_buffer[: self.outgoing.chunk if self.outgoing else 1]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        assert self.outgoing is not None
+        self.outgoing.received(bytes(_read_buffer[:nbytes]))
+
+    def eof_received(self) -> bool:
+        self._eof = True
+        if self.outgoing is not None:
+            self.outgoing.end(End.CLOSED)
+        return True  # keeps the other direction open
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        if self.incoming is not None:
+            self.incoming.deliver()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._relay.lost(self)
+
+
+class Relay:
+    """One connection of a remote site to a port of home."""
+
+    def __init__(self, link: RelayLink, accepted: socket.socket) -> None:
+        self._link = link
+        self._accepted = accepted
+        self._task: asyncio.Task[None] | None = None
+        self.closing = False
+        self.remote = Endpoint(self)
+        self.home = Endpoint(self)
+        self.lanes: tuple[Lane, ...] = ()
+
+    def begin(self, connect: tuple[str, int]) -> None:
+        """Opens the connection to home and relays from then on."""
+        self._link.relays.add(self)
+        self._task = asyncio.get_running_loop().create_task(self._open(connect))
+        self._task.add_done_callback(_raise_error)
+
+    async def _open(self, connect: tuple[str, int]) -> None:
+        """As TCP's handshake would: home hears of it after one delay, the remote site may speak after two."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: self.remote, self._accepted)
+            await self._cross()
+            outward = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                outward.setblocking(False)
+                set_buffers(outward, self._link.shape)
+                async with asyncio.timeout(CONNECT_S):
+                    await loop.sock_connect(outward, connect)
+                    await loop.create_connection(lambda: self.home, sock=outward)
+            except BaseException:
+                outward.close()
+                raise
+            to_home = Lane(self._link.to_home, self, self.remote, self.home)
+            from_home = Lane(self._link.from_home, self, self.home, self.remote)
+            self.remote.outgoing = self.home.incoming = to_home
+            self.home.outgoing = self.remote.incoming = from_home
+            self.lanes = (to_home, from_home)
+            from_home.start()
+            await self._cross()
+            to_home.start()
+        except OSError as error:  # TimeoutError is one
+            log.info("link %s: home's port %s cannot be reached: %s", self._link.name, connect, error)
+            await self._cross()
+            self.reset()
+        except asyncio.CancelledError:
+            if not self.closing:
+                raise
+
+    async def _cross(self) -> None:
+        """One way over the link without data; takes as long as the link is cut."""
+        await asyncio.sleep(self._link.shape.delay_s)
+        await self._link.up.wait()
+
+    def arrived(self, end: End, at: Endpoint) -> None:
+        """An end has crossed the link."""
+        if end is End.RESET:
+            self.reset()
+            return
+        at.write_end()
+        if all(lane.finished for lane in self.lanes):
+            self.closing = True
+            self.remote.close()
+            self.home.close()
+
+    def lost(self, endpoint: Endpoint) -> None:
+        """One of the sockets is gone."""
+        if not self.closing and endpoint.outgoing and endpoint.incoming:
+            endpoint.incoming.discard()
+            endpoint.outgoing.end(End.RESET)
+        elif not self.closing:
+            self.reset()
+        if not self.remote.open and not self.home.open:
+            self._link.relays.discard(self)
+
+    def reset(self) -> None:
+        """Closes both sockets at once; what is under way is lost."""
+        self.closing = True
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        for lane in self.lanes:
+            lane.discard()
+        if self.remote.open or self.home.open:
+            self.remote.reset()
+            self.home.reset()
+        else:
+            _close_by_reset(self._accepted)
+            self._accepted.close()
+            self._link.relays.discard(self)
+
+
+class RelayLink:
+    """A link: two pipes and the connections over them."""
+
+    def __init__(self, name: str, settings: LinkSettings, seed: int) -> None:
+        self.name = name
+        self.relays: set[Relay] = set()
+        self.opened = 0
+        self.resets = 0
+        self.up = asyncio.Event()
+        self.up.set()
+        self._reset = settings.reset
+        self.to_home, self.from_home = (
+            Pipe(Wire(settings.shape, Random(f"{seed}/{name}/{way}"), settings.paced))
+            for way in ("to_home", "from_home")
+        )
+        self.apply(settings)
+
+    @property
+    def shape(self) -> LinkShape:
+        return self.to_home.wire.shape
+
+    def accept(self, accepted: socket.socket, connect: tuple[str, int]) -> None:
+        """A remote site's connection for a port of home."""
+        self.opened += 1
+        Relay(self, accepted).begin(connect)
+
+    def apply(self, settings: LinkSettings) -> None:
+        """Makes the link what the settings say."""
+        for pipe in (self.to_home, self.from_home):
+            pipe.wire.reshape(pipe.loop.time(), settings.shape)
+            pipe.frozen = settings.down
+        if settings.reset > self._reset:
+            self._reset = settings.reset
+            self.resets += 1
+            for relay in list(self.relays):
+                relay.reset()
+        if settings.down:
+            self.up.clear()
+        else:
+            self.up.set()
+        for pipe in (self.to_home, self.from_home):
+            pipe.admit()
+        for relay in list(self.relays):
+            for lane in relay.lanes:
+                lane.deliver()
+
+    def close(self) -> None:
+        """Resets all connections."""
+        for relay in list(self.relays):
+            relay.reset()
+
+    def stats(self) -> dict[str, int | bool]:
+        """Bytes that were delivered in each direction, connections and resets."""
+        return {
+            "to_home": self.to_home.bytes,
+            "from_home": self.from_home.bytes,
+            "connections": len(self.relays),
+            "opened": self.opened,
+            "resets": self.resets,
+            "down": not self.up.is_set(),
+        }
+
+
+def set_buffers(sock: socket.socket, shape: LinkShape) -> None:
+    """Keeps the kernel from buffering megabytes between a sender and its link: a queue's worth each."""
+    size = MAX_SOCKET_BUFFER
+    if shape.bandwidth_bytes_per_s is not None:
+        size = min(size, max(MIN_WINDOW, int(QUEUE_S * shape.bandwidth_bytes_per_s)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
+
+def _raise_error(task: asyncio.Task[None]) -> None:
+    """An error that nobody expected goes to the event loop's handler at once."""
+    if not task.cancelled():
+        task.result()
+
+
+def _close_by_reset(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,92 @@
+"""The files of an emulated network's proxy: its configuration, and how they are replaced in one piece.
+
+Standard library only: the proxy shall start quickly and stay small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.emulation.shaping import LinkShape
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """A link as it shall be now."""
+
+    shape: LinkShape
+    paced: bool = True
+    """False: the kernel limits the bandwidth, the proxy adds delay and loss."""
+    down: bool = False
+    """Cut: nothing passes, nothing is closed."""
+    reset: int = 0
+    """When it increases, all connections of the link are reset."""
+
+
+@dataclass(frozen=True)
+class Forwarding:
+    """Connections to `listen` are relayed to `connect` over a link."""
+
+    link: str
+    listen: tuple[str, int]
+    """Host and port; port 0: a free one, which the stats file names."""
+    connect: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """The whole configuration. The links' settings are followed as they change, all else is read once."""
+
+    stats: str
+    """Path of the stats file."""
+    links: dict[str, LinkSettings]
+    forwards: tuple[Forwarding, ...]
+    seed: int = 0
+    """Of the losses."""
+    revision: int = 0
+    """Grows with every change; the stats file says which one is in force."""
+
+    def save(self, path: Path) -> None:
+        """Replaces the file."""
+        replace_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> ProxySettings:
+        """Reads the file.
+
+        Raises:
+            ValueError: the file cannot be read, or is no configuration.
+        """
+        try:
+            values = json.loads(path.read_text())
+            return cls(
+                stats=str(values["stats"]),
+                links={name: _link(link) for name, link in values["links"].items()},
+                forwards=tuple(_forwarding(forward, values["links"]) for forward in values["forwards"]),
+                seed=int(values.get("seed", 0)),
+                revision=int(values.get("revision", 0)),
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _link(values: dict[str, Any]) -> LinkSettings:
+    return LinkSettings(**{**values, "shape": LinkShape(**values["shape"])})
+
+
+def _forwarding(values: dict[str, Any], links: dict[str, Any]) -> Forwarding:
+    if values["link"] not in links:
+        raise ValueError(f"a forward names the unknown link {values['link']!r}")
+    (listen_host, listen_port), (host, port) = values["listen"], values["connect"]
+    return Forwarding(values["link"], (str(listen_host), int(listen_port)), (str(host), int(port)))
+
+
+def replace_json(path: Path, values: Any) -> None:
+    """Writes a JSON file such that no reader ever meets half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(values))
+    os.replace(temporary, path)

@@ -1,0 +1,161 @@
+"""When bytes that cross a link leave it and arrive: bandwidth, delay, loss and back-pressure of one direction.
+
+A `Wire` is one direction of a link, shared by all connections over it; a `Flow` is one connection on it. Both are pure:
+they are told the time, in seconds of any clock that does not go back.
+
+    bandwidth   n bytes occupy the wire for n / bandwidth seconds, after all bytes that were sent before.
+    delay       they arrive `delay_s` after they have left. Bytes of one flow arrive in order, whatever changes.
+    queue       bytes may enter the wire while it has at most 50 ms of work; other flows' small messages wait no longer.
+    window      a flow's reader stops while its bytes between reading and delivery are a window or more: so much as the
+                wire and its queue hold. The sender's TCP then fills its own buffers and blocks, as in a real network.
+    loss        see `Wire.send`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+SEGMENT = 1448
+"""Payload bytes of a TCP segment on Ethernet: 1500 less IP and TCP headers with timestamps."""
+QUEUE_S = 0.05
+"""Work that may wait in front of a wire, seconds; routers' buffers are of this order."""
+CHUNK_S = 0.005
+"""Bytes are read and delivered in pieces of so many seconds of the wire: 200 wake-ups per second when it is full."""
+RETRANSMIT_S = 0.2
+"""Linux' shortest retransmission timeout (TCP_RTO_MIN)."""
+MIN_CHUNK = 2 * SEGMENT
+MAX_CHUNK = 256 * 1024
+MIN_WINDOW = 64 * 1024
+MAX_WINDOW = 32 * 1024 * 1024
+"""Keeps memory bounded where the declared bandwidth is more than one process can relay."""
+UNSHAPED_WINDOW = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LinkShape:
+    """What a link is like, the same in both directions.
+
+    Raises:
+        ValueError: a bandwidth that is not positive, a negative delay, or a loss outside 0..1 (1 excluded).
+    """
+
+    bandwidth_bytes_per_s: float | None
+    """In each direction; None: unlimited."""
+    delay_s: float = 0.0
+    """One way; half of the round trip."""
+    loss: float = 0.0
+    """Share of segments that are lost."""
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_bytes_per_s is not None and not 0 < self.bandwidth_bytes_per_s < math.inf:
+            raise ValueError(f"a link's bandwidth must be positive, got {self.bandwidth_bytes_per_s} bytes/s")
+        if not 0 <= self.delay_s < math.inf:
+            raise ValueError(f"a link's delay must not be negative, got {self.delay_s} s")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"a link's loss must be at least 0 and below 1, got {self.loss}")
+
+    @property
+    def chunk(self) -> int:
+        """Most bytes that are read at once."""
+        if self.bandwidth_bytes_per_s is None:
+            return MAX_CHUNK
+        return min(MAX_CHUNK, max(MIN_CHUNK, int(CHUNK_S * self.bandwidth_bytes_per_s)))
+
+    @property
+    def window(self) -> int:
+        """Bytes that a flow may have between reading and delivery: bandwidth x (round trip + queue)."""
+        if self.bandwidth_bytes_per_s is None:
+            return UNSHAPED_WINDOW
+        return min(MAX_WINDOW, max(MIN_WINDOW, int((2 * self.delay_s + QUEUE_S) * self.bandwidth_bytes_per_s)))
+
+    @property
+    def retransmit_s(self) -> float:
+        """After which TCP sends a lost segment again."""
+        return max(2 * self.delay_s, RETRANSMIT_S)
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Of bytes that were sent."""
+
+    left: float
+    """When the last of them has left the sender."""
+    arrives: float
+    """When the last of them is at the receiver, and may be delivered."""
+
+
+class Flow:
+    """One connection in one direction: the order of its bytes, and how many are under way."""
+
+    def __init__(self) -> None:
+        self.arrives = -math.inf
+        """When the bytes that were sent last arrive."""
+        self.in_flight = 0
+
+    def delivered(self, nbytes: int) -> None:
+        """The receiver's socket has taken the oldest bytes."""
+        self.in_flight -= nbytes
+
+
+class Wire:
+    """One direction of a link.
+
+    Args:
+        shape: of the link.
+        rng: decides what is lost; seeded by the caller, so that a run can be repeated.
+        paced: False: somebody else (the kernel's token bucket) limits the bandwidth. Bytes then take no time here,
+            and the shape's bandwidth only says how large a window is.
+    """
+
+    def __init__(self, shape: LinkShape, rng: Random, paced: bool = True) -> None:
+        self.shape = shape
+        self.paced = paced
+        self._rng = rng
+        self._free_at = -math.inf
+
+    @property
+    def _bandwidth(self) -> float:
+        bandwidth = self.shape.bandwidth_bytes_per_s
+        return bandwidth if self.paced and bandwidth is not None else math.inf
+
+    def backlog_s(self, now: float) -> float:
+        """For how long the wire has work."""
+        return max(0.0, self._free_at - now)
+
+    def reshape(self, now: float, shape: LinkShape) -> None:
+        """From now on the link is like this; bytes that are still in its queue leave at the new bandwidth."""
+        waiting = self.backlog_s(now)
+        before = self._bandwidth
+        self.shape = shape
+        if waiting:  # then `before` was finite; how an already sent byte arrives stays as it was said
+            self._free_at = now + waiting * before / self._bandwidth
+
+    def ready_at(self, now: float) -> float:
+        """When the next bytes may enter: `now`, or as soon as the queue has room."""
+        return max(now, self._free_at - QUEUE_S)
+
+    def may_read(self, flow: Flow) -> bool:
+        """Whether a flow's window has room for another chunk."""
+        return flow.in_flight < self.shape.window
+
+    def send(self, now: float, nbytes: int, flow: Flow) -> Transit:
+        """Puts bytes on the wire.
+
+        Loss is imitated as what TCP makes of it, since a proxy of TCP connections cannot drop a segment: each segment
+        (1448 bytes) is lost with probability `loss`, and TCP then delivers neither it nor what is behind it in its
+        connection until it was sent again, after max(round trip, 0.2 s). Other connections go on. Several losses are
+        repaired side by side, as with selective acknowledgements. A sender's congestion window is not imitated: what a
+        flow loses in throughput is what its full window makes it wait.
+        """
+        left = max(now, self._free_at) + nbytes / self._bandwidth if self._bandwidth < math.inf else now
+        self._free_at = left
+        own = left + self.shape.delay_s
+        if self.shape.loss:
+            segments = math.ceil(nbytes / SEGMENT)
+            if self._rng.random() < 1 - (1 - self.shape.loss) ** segments:
+                own += self.shape.retransmit_s
+        flow.arrives = max(own, flow.arrives)
+        flow.in_flight += nbytes
+        return Transit(left, flow.arrives)

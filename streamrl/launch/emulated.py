@@ -1,0 +1,43 @@
+"""What `launch --emulate` makes of a cluster file: every site on this machine, with CPU processes."""
+
+from __future__ import annotations
+
+from streamrl.config.cluster import ClusterConfig, Emulation, GenerationPool, Site, TrainerPool
+from streamrl.errors import UserError
+
+
+def emulated(cluster: ClusterConfig) -> ClusterConfig:
+    """The same sites, links, GPU types (as names) and prices, with as few and as small CPU processes as the file's
+    `emulation` says.
+
+    Raises:
+        UserError: there is but one site.
+    """
+    if not cluster.remote_sites:
+        raise UserError("--emulate is for clusters of several sites; this one has one: launch it without")
+    options = cluster.emulation
+    sites = {name: _site(site, options) for name, site in cluster.sites.items()}
+    return cluster.model_copy(update={"hardware": "cpu", "sites": sites})
+
+
+def _site(site: Site, options: Emulation) -> Site:
+    trainer = site.trainer and _trainer(site.trainer, options)
+    generation = [_pool(pool, options) for pool in site.generation]
+    return site.model_copy(update={"trainer": trainer, "generation": generation})
+
+
+def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
+    ranks = min(pool.ranks, options.trainer_ranks)
+    return pool.model_copy(update={"ranks": ranks, "threads": options.trainer_threads})
+
+
+def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
+    return pool.model_copy(
+        update={
+            "replicas": min(pool.replicas, options.replicas),
+            "gpus_per_replica": 1,
+            "threads": options.threads,
+            "max_batch": min(pool.max_batch, options.max_batch),
+            "kv_cache_gb": min(pool.kv_cache_gb, options.kv_cache_gb),
+        }
+    )

@@ -1,0 +1,189 @@
+"""What hubs and links share: deliveries, errors, counters, tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from streamrl.errors import RunFailed
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.delivery import Outbox
+from streamrl.transport.flow import Flow
+from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, is_plain
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+SEND_LIMIT_S = 300.0
+"""Unless told otherwise, a send waits so long for a credit, or as long as the peer may be away if that is more."""
+LINGER_MS = 500
+YIELD_EVERY = 32
+"""Messages; a reader that always finds another one would otherwise never let anything else run."""
+
+Frames = list[bytes | memoryview]
+
+
+class PeerLost(RunFailed):
+    """A peer has been silent for longer than the limit."""
+
+
+class Refused(RunFailed):
+    """A hub does not let this process in; the message names the hub and its reason."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message for the owner, with the way to acknowledge it."""
+
+    peer: str
+    kind: str
+    body: dict[str, Any]
+    arrays: Arrays
+    ack: Callable[[], None]
+    """To be called once, after the commit."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A reliable message until it is acknowledged."""
+
+    frames: Frames
+    on_ack: Callable[[], None] | None = None
+    """Called when the receiver has committed it."""
+
+
+def size_of(frames: list[Any]) -> int:
+    """Bytes of all frames of a message."""
+    return sum(map(len, frames))
+
+
+def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
+    """Forgets what the peer has committed and tells who sent it; False: nothing waited for it.
+
+    Raises:
+        MalformedMessage: it names no message.
+    """
+    number, of = ack.body.get("n"), ack.body.get("s")
+    if not isinstance(number, int) or isinstance(number, bool) or not isinstance(of, str):
+        raise MalformedMessage("an acknowledgement names no message")
+    # the peer may only now commit what an earlier life of this process sent, under a number that is used anew
+    sent = outbox.acknowledged(number) if of == session else None
+    if sent is not None and sent.on_ack is not None:
+        sent.on_ack()
+    return sent is not None
+
+
+def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a heartbeat tells of its sender, and its times.
+
+    Raises:
+        MalformedMessage: something that no status file could hold.
+    """
+    state = dict(message.body)
+    times = state.pop("clock", {})
+    if not isinstance(times, dict) or not is_plain(state):
+        raise MalformedMessage("a heartbeat's state is not plain")
+    return state, times
+
+
+class Endpoint:
+    """One process's end: tasks, a queue of deliveries, counters."""
+
+    def __init__(self, name: str, waits: WaitRegistry, flow: Flow, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.session = secrets.token_hex(8)
+        self.waits = waits
+        self.flow = flow
+        self.malformed = 0
+        """Messages refused because they were not of this protocol."""
+        self.unknown = 0
+        """Well-formed messages from peers that had not said hello."""
+        self.state: Callable[[], dict[str, Any]] = dict
+        """Called for every heartbeat: what this process tells of itself."""
+        self._clock = clock
+        self._inbox: asyncio.Queue[Delivery | BaseException] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context = zmq.asyncio.Context.instance()
+        self._closed = False
+
+    def _start(self, loop: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(loop)
+        task.add_done_callback(self._task_done)
+        self._tasks.append(task)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
+            self._inbox.put_nowait(error)
+
+    def _refuse(self, error: MalformedMessage) -> None:
+        """Counts a malformed message; logs the 1st, 10th, 100th ..., so that a flood of them is no flood of lines."""
+        self.malformed += 1
+        if str(self.malformed).strip("0") == "1":
+            log.warning("refused %d malformed messages so far; this one: %s", self.malformed, error)
+
+    def _control(self, kind: str, body: dict[str, Any] | None = None) -> Frames:
+        """Frames of a message that is neither kept nor acknowledged."""
+        return encode(Message(kind, self.session, 0, body or {}))
+
+    def _outgoing(
+        self,
+        outbox: Outbox[Outgoing],
+        kind: str,
+        body: dict[str, Any] | None,
+        arrays: Arrays | None,
+        on_ack: Callable[[], None] | None,
+    ) -> tuple[int, Outgoing]:
+        """Puts a reliable message into the outbox; its number and itself."""
+        frames = encode(Message(kind, self.session, outbox.next_number, body or {}, dict(arrays or {})))
+        outgoing = Outgoing(frames, on_ack)
+        return outbox.send(outgoing, time.monotonic(), size_of(frames)), outgoing
+
+    async def receive(self) -> Delivery:
+        """The next message for the owner. Idle waiting is watched by heartbeats: it ends with PeerLost.
+
+        Raises:
+            PeerLost: a peer fell silent.
+            Refused: the hub does not let this process in.
+        """
+        item = await self._inbox.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def receive_now(self) -> Delivery | None:
+        """A message that is already here, or None."""
+        if self._inbox.empty():
+            return None
+        item = self._inbox.get_nowait()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def _stop(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def send_now(socket: zmq.asyncio.Socket, frames: Frames) -> bool:
+    """Hands a message to libzmq; False: it knows no way to the peer now, and has not kept it.
+
+    Never waits: sockets have no high-water mark, credits bound what is under way.
+    """
+    small = max(map(len, frames)) < zmq.COPY_THRESHOLD
+    sent: asyncio.Future[Any] = asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=small))
+    if not sent.done():
+        return True  # queued by pyzmq behind a hello that waits for the connection
+    error = sent.exception()
+    if error is not None and not isinstance(error, zmq.ZMQError):
+        raise error
+    return error is None

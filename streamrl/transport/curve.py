@@ -1,0 +1,255 @@
+"""Keys of sites, and who is let in by them (CURVE, https://rfc.zeromq.org/spec/26).
+
+Every site has one key pair, made by `streamrl keys`: `<site>.key` is public and goes to every site, `<site>.key_secret`
+stays at its own. Files are in the format of `zmq.auth`, keys in Z85 (40 characters for 32 bytes).
+
+libzmq asks the process's one authenticator about each client that proves to own a key. It knows the hubs of the process
+by their domain, and answers from the hub's list of keys; a key that is not on it ends the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import zmq
+import zmq.asyncio
+from zmq.auth import create_certificates, load_certificate
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+
+from streamrl.errors import UserError
+
+if TYPE_CHECKING:
+    from streamrl.config.cluster import Security
+
+log = logging.getLogger(__name__)
+
+MAKE_THEM = "make them with: streamrl keys --cluster F"
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A site's long-term key, Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ServerSecurity:
+    """What a hub needs to let other sites in."""
+
+    own: KeyPair
+    allowed: Mapping[bytes, str]
+    """Public key -> site."""
+
+    @classmethod
+    def load(cls, folder: Path, site: str, others: Iterable[str]) -> Self:
+        """With the site's own keys and the public ones of others.
+
+        Raises:
+            UserError: a file is missing, open to others or malformed, or two sites have the same key.
+        """
+        allowed: dict[bytes, str] = {}
+        for other in others:
+            if (known := allowed.setdefault(load_public(folder, other), other)) != other:
+                raise UserError(f"sites {known!r} and {other!r} have the same key in {folder}: each needs its own")
+        return cls(load_own(folder, site), allowed)
+
+
+@dataclass(frozen=True)
+class ClientSecurity:
+    """What a link needs to connect to another site's hub, and to no impostor."""
+
+    own: KeyPair
+    server: bytes
+    """Public key of the hub's site."""
+
+    @classmethod
+    def load(cls, folder: Path, site: str, server_site: str) -> Self:
+        """With the site's own keys and the server's public one.
+
+        Raises:
+            UserError: a file is missing, open to others or malformed.
+        """
+        return cls(load_own(folder, site), load_public(folder, server_site))
+
+
+def keys_folder(cluster_file: Path | str, security: Security) -> Path:
+    """The folder with the keys; in the cluster file it is relative to that file."""
+    return Path(cluster_file).parent / security.keys
+
+
+def public_file(folder: Path, site: str) -> Path:
+    """Where a site's public key is."""
+    return folder / f"{site}.key"
+
+
+def secret_file(folder: Path, site: str) -> Path:
+    """Where a site's secret key is (with its public one)."""
+    return folder / f"{site}.key_secret"
+
+
+def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
+    """Makes a site's two files, unless it has one of them; a folder it makes is the user's alone (0700).
+
+    The secret file is 0600 before anything is written to it, and both get their names when they are whole.
+
+    Returns:
+        Whether they were made; False: they were there, and `replace` was not asked for.
+
+    Raises:
+        UserError: the folder or the files cannot be written.
+    """
+    public, secret = public_file(folder, site), secret_file(folder, site)
+    try:
+        if not replace and (public.exists() or secret.exists()):
+            return False
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+            os.close(os.open(secret_file(Path(new), site), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            made_public, made_secret = create_certificates(new, site)
+            os.chmod(made_public, 0o644)
+            os.replace(made_secret, secret)
+            os.replace(made_public, public)
+    except OSError as error:
+        raise UserError(f"cannot write the keys of site {site!r} to {folder}: {error.strerror or error}") from error
+    return True
+
+
+def load_own(folder: Path, site: str) -> KeyPair:
+    """A site's own keys.
+
+    Raises:
+        UserError: the secret file is missing, open to others or malformed, or the public file belongs to another one.
+    """
+    path = secret_file(folder, site)
+    public, secret = _read(path, site, forbidden=0o077, fix=0o600)
+    try:
+        right = secret is not None and zmq.curve_public(secret) == public
+    except (zmq.ZMQError, ValueError):
+        right = False
+    if secret is None or not right:
+        raise _malformed(path, "no pair of a public and a secret key", site)
+    if public_file(folder, site).exists() and load_public(folder, site) != public:
+        raise _malformed(public_file(folder, site), f"not the public key of {path.name}", site)
+    return KeyPair(public, secret)
+
+
+def load_public(folder: Path, site: str) -> bytes:
+    """A site's public key.
+
+    Raises:
+        UserError: its file is missing, writable by others or malformed.
+    """
+    return _read(public_file(folder, site), site, forbidden=0o022, fix=0o644)[0]
+
+
+def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a file; `forbidden` are permissions that it must not have, `fix` those it should."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & forbidden:
+            what = "readable or writable" if forbidden & 0o044 else "writable"
+            raise UserError(f"{path}: mode {mode:04o} makes it {what} by others than you; do: chmod {fix:o} {path}")
+        public, secret = load_certificate(path)
+        if len(z85.decode(public)) != 32:
+            raise ValueError
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; site {site!r} needs its keys: {MAKE_THEM} --site {site}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, IndexError) as error:
+        raise _malformed(path, "no public key", site) from error
+    return public, secret
+
+
+def _malformed(path: Path, holds: str, site: str) -> UserError:
+    return UserError(
+        f"{path}: it holds {holds}; copy it anew from where it was made, or {MAKE_THEM} --site {site} --replace"
+    )
+
+
+class KeyCheck:
+    """The keys that one hub knows, and a count of those it did not."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        self.security = security
+        self.refused = 0
+        """Handshakes of keys that are not known; a client tries again and again."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator for each handshake."""
+        if key in self.security.allowed:
+            return True
+        self.refused += 1
+        if str(self.refused).strip("0") == "1":
+            log.warning("refused %d handshakes with an unknown key so far; this one: %s", self.refused, key.decode())
+        return False
+
+    def site_of(self, frame: zmq.Frame) -> str | None:
+        """The site whose key a received frame's connection has proved to own."""
+        try:
+            user_id = frame.get("User-Id")
+        except zmq.ZMQError:  # no authenticator was asked
+            return None
+        return self.security.allowed.get(str(user_id).encode())
+
+
+class _Authenticator(AsyncioAuthenticator):
+    def stop(self) -> None:
+        """Also frees the name at once, for the next one (closing alone does so only a moment later)."""
+        if self.zap_socket:
+            self.zap_socket.unbind("inproc://zeromq.zap.01")
+        super().stop()
+
+
+@dataclass
+class _Running:
+    """A context's authenticator and the event loop that it runs in."""
+
+    authenticator: _Authenticator
+    loop: asyncio.AbstractEventLoop
+
+
+_running: dict[zmq.Context, _Running] = {}
+"""libzmq knows one place per context at which it asks."""
+
+
+def guard(socket: zmq.asyncio.Socket, domain: str, check: KeyCheck) -> None:
+    """Makes a socket, before it is bound, let in only clients with a known key. Needs a running event loop."""
+    context = socket.context
+    running, loop = _running.get(context), asyncio.get_running_loop()
+    if running is not None and running.loop is not loop:  # of a loop that ended without `unguard`
+        running.authenticator.stop()
+        running = None
+    if running is None:
+        running = _running[context] = _Running(_Authenticator(context), loop)
+        running.authenticator.start()
+    running.authenticator.configure_curve_callback(domain, check)
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else clients would get in unasked where nobody can be asked
+    socket.setsockopt(zmq.CURVE_SECRETKEY, check.security.own.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, check.security.own.public)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+
+
+def unguard(context: zmq.asyncio.Context, domain: str) -> None:
+    """The hub of this domain has closed; the last one stops the authenticator."""
+    running = _running.get(context)
+    if running is None:
+        return
+    running.authenticator.credentials_providers.pop(domain, None)
+    if not running.authenticator.credentials_providers:
+        running.authenticator.stop()
+        del _running[context]

@@ -1,0 +1,398 @@
+"""The end that binds: knows its peers by the names in their hellos, and lets in whom it should.
+
+A connection is anonymous until its hello is accepted; from then on it speaks for that name, and for no other. A link
+that connects anew says hello again with its session: its messages are routed to the new connection and what was not
+acknowledged is sent there again. A hello with a new session is a new life of the peer, which starts with nothing.
+
+There are two doors. Peers of the hub's own site come through the inner one, in plain. Those of other sites come
+through the outer one, with the key of their site; what libzmq lets in there has proved to own it. A name belongs to the
+inside or to one site, whichever said hello first, until it says bye: nobody else gets it. Each door is a socket of its
+own, so no connection outside can have the routing id of one inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from streamrl.errors import RunFailed
+from streamrl.transport import base
+from streamrl.transport.base import Delivery, Endpoint, Frames, Outgoing, PeerLost, send_now, size_of
+from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, unguard
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.delivery import Inbox, Outbox
+from streamrl.transport.flow import Flow
+from streamrl.transport.wire import (
+    MAX_STATE_BYTES,
+    Arrays,
+    MalformedMessage,
+    Message,
+    decode,
+    is_name,
+    is_plain,
+    is_time,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 30
+"""At the outer door. libzmq makes room for a frame as large as a stranger announces, before it knows who that is."""
+HANDSHAKE_MS = 10_000
+
+Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Door:
+    """A bound socket."""
+
+    socket: zmq.asyncio.Socket
+    outside: bool = False
+    keys: KeyCheck | None = None
+    """None: it asks for none."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A connection, as ROUTER names it."""
+
+    door: _Door
+    routing_id: bytes
+
+
+@dataclass
+class Peer:
+    """A Hub's view of one Link."""
+
+    name: str
+    role: str
+    meta: dict[str, Any]
+    session: str
+    outbox: Outbox[Outgoing]
+    flow: Flow = field(default_factory=Flow)
+    site: str | None = None
+    """Where it is, if it came through the outer door."""
+    route: Route | None = None
+    inbox: Inbox = field(default_factory=Inbox)
+    last_seen: float = 0.0
+    """Monotonic seconds."""
+    state: dict[str, Any] = field(default_factory=dict)
+    lost: bool = False
+    credit: asyncio.Event = field(default_factory=asyncio.Event)
+    bytes_in: int = 0
+    """Bytes of all frames from it, over all its lives."""
+    bytes_out: int = 0
+    """Bytes of all frames handed to libzmq for it."""
+
+
+class Hub(Endpoint):
+    """Binds ROUTERs.
+
+    Args:
+        name: told to peers, and in errors.
+        waits: where waits are registered.
+        lost_after_s, credits: of the flow to every peer, unless `flow` is given.
+        flow: to every peer, unless `flows` is given.
+        flows: the flow to the peer of a name, asked at its hello.
+        clock: Unix seconds; what links compare their clocks with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        waits: WaitRegistry,
+        lost_after_s: float = 60.0,
+        credits: int = 256,
+        *,
+        flow: Flow | None = None,
+        flows: Callable[[str], Flow] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(name, waits, flow or Flow(credits=credits, lost_after_s=lost_after_s), clock)
+        self.peers: dict[str, Peer] = {}
+        self.flows = flows
+        self.admit: Admit | None = None
+        """Asked at each hello from outside with name, role, meta (`meta["site"]` is the site of the key, or as claimed
+        if there are no keys) and the site of the key (None: no keys): None, or the reason for refusing."""
+        self.refused_peers = 0
+        """Hellos that were refused."""
+        self.misplaced = 0
+        """Messages from outside, dropped because the connection's key was not that of the peer's site."""
+        self._doors: list[_Door] = []
+        self._routes: dict[Route, Peer] = {}
+        self._joined = asyncio.Event()
+
+    @property
+    def refused_keys(self) -> int:
+        """Handshakes from outside with a key that is not known."""
+        return sum(door.keys.refused for door in self._doors if door.keys is not None)
+
+    def bind(self, address: str) -> Self:
+        """Binds e.g. 'tcp://127.0.0.1:5555', for peers inside the site; needs a running event loop.
+
+        Raises:
+            RunFailed: the address cannot be bound.
+        """
+        return self._open(_Door(self._socket()), address)
+
+    def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
+        """Binds for peers of other sites; None: without encryption, and sites are believed.
+
+        Raises:
+            RunFailed: the address cannot be bound, or there is an outer door already.
+        """
+        if any(door.outside for door in self._doors):
+            raise RunFailed(f"{self.name} listens to the outside already, it cannot at {address}")
+        socket, keys = self._socket(), KeyCheck(security) if security is not None else None
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if keys is not None:
+            guard(socket, self._domain, keys)
+        return self._open(_Door(socket, True, keys), address)
+
+    @property
+    def _domain(self) -> str:
+        return f"hub-{self.session}"
+
+    def _socket(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
+
+    def _open(self, door: _Door, address: str) -> Self:
+        try:
+            door.socket.bind(address)
+        except zmq.ZMQError as error:
+            door.socket.close(0)
+            if door.keys is not None:
+                unguard(self._context, self._domain)
+            raise RunFailed(f"{self.name} cannot listen on {address}: {error}") from error
+        if not self._doors:
+            self._start(self._beat())
+        self._doors.append(door)
+        self._start(self._read(door))
+        return self
+
+    async def wait_for(self, names: set[str], limit_s: float) -> None:
+        """Waits until all these peers have said hello; the limit is for each next one.
+
+        Raises:
+            DeadlineExpired: naming who is missing.
+        """
+        while missing := names - self.peers.keys():
+            self._joined.clear()
+            async with self.waits.deadline(f"{', '.join(sorted(missing))} to start", limit_s):
+                await self._joined.wait()
+
+    def silent_for(self, name: str) -> float:
+        """Seconds since the last sign of life of a peer.
+
+        Raises:
+            KeyError: there is no such peer.
+        """
+        return time.monotonic() - self.peers[name].last_seen
+
+    async def send(
+        self,
+        peer: str,
+        kind: str,
+        body: dict[str, Any] | None = None,
+        arrays: Arrays | None = None,
+        limit_s: float | None = None,
+        on_ack: Callable[[], None] | None = None,
+    ) -> None:
+        """Sends one reliable message, waiting for a credit if needed; `on_ack` is called once it is committed there.
+
+        Raises:
+            DeadlineExpired: the peer acknowledged nothing for `limit_s` seconds (by default 300, or as long as it may
+                be away, if that is more).
+            KeyError: there is no such peer.
+        """
+        while not (target := self.peers[peer]).outbox.has_credit:
+            target.credit.clear()
+            limit = max(base.SEND_LIMIT_S, target.flow.lost_after_s) if limit_s is None else limit_s
+            async with self.waits.deadline(f"{peer} to acknowledge messages", limit):
+                await target.credit.wait()
+        _, message = self._outgoing(target.outbox, kind, body, arrays, on_ack)
+        self._to(target, message.frames)
+
+    def _to(self, peer: Peer, frames: Frames) -> None:
+        """A peer that cannot be reached is no error: its outbox keeps what matters, heartbeats judge the peer."""
+        if peer.route is not None and self._answer(peer.route, frames):
+            peer.bytes_out += size_of(frames)
+
+    def _answer(self, route: Route, frames: Frames) -> bool:
+        return send_now(route.door.socket, [route.routing_id, *frames])
+
+    async def _read(self, door: _Door) -> None:
+        for count in itertools.count(1):
+            if count % base.YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+            if door.keys is None:
+                routing_id, *frames = await door.socket.recv_multipart()
+                self._arrived(Route(door, routing_id), frames, None)
+            else:
+                first, *others = await door.socket.recv_multipart(copy=False)
+                site = door.keys.site_of(first)
+                self._arrived(Route(door, first.bytes), [frame.buffer.toreadonly() for frame in others], site)
+
+    def _arrived(self, route: Route, frames: list[Any], site: str | None) -> None:
+        """Handles one message, whatever it is; `site` is that of the connection's key."""
+        peer = self._routes.get(route)
+        if route.door.keys is not None and (site is None or (peer is not None and peer.site != site)):
+            self.misplaced += 1
+            return
+        if peer is not None:
+            peer.bytes_in += size_of(frames)
+        try:
+            message = decode(frames)
+            if message.kind == "hello":
+                self._hello(route, message, site)
+                if peer is None and (new := self._routes.get(route)) is not None:
+                    new.bytes_in += size_of(frames)
+            elif peer is None or peer.session != message.session:
+                self.unknown += 1
+                self._answer(route, self._control("unknown"))
+            else:
+                peer.last_seen, peer.lost = time.monotonic(), False
+                self._handle(peer, message, len(frames[0]))
+        except MalformedMessage as error:
+            self._refuse(error)
+
+    def _handle(self, peer: Peer, message: Message, size: int) -> None:
+        if message.kind == "ack":
+            if base.take_ack(peer.outbox, self.session, message):
+                peer.credit.set()
+        elif message.kind == "heartbeat":
+            self._heartbeat(peer, message, size)
+        elif message.kind == "bye":
+            self._forget(peer)
+            self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
+        elif message.number == 0:
+            self._inbox.put_nowait(Delivery(peer.name, message.kind, message.body, message.arrays, lambda: None))
+        else:
+            verdict = peer.inbox.receive(message.session, message.number)
+            if verdict == "new":
+                ack = self._ack_function(peer, message.session, message.number)
+                self._inbox.put_nowait(Delivery(peer.name, message.kind, message.body, message.arrays, ack))
+            elif verdict == "committed":
+                self._to(peer, self._ack(message.session, message.number))
+
+    def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
+        if size > MAX_STATE_BYTES:
+            raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
+        peer.state, times = base.take_state(message)
+        sent = times.get("sent")
+        echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
+        self._to(peer, self._control("heartbeat", self.state() | echo))
+
+    def _ack(self, session: str, number: int) -> Frames:
+        return self._control("ack", {"n": number, "s": session})
+
+    def _ack_function(self, peer: Peer, session: str, number: int) -> Callable[[], None]:
+        def ack() -> None:
+            if peer.inbox.commit(session, number):
+                self._to(peer, self._ack(session, number))
+
+        return ack
+
+    def _hello(self, route: Route, message: Message, site_of_key: str | None) -> None:
+        name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
+        if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
+            raise MalformedMessage("a hello without a name, a role or its meta")
+        reason, flow = self._judge(route, name, role, meta, site_of_key)
+        if reason is not None:
+            self.refused_peers += 1
+            if str(self.refused_peers).strip("0") == "1":
+                log.warning("refused %d hellos so far; this one, of %r: %s", self.refused_peers, name, reason)
+            self._answer(route, self._control("refused", {"hub": self.name, "reason": reason}))
+            return
+        known = peer = self.peers.get(name)
+        if peer is None or peer.session != message.session:
+            outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
+            peer = Peer(name, role, meta, message.session, outbox, flow, meta["site"] if route.door.outside else None)
+            if known is not None:
+                peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
+                self._forget(known)
+            self.peers[name] = peer
+        moved, peer.last_seen, peer.lost = peer.route != route, time.monotonic(), False
+        if peer.route is not None:
+            self._routes.pop(peer.route, None)
+        peer.route, self._routes[route] = route, peer
+        self._to(peer, self._control("welcome", {"hub": self.name}))
+        if moved:
+            for _, unacknowledged in peer.outbox.to_resend(time.monotonic(), 0.0):
+                self._to(peer, unacknowledged.frames)
+        if known is None:
+            self._joined.set()
+
+    def _judge(
+        self, route: Route, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
+    ) -> tuple[str | None, Flow]:
+        """Why a hello is refused (None: it is not), and the flow of its peer."""
+        site = meta.get("site") if route.door.outside else None
+        if route.door.outside and not is_name(site):
+            return "a peer from outside must name its site in meta['site']", self.flow
+        if route.door.keys is not None and site != site_of_key:
+            return f"the key is that of site {site_of_key!r}, the hello is of site {site!r}", self.flow
+        if (spoken := self._routes.get(route)) is not None and spoken.name != name:
+            return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}", self.flow
+        if (known := self.peers.get(name)) is not None and known.site != site:
+            owner = "inside this site" if known.site is None else f"at site {known.site!r}"
+            return f"the name {name!r} belongs to a peer {owner}", self.flow
+        try:
+            reason = None
+            if self.admit is not None and route.door.outside:
+                reason = self.admit(name, role, meta, site_of_key)
+            flow = self.flows(name) if self.flows is not None and reason is None else self.flow
+        except Exception as error:  # whatever a stranger says must not end the hub
+            log.exception("cannot judge the hello of %r", name)
+            return f"the hello cannot be judged: {type(error).__name__}", self.flow
+        return reason, flow
+
+    def _forget(self, peer: Peer) -> None:
+        """The end of a peer's life; who waits to send to it looks again."""
+        if self.peers.get(peer.name) is peer:
+            del self.peers[peer.name]
+        if peer.route is not None:
+            self._routes.pop(peer.route, None)
+            peer.route = None
+        peer.credit.set()
+
+    async def _beat(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(base.HEARTBEAT_S)
+            now = time.monotonic()
+            stalled = now - last - base.HEARTBEAT_S
+            last = now
+            for peer in list(self.peers.values()):
+                # if this very process stood still, peers' beats lie unread in the socket: that is not their silence
+                peer.last_seen += max(0.0, stalled)
+                silent = now - peer.last_seen
+                if silent > peer.flow.lost_after_s and not peer.lost:
+                    peer.lost = True
+                    self._inbox.put_nowait(
+                        PeerLost(f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})")
+                    )
+                if silent < peer.flow.resend_s:  # into silence nothing is repeated: it would pile up
+                    for _, message in peer.outbox.to_resend(now, peer.flow.resend_s):
+                        self._to(peer, message.frames)
+
+    async def close(self) -> None:
+        """Stops serving."""
+        await self._stop()
+        for door in self._doors:
+            door.socket.close(base.LINGER_MS)
+            if door.keys is not None:
+                unguard(self._context, self._domain)

@@ -1,0 +1,361 @@
+"""Streams, position sets and numbers as bytes close to their entropy: what the delta codec is made of.
+
+zstd is wanted for its Huffman coder more than for its matches: where symbols are drawn at random from few, spurious
+matches make the output up to a third larger than the entropy. So what goes into it is arranged to have none: gaps
+instead of sparse bitmasks, and small numbers as packed bits ("more than 0?", "more than 1?", ...) instead of bytes.
+
+Everything is numpy on one thread. What is read is checked against sizes that the reader knows already, so a malformed
+payload raises `CorruptDelta`, and cannot make it allocate more than a few times its tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from streamrl.weights.version import CorruptWeights
+
+Words = npt.NDArray[Any]
+"""Unsigned words [n] of the tensor's item size."""
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+
+BLOCK = 1 << 19
+"""Elements handled at once: few enough for temporaries to stay in cache, enough to make numpy's calls cheap."""
+MIN_ZSTD = 48
+"""A shorter stream is stored as it is: a zstd frame has a header and a Huffman table."""
+ONE_BYTE_GAP, TWO_BYTE_GAP = 150, 30_000
+"""Up to these mean gaps, gaps are coded in one and two bytes, with few escapes; in three above."""
+MASK_SHARE = 0.22
+"""From this share of chosen elements a bitmask through zstd is smaller than gaps (both within 2 % of the entropy)."""
+HELD_SHARE = 0.5
+"""Below this share of bytes with any bit set, only those are looked into."""
+LEVEL_SHARE = 0.3
+"""Numbers of which more than this share are the smallest possible have that said in a set of its own."""
+LEVEL_COUNT, MAX_LEVELS = 16, 12
+"""Fewer numbers than this are not worth a set; sets that are tried one after the other."""
+NOTHING, MASK = 0, 4
+"""Codings of a set, besides gaps in 1, 2 or 3 bytes."""
+COMPLEMENT = 8
+"""Added to the coding: elements that are *not* chosen are listed."""
+_ZSTD = pa.Codec("zstd", compression_level=1)
+
+
+class CorruptDelta(CorruptWeights):
+    """A payload that cannot be decoded."""
+
+
+class Writer:
+    """A payload as it is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+
+    def number(self, value: int) -> None:
+        """A non-negative number in 7 bits a byte, low ones first; the top bit says that more follow."""
+        coded = bytearray()
+        while value > 0x7F:
+            coded.append(value & 0x7F | 0x80)
+            value >>= 7
+        coded.append(value)
+        self._parts.append(coded)
+
+    def stream(self, data: Bytes) -> None:
+        """Bytes whose count the reader knows: compressed if that makes them fewer."""
+        data = np.ascontiguousarray(data)
+        if data.size >= MIN_ZSTD:
+            packed = _ZSTD.compress(data)
+            if len(packed) < data.size:
+                self.number(len(packed))
+                self._parts.append(packed)
+                return
+        self.number(0)
+        self._parts.append(data)
+
+    def payload(self) -> Bytes:
+        """All of it."""
+        return np.frombuffer(bytearray().join(self._parts), dtype=np.uint8)
+
+
+class Reader:
+    """Reads what a `Writer` wrote; whatever it cannot have written raises `CorruptDelta`."""
+
+    def __init__(self, payload: Bytes) -> None:
+        self._data = np.ascontiguousarray(payload).data
+        self._at = 0
+
+    def number(self, most: int) -> int:
+        """A number up to `most`."""
+        value = shift = 0
+        while True:
+            byte = self._take(1)[0]
+            value |= (byte & 0x7F) << shift
+            if value > most:
+                raise CorruptDelta(f"a number is above {most}")
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise CorruptDelta("a number does not end")
+
+    def stream(self, count: int) -> Bytes:
+        """`count` bytes."""
+        length = self.number(count)
+        if length == 0:
+            return np.frombuffer(self._take(count), dtype=np.uint8)
+        try:
+            data = _ZSTD.decompress(self._take(length), count)  # refuses a frame that holds more or fewer
+        except (OSError, pa.ArrowException) as error:
+            raise CorruptDelta(f"a stream is corrupt: {error}") from error
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def end(self) -> None:
+        """Nothing may follow."""
+        if self._at != len(self._data):
+            raise CorruptDelta(f"{len(self._data) - self._at} bytes too many")
+
+    def _take(self, count: int) -> memoryview:
+        if count > len(self._data) - self._at:
+            raise CorruptDelta("the payload ends early")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+
+class PositionWriter:
+    """Codes which `k` of `n` elements are chosen.
+
+    Gaps between chosen elements are symbols of 1 to 3 bytes, whose largest value says "go on as far, nothing is chosen
+    there": for elements chosen at random gaps are geometric, and a Huffman code of them is within 3 % of log2 C(n, k).
+    From `MASK_SHARE` on a bitmask is. Of more than half, those left out are coded.
+    """
+
+    def __init__(self, bits: Bytes, n: int, k: int) -> None:
+        """Takes a bitmask, uint8 [ceil(n / 8)], little endian, of `k` ones."""
+        self._bits, self._n = bits, n
+        self._coding = _coding(n, k)
+        self._symbols: list[Bytes] = []
+
+    def blocks(self) -> Iterator[Indices]:
+        """Chosen elements, increasing, a block after the other; to be asked for once, and before `finish`."""
+        gaps = 0 < self._coding < MASK  # coded on the way
+        last = -1
+        for where in chosen(self._bits, self._n):
+            if gaps and len(where):
+                self._symbols.append(_symbols(where, last, self._coding))
+                last = int(where[-1])
+            yield where
+
+    def finish(self, writer: Writer) -> None:
+        """Writes the set; `n` and `k` are for the caller to write."""
+        writer.number(self._coding)
+        planes, bits = self._coding & ~COMPLEMENT, self._bits
+        if planes == NOTHING:
+            return
+        if self._coding & COMPLEMENT:
+            bits = _inverted(bits, self._n)
+            if planes != MASK:
+                self._symbols = [_symbols(np.concatenate([*chosen(bits, self._n)]), -1, planes)]
+        if planes == MASK:
+            writer.stream(bits)
+            return
+        symbols = np.concatenate(self._symbols)
+        writer.number(len(symbols))
+        for plane in range(planes):
+            writer.stream(symbols[:, plane])
+
+
+class PositionReader:
+    """A set that a `PositionWriter` wrote, checked as it is made: exactly `k` elements below `n`."""
+
+    def __init__(self, reader: Reader, n: int, k: int) -> None:
+        coding = reader.number(COMPLEMENT + MASK)
+        planes, complement = coding & ~COMPLEMENT, bool(coding & COMPLEMENT)
+        coded = n - k if complement else k
+        self._n, self._skip = n, 256**planes - 1
+        self._symbols: Words | None = None  # of gaps
+        self._bits = np.zeros((n + 7) // 8 if complement and planes != MASK else 0, dtype=np.uint8)
+        if planes > MASK:
+            raise CorruptDelta("no such coding of a set")
+        if planes == NOTHING and coded:
+            raise CorruptDelta("a set is empty")
+        if planes == MASK:
+            self._bits = reader.stream((n + 7) // 8)
+            if n % 8 and self._bits[-1] >> n % 8:
+                raise CorruptDelta("a bitmask has bits behind its end")
+            if ones(self._bits) != coded:
+                raise CorruptDelta("a bitmask has another number of elements")
+        elif planes != NOTHING:
+            self._symbols = _read_gaps(reader, planes, n, coded)
+        if complement:
+            if self._symbols is not None:
+                mask = np.zeros(n, dtype=np.bool_)
+                for where in _ends(self._symbols, self._skip):
+                    mask[where] = True
+                self._bits, self._symbols = np.packbits(mask, bitorder="little"), None
+            self._bits = _inverted(self._bits, n)
+
+    def blocks(self) -> Iterator[Indices]:
+        """Chosen elements, increasing, a block after the other."""
+        if self._symbols is not None:
+            return _ends(self._symbols, self._skip)
+        return chosen(self._bits, self._n) if self._bits.size else iter(())
+
+
+def chosen(bits: Bytes, n: int) -> Iterator[Indices]:
+    """Which of `n` bits are one, increasing, a block after the other."""
+    for start in range(0, len(bits), BLOCK // 8):
+        some = bits[start : start + BLOCK // 8]
+        held = np.flatnonzero(some != 0)  # bytes with any: most have none where few bits are one
+        if len(held) < HELD_SHARE * len(some):
+            which = np.flatnonzero(np.unpackbits(some[held], bitorder="little").view(np.bool_))
+            yield ((held + start) << 3)[which >> 3] + (which & 7)
+        else:
+            count = min(8 * len(some), n - 8 * start)
+            yield np.flatnonzero(np.unpackbits(some, count=count, bitorder="little").view(np.bool_)) + 8 * start
+
+
+def ones(bits: Bytes) -> int:
+    """How many bits are one."""
+    return sum(int(np.bitwise_count(bits[at : at + BLOCK]).sum()) for at in range(0, len(bits), BLOCK))
+
+
+def _inverted(bits: Bytes, n: int) -> Bytes:
+    """The bitmask of the others; bits behind the end stay zero."""
+    others = ~bits
+    if n % 8:
+        others[-1] &= (1 << n % 8) - 1
+    return others
+
+
+def _read_gaps(reader: Reader, planes: int, n: int, count: int) -> Words:
+    """Symbols that lead to `count` elements below `n`."""
+    skip = 256**planes - 1
+    length = reader.number(count + n // skip)
+    symbols = read_planes(reader, length, np.dtype(f"<u{(1, 2, 4)[planes - 1]}"), planes)
+    # A symbol goes one further than its gap, on to the element; the largest has no element and goes as far as it says.
+    if np.count_nonzero(symbols != skip) != count or int(symbols.sum(dtype=np.int64)) + count > n:
+        raise CorruptDelta("gaps lead elsewhere")
+    return symbols
+
+
+def _ends(symbols: Words, skip: int) -> Iterator[Indices]:
+    """Elements that gaps lead to, a block after the other."""
+    at = -1
+    for start in range(0, len(symbols), BLOCK):
+        some = symbols[start : start + BLOCK]
+        stops = some != skip
+        where = np.cumsum(some + stops.astype(np.int64))
+        where += at
+        at = int(where[-1])
+        yield where if stops.all() else where[stops]
+
+
+def _coding(n: int, k: int) -> int:
+    """The smallest coding of `k` of `n` elements chosen at random; clusters are smaller in any."""
+    complement = COMPLEMENT if 2 * k > n else 0
+    coded = n - k if complement else k
+    if coded == 0:
+        return complement + NOTHING
+    if coded > MASK_SHARE * n:
+        return complement + MASK
+    return complement + (1 if n <= ONE_BYTE_GAP * coded else 2 if n <= TWO_BYTE_GAP * coded else 3)
+
+
+def _symbols(where: Indices, last: int, planes: int) -> Bytes:
+    """Gaps before elements, of which `last` is the one before the first, as symbols: uint8 [symbols, planes]."""
+    gaps = np.empty_like(where)
+    gaps[0] = where[0] - last
+    np.subtract(where[1:], where[:-1], out=gaps[1:])
+    gaps -= 1
+    skip = 256**planes - 1
+    word = (np.uint8, np.uint16, np.uint32)[planes - 1]
+    if int(gaps.max()) < skip:
+        symbols = gaps.astype(word)
+    else:
+        skips, rest = np.divmod(gaps, skip)
+        ends = np.cumsum(skips) + np.arange(len(gaps))
+        symbols = np.full(int(ends[-1]) + 1, skip, dtype=word)
+        symbols[ends] = rest
+    return symbols.view(np.uint8).reshape(len(symbols), -1)[:, :planes]
+
+
+def write_numbers(writer: Writer, values: Words) -> None:
+    """Non-negative numbers of which small ones are frequent.
+
+    While many are the smallest possible, a set says which are not, and only those go on, less one: a unary code, each
+    of whose bits costs about its entropy. The rest is stored in as few bytes each as most of them need, lowest bytes of
+    all first; larger ones stand before them in full.
+    """
+    levels: list[tuple[int, PositionWriter]] = []
+    while len(values) >= LEVEL_COUNT and len(levels) < MAX_LEVELS:
+        more = np.packbits(values != 0, bitorder="little")
+        count = ones(more)
+        if count > (1 - LEVEL_SHARE) * len(values):
+            break
+        level = PositionWriter(more, len(values), count)
+        levels.append((count, level))
+        values = np.concatenate([values[where] for where in level.blocks()]) - values.dtype.type(1)
+    writer.number(len(levels))
+    for count, level in levels:
+        writer.number(count)
+        level.finish(writer)
+    size = values.dtype.itemsize
+    large = [int(np.count_nonzero(values >= 256**p - 1)) if p < size else 0 for p in range(1, size + 1)]
+    planes = min(range(1, size + 1), key=lambda p: p * len(values) + size * large[p - 1])
+    writer.number(planes)
+    if planes < size:
+        escaped = values >= 256**planes - 1
+        aside = values[escaped]
+        values = np.where(escaped, values.dtype.type(256**planes - 1), values)
+        writer.number(len(aside))
+        write_planes(writer, aside, size)
+    write_planes(writer, values, planes)
+
+
+def read_numbers(reader: Reader, count: int, word: np.dtype[Any]) -> Words:
+    """`count` numbers that `write_numbers` wrote, as words of this type."""
+    values = np.zeros(count, dtype=word)
+    places: Indices | None = None  # of the numbers that go on; None: all
+    for _ in range(reader.number(MAX_LEVELS)):
+        left = count if places is None else len(places)
+        found = PositionReader(reader, left, reader.number(left))
+        more = np.concatenate([np.empty(0, dtype=np.int64), *found.blocks()])
+        places = more if places is None else places[more]
+        values[places] += word.type(1)
+    left = count if places is None else len(places)
+    planes = reader.number(word.itemsize)
+    if planes < 1:
+        raise CorruptDelta("numbers of no bytes")
+    aside = np.empty(0, dtype=word)
+    if planes < word.itemsize:
+        aside = read_planes(reader, reader.number(left), word, word.itemsize)
+    rest = read_planes(reader, left, word, planes)
+    if planes < word.itemsize:
+        escaped = rest == 256**planes - 1
+        if np.count_nonzero(escaped) != len(aside):
+            raise CorruptDelta("another number of large values")
+        if len(aside):
+            rest[escaped] = aside
+    if places is None:
+        return rest
+    values[places] += rest
+    return values
+
+
+def write_planes(writer: Writer, values: Words, planes: int) -> None:
+    """The low `planes` bytes of words: all lowest ones, all next ones, ..."""
+    data = values.view(np.uint8).reshape(len(values), values.dtype.itemsize)
+    for plane in range(planes):
+        writer.stream(data[:, plane])
+
+
+def read_planes(reader: Reader, count: int, word: np.dtype[Any], planes: int) -> Words:
+    """`count` words that `write_planes` wrote, new and writable."""
+    data = np.zeros((count, word.itemsize), dtype=np.uint8)
+    for plane in range(planes):
+        data[:, plane] = reader.stream(count)
+    return data.view(word)[:, 0] if count else np.empty(0, dtype=word)

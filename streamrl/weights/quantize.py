@@ -1,0 +1,151 @@
+"""Generation weights of 8 bits: linear weights as codes and one scale per output row.
+
+    scale_r = max_c |w_rc| / limit        code_rc = round(w_rc / scale_r)        w_rc ~ code_rc * scale_r
+
+`limit` is the largest code: 448 for fp8 (float8_e4m3fn, Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
+2209.05433), 127 for int8. Rounding is to nearest, ties to even. This is what vLLM and compressed-tensors call symmetric
+quantization of weights by `channel`.
+
+What is quantized is told by a tensor's checkpoint name and shape alone, so that a site that has only the files' headers
+knows what will come: matrices that are called `<module>.weight`, except embeddings (with them a tied output head; an
+untied one is quantized), norms, and the routers of mixtures of experts, which are small and whose ties decide much.
+
+In a manifest, codes have the weight's name, and their scales (float32 [rows]) that name and `.scale`. A trainer
+publishes everything else in its compute type, so an 8-bit type says that a tensor is codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+
+from streamrl.weights.version import CorruptWeights, Manifest
+
+Kind = Literal["fp8", "int8"]
+
+CODE_TYPES: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LIMITS: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0}
+"""The largest code."""
+SCALE_SUFFIX = ".scale"
+NOT_LINEAR = ("embed", "norm", "wte", "wpe")
+"""In the name of a module: no linear layer."""
+ROUTERS = {"gate", "router"}
+"""Names of modules that choose experts."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Of rows of zeros too: a subnormal scale would lose the codes' precision, and 0 cannot be divided by."""
+
+Described = tuple[str, tuple[int, ...]]
+"""Type (torch's name) and shape of a tensor."""
+
+
+def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of a checkpoint, by its name there, is one that is sent as codes."""
+    parts = name.split(".")
+    if len(shape) != 2 or len(parts) < 2 or parts[-1] != "weight":
+        return False
+    module = parts[-2].lower()
+    return module not in ROUTERS and not any(word in module for word in NOT_LINEAR)
+
+
+def quantized(tensors: Mapping[str, Described], kind: Kind) -> dict[str, Described]:
+    """What a version holds, in its order, given what it would hold if nothing were quantized.
+
+    Raises:
+        ValueError: a tensor has the name that another one's scales would get.
+    """
+    result: dict[str, Described] = {}
+    for name, (dtype, shape) in tensors.items():
+        if not is_quantized(name, shape):
+            result[name] = dtype, shape
+            continue
+        scale = name + SCALE_SUFFIX
+        if scale in tensors:
+            raise ValueError(f"the model has a tensor {scale!r}, so {name!r} cannot be quantized")
+        result[name] = _name(CODE_TYPES[kind]), shape
+        result[scale] = "float32", shape[:1]
+    return result
+
+
+def quantize(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds a matrix to 8 bits. Rows do not depend on each other, so a part of them gives their part of the result.
+
+    Args:
+        tensor: [rows, columns], of a floating type.
+        kind: of codes.
+
+    Returns:
+        (codes [rows, columns], scales float32 [rows]).
+
+    Raises:
+        ValueError: it is not two-dimensional, or holds inf or nan.
+    """
+    if tensor.ndim != 2:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} has no rows of weights")
+    values = tensor.float()
+    if tensor.numel() == 0:
+        return values.to(CODE_TYPES[kind]), values.new_full((len(values),), SMALLEST_SCALE)
+    scales = (values.abs().amax(dim=1) / LIMITS[kind]).clamp_(min=SMALLEST_SCALE)
+    if not torch.isfinite(scales).all():  # the maximum of a row with nan is nan
+        raise ValueError("weights that are inf or nan have no 8-bit codes")
+    codes = (values / scales[:, None]).clamp_(-LIMITS[kind], LIMITS[kind])
+    if kind == "int8":
+        codes.round_()  # half to even; a conversion to int8 would cut off
+    return codes.to(CODE_TYPES[kind]), scales
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights that codes stand for, computed in fp32 and rounded once.
+
+    Args:
+        codes: [rows, columns].
+        scales: float32 [rows].
+        dtype: of the result, [rows, columns].
+    """
+    return (codes.float() * scales[:, None]).to(dtype)
+
+
+def scales_of(manifest: Manifest) -> dict[str, str]:
+    """Which tensors of a version are codes: their names, and those of their scales.
+
+    Raises:
+        CorruptWeights: codes without scales that fit them.
+    """
+    entries = {entry.name: entry for entry in manifest.tensors}
+    types = {_name(dtype) for dtype in CODE_TYPES.values()}
+    pairs: dict[str, str] = {}
+    for name, entry in entries.items():
+        if entry.dtype not in types:
+            continue
+        scale = entries.get(name + SCALE_SUFFIX)
+        if scale is None or (scale.dtype, scale.shape) != ("float32", entry.shape[:1]) or len(entry.shape) != 2:
+            raise CorruptWeights(f"version {manifest.version.number}: codes {name!r} have no scales that fit them")
+        pairs[name] = scale.name
+    return pairs
+
+
+def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(checkpoint name, weights) of a version: views, or codes turned back into weights, one tensor at a time.
+
+    Args:
+        manifest: of the version.
+        buffer: uint8 [nbytes].
+        dtype: of the weights that come from codes.
+
+    Raises:
+        CorruptWeights: codes without scales.
+    """
+    pairs = scales_of(manifest)
+    tensors = dict(manifest.tensors_of(buffer))
+    scales = set(pairs.values())
+    for name, tensor in tensors.items():
+        if name in pairs:
+            yield name, dequantize(tensor, tensors[pairs[name]], dtype)
+        elif name not in scales:
+            yield name, tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

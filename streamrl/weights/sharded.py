@@ -1,0 +1,332 @@
+"""Lays out a version from a sharded model: each rank writes its own rows into one buffer that all ranks share.
+
+    plan (once)      names, types and places of all tensors, from the parameters' shapes: the same on every rank
+    map              rank 0 makes a shared buffer of the version's size, the others map it
+    write            each rank: the rows of its shards, converted to the compute type or to codes
+    checksums        tensors are dealt to the ranks by their bytes; the sums are gathered
+
+So no rank gathers the model, and a host holds each version once, in shared memory. The buffer is an anonymous file
+(`memfd_create`): it has no name in any file system, so nothing is left of it however its processes end, and it is not
+bounded by the size of /dev/shm. Each version has a buffer of its own, because the one before is still being sent.
+
+Parameters in memory need not be those of the checkpoint, which the engine's loader wants: transformers fuses the
+experts of a mixture, for instance. What `save_pretrained` does about it (`revert_weight_conversion`) is tried on meta
+tensors first: most tensors come out as they went in, maybe under another name, and are written by rows. What is
+really converted needs whole tensors: those are gathered, those of one conversion at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from streamrl.errors import RunFailed
+from streamrl.weights.quantize import SCALE_SUFFIX, Kind, is_quantized, quantize, quantized
+from streamrl.weights.version import (
+    ALIGNMENT,
+    Manifest,
+    TensorEntry,
+    WeightVersion,
+    _content_hash,
+    checksum,
+)
+
+HASHING_THREADS = 4
+
+Tensors = dict[str, torch.Tensor]
+Revert = Callable[[Tensors], Tensors]
+"""Tensors in memory to those of the checkpoint, by their names."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor of the version lies."""
+
+    name: str
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, buffer: np.ndarray) -> torch.Tensor:
+        """The tensor's place in a buffer (uint8 [nbytes]), to write to."""
+        raw = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
+        return raw.view(getattr(torch, self.dtype)).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Parameters that have to be converted together, and what they become."""
+
+    sources: tuple[str, ...]
+    targets: dict[str, tuple[int, ...]]
+    """Shape, by the name in the checkpoint."""
+    is_same: bool
+    """One tensor becomes one with the same values: only its name may change."""
+
+
+def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[Conversion]:
+    """How parameters become the checkpoint's tensors, in the parameters' order and in pieces as small as possible.
+
+    Pieces are found by trial, on tensors without bytes: what a layer becomes must be what it becomes within the whole
+    model; and what a parameter becomes, what it becomes within its layer.
+
+    Args:
+        shapes: of the parameters.
+        revert: to the checkpoint's form.
+
+    Raises:
+        RunFailed: a conversion needs parameters of several layers.
+    """
+    metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    whole, found = _shapes(revert(metas)), []
+    for names in _layers(metas):
+        layer = {name: metas[name] for name in names}
+        result = _tried(revert, layer)
+        origin = {id(tensor): name for name, tensor in layer.items()}
+        kept = {origin[id(tensor)]: target for target, tensor in result.items() if id(tensor) in origin}
+        rest = tuple(name for name in names if name not in kept)
+        made = {target: tuple(t.shape) for target, t in result.items() if id(t) not in origin}
+        alone = [_shapes(_tried(revert, {name: metas[name]})) for name in rest]
+        if sum(map(len, alone)) == len(made) and {k: v for one in alone for k, v in one.items()} == made:
+            parts = [Conversion((name,), targets, False) for name, targets in zip(rest, alone, strict=True)]
+        else:
+            parts = [Conversion(rest, made, False)] if rest else []
+        parts += [Conversion((name,), {target: shapes[name]}, True) for name, target in kept.items()]
+        found += sorted(parts, key=lambda part: names.index(part.sources[0]))
+    pieces = [target for part in found for target in part.targets.items()]
+    if len(pieces) != len(whole) or dict(pieces) != whole:
+        raise RunFailed("not supported: weights whose checkpoint form mixes parameters of several layers")
+    return found
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indexes of `sizes` for each rank, so that sums are about equal: largest first, to whoever has least."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = loads.index(min(loads))
+        dealt[rank].append(index)
+        loads[rank] += sizes[index]
+    return dealt
+
+
+class ShardedLayout:
+    """Makes versions of one model; torch.distributed must be initialised."""
+
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype, generation_dtype: Literal["same"] | Kind = "same"
+    ) -> None:
+        """
+        Args:
+            model: sharded (FSDP2) or not, in fp32; its parameters keep their names and shapes.
+            dtype: that weights are published in.
+            generation_dtype: same: in `dtype`; otherwise linear weights are codes.
+
+        Raises:
+            RunFailed: the model's checkpoint form cannot be made, or not in pieces.
+            ValueError: it cannot be quantized.
+        """
+        self.dtype = dtype
+        self.kind: Kind | None = None if generation_dtype == "same" else generation_dtype
+        self._parameters = dict(model.named_parameters())  # tied ones come once
+        self._revert: Revert = lambda tensors: revert_weight_conversion(model, tensors)
+        self._parts = conversions({name: tuple(p.shape) for name, p in self._parameters.items()}, self._revert)
+        plain = {
+            name: (str(dtype).removeprefix("torch."), shape)
+            for part in self._parts
+            for name, shape in part.targets.items()
+        }
+        described = plain if self.kind is None else quantized(plain, self.kind)
+        self.slots: dict[str, Slot] = {}
+        """The version's tensors by name, in its order."""
+        self.nbytes = 0
+        for name, (kind, shape) in described.items():
+            size = int(np.prod(shape)) * getattr(torch, kind).itemsize
+            self.slots[name] = Slot(name, kind, shape, self.nbytes, size)
+            self.nbytes = (self.nbytes + size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+    def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
+        """A version of the model's weights; a collective.
+
+        Returns:
+            The manifest, and the shared buffer (uint8 [nbytes]), on every rank.
+
+        Raises:
+            RunFailed: on every rank, if one has no room, is on another host, or has weights that are inf or nan (where
+                they are to be quantized).
+        """
+        buffer = shared_buffer(self.nbytes)
+        agree(self._write(buffer))
+        slots, ranks = list(self.slots.values()), dist.get_world_size()
+        mine = deal([slot.nbytes for slot in slots], ranks)[dist.get_rank()]
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing releases the GIL
+            parts = (buffer[slots[i].offset : slots[i].offset + slots[i].nbytes] for i in mine)
+            sums = dict(zip(mine, pool.map(checksum, parts), strict=True))
+        gathered: list[dict[int, str]] = [{}] * ranks
+        dist.all_gather_object(gathered, sums)
+        found = {index: digest for one in gathered for index, digest in one.items()}
+        entries = tuple(
+            TensorEntry(slot.name, slot.dtype, slot.shape, slot.offset, slot.nbytes, found[index])
+            for index, slot in enumerate(slots)
+        )
+        return Manifest(WeightVersion(number, None, _content_hash(entries)), self.nbytes, entries), buffer
+
+    @torch.no_grad()
+    def _write(self, buffer: np.ndarray) -> str | None:
+        """Writes what is this rank's to write. Returns what went wrong, since the others wait in collectives."""
+        problem = None
+        for index, part in enumerate(self._parts):
+            values: Iterable[tuple[str, int, torch.Tensor]]
+            if part.is_same:
+                (name,), (target,) = part.sources, part.targets
+                values = [(target, first, rows) for first, rows in self._own_rows(self._parameters[name])]
+            else:
+                gathered = {name: self._gather(self._parameters[name]) for name in part.sources}
+                mine = index % dist.get_world_size() == dist.get_rank()
+                values = [(name, 0, tensor) for name, tensor in self._revert(gathered).items()] if mine else []
+            for name, first, tensor in values:
+                try:
+                    self._write_rows(buffer, name, first, tensor)
+                except ValueError as error:
+                    problem = problem or f"weight {name!r} cannot be published: {error}"
+        return problem
+
+    def _own_rows(self, parameter: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(first row, rows) of a parameter that this rank has to write; a collective if it is not sharded by rows."""
+        if not isinstance(parameter, DTensor):
+            return [(0, parameter)] if dist.get_rank() == 0 else []
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in placements):
+            full = self._gather(parameter)
+            return [(0, full)] if dist.get_rank() == 0 else []
+        coordinate = mesh.get_coordinate()
+        if coordinate is None or any(
+            isinstance(p, Replicate) and at > 0 for p, at in zip(placements, coordinate, strict=True)
+        ):
+            return []  # another one has the same rows
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        return [(offset[0] if offset else 0, parameter.to_local().reshape(shape))]
+
+    def _gather(self, parameter: torch.Tensor) -> torch.Tensor:
+        converted = parameter.detach().to(self.dtype)
+        return converted.full_tensor() if isinstance(converted, DTensor) else converted
+
+    def _write_rows(self, buffer: np.ndarray, name: str, first: int, rows: torch.Tensor) -> None:
+        """Converts rows (all of a tensor without rows) and writes them, `first` being the place of the first one.
+
+        Raises:
+            ValueError: they cannot be quantized.
+        """
+        slot = self.slots[name]
+        target = slot.view(buffer)
+        if not rows.ndim:
+            target.copy_(rows)
+        elif self.kind is None or not is_quantized(name, slot.shape):
+            target[first : first + len(rows)].copy_(rows)
+        else:
+            codes, scales = quantize(rows.to(self.dtype), self.kind)
+            target[first : first + len(rows)].copy_(codes)
+            self.slots[name + SCALE_SUFFIX].view(buffer)[first : first + len(rows)].copy_(scales)
+
+
+def shared_buffer(nbytes: int) -> np.ndarray:
+    """One buffer (uint8 [nbytes], zeros) for all ranks; a collective. It goes when the last rank lets go of it.
+
+    Raises:
+        RunFailed: on every rank, if one cannot have it.
+    """
+    host, problem, descriptor = socket.gethostname(), None, -1
+    try:
+        if dist.get_rank() == 0:
+            try:
+                descriptor = _anonymous_file(nbytes)
+            except (OSError, MemoryError) as error:
+                problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {error}"
+        told = [(host, f"/proc/{os.getpid()}/fd/{descriptor}")]
+        dist.broadcast_object_list(told)
+        (first_host, path), mapped = told[0], None
+        if host != first_host:
+            problem = f"not supported yet: trainer ranks on several hosts ({first_host} and {host})"
+        elif problem is None:
+            try:
+                mapped = _map(path, nbytes)
+            except (OSError, ValueError) as error:
+                problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
+        agree(problem)
+        assert mapped is not None
+        return mapped
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # the mapping keeps it
+
+
+def agree(problem: str | None) -> None:
+    """Waits for all ranks; a collective.
+
+    Raises:
+        RunFailed: on every rank, with the first rank's problem, if any has one.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if first := next((p for p in problems if p is not None), None):
+        raise RunFailed(first)
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """Descriptor of a new file in memory."""
+    free = psutil.virtual_memory().available
+    if free < nbytes:  # pages come when they are written: too late to say so
+        raise MemoryError(f"{free / 2**20:.0f} MiB free")
+    descriptor = os.memfd_create("streamrl-weights")
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _map(path: str, nbytes: int) -> np.ndarray:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names grouped by what is before and at their first number, i.e. by decoder layer; in order of first mention."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        layers.setdefault(name if number is None else ".".join(parts[: number + 1]), []).append(name)
+    return list(layers.values())
+
+
+def _tried(revert: Revert, tensors: Tensors) -> Tensors:
+    """Nothing, if these tensors cannot be converted without others."""
+    try:
+        return revert(tensors)
+    except Exception:  # whatever a conversion raises that lacks some of its tensors
+        return {}
+
+
+def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,176 @@
+"""Whole runs over two sites: real vLLM, real trainer, real encrypted sockets over shaped links, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl.emulation.network import read_stats, set_link_in
+from streamrl.observe.metrics import read_metrics
+from streamrl.observe.site import read_site
+from streamrl.rollouts.ledger import Ledger
+from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.training.conftest import free_port
+
+POOL = {"replicas": 1, "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
+ASYNC = {"schedule": {"name": "async", "max_staleness": 1}, "steps": 4}
+
+
+def two_sites(project: Project, port: int = 5600, **link: object) -> Path:
+    """A cluster file in which one site trains and another generates; a project's commands then use it."""
+    cluster = {
+        "hardware": "cpu",
+        "sites": {
+            "train": {"port": port, "trainer": {"ranks": 1, "threads": 1}},
+            "generate": {"generation": [{"name": "regular", **POOL}]},
+        },
+        "links": [{"between": ["generate", "train"], "bandwidth_gbit_s": 0.05, "rtt_ms": 20, **link}],
+        "absence_s": 60,
+        "emulation": {"trainer_threads": 1, "kv_cache_gb": 0.05, "max_batch": 8},
+    }
+    path = project.folder / "two.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    return path
+
+
+def command(project: Project, *extra: str, **changes: object) -> list[str]:
+    made = project.command(*extra, **changes)
+    return [*made, "--cluster", "two.yaml"] if "--resume" not in extra else made
+
+
+@contextmanager
+def started(project: Project, *extra: str, **changes: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(project, *extra, **changes),
+        cwd=project.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=project.env,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def ended(process: subprocess.Popen[str], project: Project, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == code, output + project.logs()
+    return output
+
+
+def easy(project: Project) -> None:
+    rows = [{"prompt": f"say {n}", "answer": ""} for n in range(99)]
+    (project.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def assert_all_trained(run_dir: Path, steps: int) -> None:
+    rows = trained_rows(run_dir)
+    ids = [str(row["sample_id"]) for row in rows if row["t_trained"] is not None]
+    assert len(ids) == len(set(ids)) == 18 * steps
+    assert Ledger(run_dir / "ledger.sqlite").trained_ids() == sorted(ids)
+    assert {row["site"] for row in rows} == {"generate"}
+
+
+def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy(project)
+    two_sites(project)
+    network = project.run_dir() / "network"
+    with started(project, "--emulate", **ASYNC) as process:
+        wait_for(lambda: len(trained_rows(project.run_dir())) >= 18, 200, process)
+        set_link_in(network, "generate", down=True)
+        time.sleep(12)
+        assert process.poll() is None
+        set_link_in(network, "generate", down=False)
+        output = ended(process, project)
+    assert_all_trained(project.run_dir(), 4)
+    metrics = read_metrics(project.run_dir() / "metrics.jsonl")
+    assert max(row.staleness_max or 0 for row in metrics) <= 1
+    whole = metrics[0].weight_bytes_sent
+    assert whole and all((row.weight_bytes_sent or 0) > 0 for row in metrics[1:-1])
+    assert "generate: no sign of it" in output
+    traffic = read_stats(network)["generate"]
+    assert traffic["from_home"] > whole
+    for row in trained_rows(project.run_dir()):
+        times = [row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received")]
+        assert times == sorted(times)  # across two sites, by one clock
+
+
+def test_two_launchers_find_each_other_in_any_order_and_strangers_stay_out(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy(project)
+    path = two_sites(project, free_port())
+    keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
+    assert "generate" in subprocess.run(keys, check=True, capture_output=True, text=True, env=project.env).stdout
+    with started(project, "--site", "generate", **ASYNC) as generate:
+        generate_dir = project.folder / "runs" / "tiny-generate"
+        wait_for(lambda: (generate_dir / "logs").exists(), 60, generate)
+        time.sleep(3)
+        with started(project, "--site", "train", **ASYNC) as train:
+            ended(train, project)
+            output = ended(generate, project)
+    assert_all_trained(project.folder / "runs" / "tiny-train", 4)
+    status = read_site(generate_dir)
+    assert status is not None
+    assert (status.state, status.samples_waiting) == ("done", 0)
+    assert status.samples_sent >= 72
+    assert "samples sent" in output
+    secrets = (tmp_path / "keys" / "generate.key_secret").read_text()
+    secret = next(line.split('"')[1] for line in secrets.splitlines() if "secret-key" in line)
+    for file in project.folder.glob("runs/*/**/*"):
+        if file.is_file():
+            assert secret not in file.read_text(errors="replace"), file
+
+
+def test_a_site_that_was_started_with_another_run_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy(project)
+    path = two_sites(project, free_port())
+    subprocess.run(
+        [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)],
+        check=True,
+        capture_output=True,
+        env=project.env,
+    )
+    with started(project, "--site", "train", **ASYNC) as train:
+        wait_for(lambda: (project.folder / "runs" / "tiny-train" / "status.json").exists(), 60, train)
+        with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **ASYNC) as generate:
+            output = ended(generate, project, code=1)
+        assert "run sampling.max_tokens is 17 there and 16 here" in output
+        assert train.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "start each where it is with --site NAME, or try all of them on this machine with --emulate"),
+        (["--site", "generat"], "did you mean generate?"),
+        (["--site", "generate", "--emulate"], "give one of both"),
+        (["--site", "generate"], "make them with: streamrl keys"),
+        (["--emulate", "--set", "schedule.name=colocated"], "gives the same devices"),
+    ],
+)
+def test_bad_input_is_told_in_one_message_before_anything_starts(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    project = Project(tmp_path)
+    two_sites(project)
+    done = subprocess.run(
+        command(project, *options), cwd=tmp_path, capture_output=True, text=True, timeout=60, env=project.env
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

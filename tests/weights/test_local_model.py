@@ -1,0 +1,68 @@
+"""A site's own model files are version 0: nothing of it has to travel."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link
+from streamrl.weights.local_model import initial_version, parameter_shapes
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.relay import WeightRelay
+from streamrl.weights.store import WeightStore
+from streamrl.weights.version import lay_out
+from tests.tiny_model import save_tiny_model
+from tests.training.conftest import free_port
+
+
+def trained_from(model: Path) -> list[tuple[str, torch.Tensor]]:
+    """As the trainer has them: fp32 masters, cast to bf16."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return [(name, parameter.detach().bfloat16()) for name, parameter in loaded.named_parameters()]
+
+
+def test_the_files_laid_out_are_what_the_trainer_publishes_first(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    shapes = parameter_shapes(str(tmp_path))
+    known = initial_version(str(tmp_path), shapes, "bfloat16")
+    assert known is not None
+    assert known[0] == lay_out(0, trained_from(tmp_path))[0]
+    assert initial_version(str(tmp_path), shapes | {"new.weight": (1,)}, "bfloat16") is None
+    first = next(iter(shapes))
+    assert initial_version(str(tmp_path), shapes | {first: (1, 1)}, "bfloat16") is None
+
+
+def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    known = initial_version(str(tmp_path / "model"), parameter_shapes(str(tmp_path / "model")), "bfloat16")
+    assert known is not None
+
+    async def play() -> None:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        waits = WaitRegistry("test")
+        hub = Hub("publisher", waits).bind(address)
+        publisher = WeightPublisher(hub, 4096)
+        serving = asyncio.ensure_future(publisher.serve())
+        link = await Link("service-far", "relay", waits).connect(address, 10)
+        relay = WeightRelay(link, WeightStore(tmp_path / "store"), 20, "delta")
+        relay.seed(*known)
+        tensors = trained_from(tmp_path / "model")
+        manifest, buffer = lay_out(0, tensors)
+        await publisher.publish(manifest, buffer)
+        await relay.fetch(0, manifest.version.content_hash)
+        assert relay.last is not None and (relay.last.kind, relay.bytes_received) == ("nothing", 0)
+        tensors[0][1].view(torch.int16).view(-1)[::97] ^= 1
+        manifest, buffer = lay_out(1, tensors)
+        await publisher.publish(manifest, buffer)
+        await relay.fetch(1, manifest.version.content_hash)
+        assert relay.last.kind == "delta" and 0 < relay.bytes_received < buffer.nbytes / 20
+        assert bytes(relay.store.open(1)[1]) == bytes(buffer)
+        serving.cancel()
+        await link.close()
+        await hub.close()
+
+    asyncio.run(play())

@@ -1,0 +1,278 @@
+"""A version laid out by ranks that each write their own shards is the one that whole tensors would give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from streamrl.config.run import RunConfig, WeightSyncConfig
+from streamrl.errors import RunFailed
+from streamrl.training.trainer import Trainer
+from streamrl.weights.quantize import CODE_TYPES, Kind, full_precision, is_quantized, quantize
+from streamrl.weights.sharded import ShardedLayout, conversions, deal
+from streamrl.weights.version import Manifest, lay_out
+from tests.training.conftest import free_port, one_rank, random_groups, run_config, tiny_model  # noqa: F401
+
+CPU = torch.device("cpu")
+ODD: dict[
+    str, Any
+] = {  # sizes that two or three ranks cannot share evenly, and two rows that three cannot share at all
+    "vocab_size": 101,
+    "hidden_size": 23,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def odd_model(tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**ODD, intermediate_size=45, tie_word_embeddings=tied))
+
+
+def mixture() -> PreTrainedModel:
+    """Its experts are fused in memory and split in checkpoints."""
+    torch.manual_seed(4)
+    return AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**ODD, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, intermediate_size=9)
+    )
+
+
+def sharded(model: PreTrainedModel) -> PreTrainedModel:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model.base_model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def whole(model: PreTrainedModel, dtype: torch.dtype, kind: Kind | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a version has to hold, made the plain way."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(dtype)
+        if kind is not None and is_quantized(name, tuple(tensor.shape)):
+            codes, scales = quantize(tensor, kind)
+            yield from ((name, codes), (f"{name}.scale", scales))
+        else:
+            yield name, tensor
+
+
+def assert_equal(ours: tuple[Manifest, np.ndarray], theirs: tuple[Manifest, np.ndarray]) -> None:
+    assert ours[0] == theirs[0]
+    np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+def no_gather(self: DTensor, **options: object) -> torch.Tensor:
+    raise AssertionError("a parameter was gathered")
+
+
+def _check_equality(rank: int, ranks: int, folder: Path) -> None:
+    del rank, ranks, folder
+    gathering, DTensor.full_tensor = DTensor.full_tensor, no_gather  # type: ignore[method-assign]
+    model, plain = sharded(odd_model()), odd_model()
+    number = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in (None, "fp8", "int8"):
+            number += 1
+            ours = ShardedLayout(model, dtype, kind or "same").lay_out(number)
+            assert_equal(ours, lay_out(number, whole(plain, dtype, kind)))
+    names = [entry.name for entry in ours[0].tensors]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names  # tied: once
+    DTensor.full_tensor = gathering  # type: ignore[method-assign]
+
+
+def _check_a_step(rank: int, ranks: int, folder: Path) -> None:
+    """After a step of the trainer; the version before stays what it was."""
+    config = run_config(folder, model={"path": str(folder), "max_context": 256, "dtype": "bfloat16"})
+    trainer = Trainer(config, str(folder), CPU)
+    before = trainer.lay_out(0)
+    kept = before[1].copy()
+    trainer.accumulate(random_groups(2, seed=rank), is_last=True)
+    trainer.step(0, 10.0)
+    after = trainer.lay_out(1)
+    assert_equal(after, lay_out(1, trainer.weights()))
+    assert after[0].version.content_hash != before[0].version.content_hash
+    np.testing.assert_array_equal(before[1], kept)
+    before[0].verify(before[1])
+
+
+def _check_mixture(rank: int, ranks: int, folder: Path) -> None:
+    model = sharded(mixture())
+    full = {name: tensor.clone() for name, tensor in whole(model, torch.float32)}
+    manifest, buffer = ShardedLayout(model, torch.float32).lay_out(1)
+    saved = folder / f"saved-{ranks}-{rank}"
+    mixture().save_pretrained(saved, state_dict=full)
+    expected = load_file(saved / "model.safetensors")
+    found = dict(manifest.tensors_of(buffer))
+    assert "model.layers.1.mlp.experts.4.down_proj.weight" in found
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert manifest.version.content_hash == lay_out(1, expected.items())[0].version.content_hash
+    manifest, buffer = ShardedLayout(model, torch.float32, "int8").lay_out(2)
+    types = {t.name: t.dtype for t in manifest.tensors}
+    assert types["model.layers.0.mlp.experts.0.up_proj.weight"] == "int8"
+    assert types["model.layers.0.mlp.gate.weight"] == "float32"
+    back = dict(full_precision(manifest, buffer, torch.float32))
+    assert back.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=float(tensor.abs().max()) / 127 / 2 * 1.001)
+
+
+def _check_other_placements(rank: int, ranks: int, folder: Path) -> None:
+    """Sharded by columns, replicated, or not distributed at all."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model, plain = odd_model(tied=False), odd_model(tied=False)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    columns = distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(1)])
+    model.lm_head.weight = torch.nn.Parameter(columns)
+    replicated = distribute_tensor(model.base_model.norm.weight.detach(), mesh)
+    model.base_model.norm.weight = torch.nn.Parameter(replicated)
+    for kind in (None, "fp8"):
+        ours = ShardedLayout(model, torch.bfloat16, kind or "same").lay_out(1)
+        assert_equal(ours, lay_out(1, whole(plain, torch.bfloat16, kind)))
+
+
+def _check_failures(rank: int, ranks: int, folder: Path) -> None:
+    model = sharded(odd_model())
+    with torch.no_grad():
+        bad = model.base_model.layers[1].mlp.up_proj.weight.to_local()
+        if rank == ranks - 1:
+            bad[0, 0] = float("nan")
+    assert ShardedLayout(model, torch.bfloat16).lay_out(1)[0].nbytes > 0
+    for kind in CODE_TYPES:
+        with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.up_proj\.weight.*nan"):
+            ShardedLayout(model, torch.bfloat16, kind).lay_out(1)
+    if rank == 1:
+        socket.gethostname = lambda: "elsewhere"
+    with pytest.raises(RunFailed, match="several hosts"):
+        ShardedLayout(model, torch.bfloat16).lay_out(2)
+
+
+def _rank(rank: int, ranks: int, port: int, folder: str, checks: list[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    for check in checks:
+        check(rank, ranks, Path(folder))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_versions_of_shards_are_those_of_whole_tensors(tiny_model: Path, ranks: int) -> None:  # noqa: F811
+    checks = [_check_equality, _check_a_step, _check_mixture]
+    mp.spawn(_rank, (ranks, free_port(), str(tiny_model), checks), nprocs=ranks)
+
+
+def test_ranks_may_have_no_rows_of_a_parameter(tmp_path: Path) -> None:
+    mp.spawn(_rank, (3, free_port(), str(tmp_path), [_check_equality, _check_other_placements]), nprocs=3)
+
+
+def test_what_one_rank_cannot_do_fails_on_all(tmp_path: Path) -> None:
+    mp.spawn(_rank, (2, free_port(), str(tmp_path), [_check_failures]), nprocs=2)
+
+
+def _lay_out_and_wait(rank: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    manifest, buffer = ShardedLayout(sharded(odd_model()), torch.float32).lay_out(1)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    pipe.send((manifest.nbytes, [line.split() for line in maps if "streamrl-weights" in line]))
+    time.sleep(60)
+    assert buffer.size
+
+
+def test_nothing_is_left_of_a_version_whose_processes_are_killed() -> None:
+    context, port = mp.get_context("spawn"), free_port()
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [context.Process(target=_lay_out_and_wait, args=(r, port, pipes[r][1]), daemon=True) for r in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        told = []
+        for ours, _ in pipes:
+            assert ours.poll(40)
+            told.append(ours.recv())
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(10)
+    (nbytes, first), (_, second) = told
+    assert len(first) == len(second) == 1
+    assert first[0][4] == second[0][4]  # the inode: one copy for both ranks
+    assert first[0][1] == "rw-s"
+    assert first[0][5].startswith("/memfd:")  # it has no name that could stay
+    sizes = {path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file()}
+    assert nbytes not in sizes
+
+
+def test_only_what_is_converted_needs_whole_tensors() -> None:
+    model = mixture()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parts = conversions(shapes, lambda tensors: revert_weight_conversion(model, tensors))
+    assert [name for part in parts for name in part.sources] == list(shapes)
+    converted = [part.sources for part in parts if not part.is_same]
+    fused = [
+        (f"model.layers.{layer}.mlp.experts.{name}",) for layer in (0, 1) for name in ("gate_up_proj", "down_proj")
+    ]
+    assert sorted(converted) == sorted(fused)
+
+
+def test_parameters_that_are_joined_are_converted_together_and_renamed_ones_by_rows() -> None:
+    shapes = {"h.0.q": (4, 3), "h.0.k": (2, 3), "h.0.old": (5,), "h.1.q": (4, 3), "h.1.k": (2, 3), "h.1.old": (5,)}
+
+    def join(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        result = {name.replace("old", "new"): t for name, t in tensors.items() if name.endswith("old")}
+        for name, query in tensors.items():
+            if name.endswith("q"):  # without its keys this fails
+                result[name + "k"] = torch.cat([query, tensors[name[:-1] + "k"]])
+        return result
+
+    parts = conversions(shapes, join)
+    assert [(part.sources, part.targets, part.is_same) for part in parts[:2]] == [
+        (("h.0.q", "h.0.k"), {"h.0.qk": (6, 3)}, False),
+        (("h.0.old",), {"h.0.new": (5,)}, True),
+    ]
+    assert len(parts) == 4
+
+    def mix_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"all": torch.cat([t.flatten() for t in tensors.values()])}
+
+    with pytest.raises(RunFailed, match="several layers"):
+        conversions(shapes, mix_layers)
+
+
+def test_tensors_are_dealt_by_their_bytes() -> None:
+    sizes = [5, 100, 1, 40, 30, 30, 0]
+    dealt = deal(sizes, 2)
+    assert sorted(index for one in dealt for index in one) == list(range(len(sizes)))
+    assert sorted(sum(sizes[i] for i in one) for one in dealt) == [101, 105]
+    assert deal(sizes, 1) == [sorted(range(7), key=lambda i: -sizes[i])]
+    assert deal([], 3) == [[], [], []]
+
+
+def test_nccl_does_not_send_8_bit_weights() -> None:
+    assert RunConfig().weights.generation_dtype == "same"
+    with pytest.raises(ValueError, match="generation_dtype"):
+        WeightSyncConfig(backend="nccl", generation_dtype="fp8")

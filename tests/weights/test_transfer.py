@@ -1,0 +1,541 @@
+"""Weights reach every site bit-equal, whatever is skipped, restarted or damaged, and cost no more than they must."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import random
+import weakref
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.errors import RunFailed
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.weights import publisher as publisher_module
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.relay import Encoding, WeightRelay
+from streamrl.weights.store import WeightStore
+from streamrl.weights.version import Manifest, Part, lay_out
+from tests.training.conftest import free_port
+
+Version = tuple[Manifest, np.ndarray]
+
+
+class Policy:
+    """A small model whose weights change as in RL: few elements, mostly by one step of their type."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tensors = {
+            "embed": torch.randn(200, 64, generator=self.generator).bfloat16(),
+            "norm": torch.randn(64, generator=self.generator),
+            "up": torch.randn(64, 160, generator=self.generator).half(),
+            "scalar": torch.tensor(3.5),
+            "nothing": torch.zeros(0, 4),
+        }
+        self.number = 0
+
+    def version(self) -> Version:
+        return lay_out(self.number, self.tensors.items())
+
+    def step(self, share: float = 0.02, skip: int = 0) -> Version:
+        for tensor in self.tensors.values():
+            words = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+            words += (torch.rand(tensor.shape, generator=self.generator) < share).to(words.dtype)
+        self.number += 1 + skip
+        return self.version()
+
+
+class DamagingLink(Link):
+    """Flips bits in some of the chunks that arrive, each in a payload of its own."""
+
+    share = 0.0
+    most_per_payload = 2
+    seed = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.random = random.Random(self.seed)
+        self.injected: list[tuple[int, int, int]] = []
+        """(request, part, tensor)."""
+        self.parts: list[Part] = []
+        self.transfer = 0
+        self.chunk_bytes: list[int] = []
+
+    async def crash(self) -> None:
+        """Closes without a goodbye."""
+        await self._stop()
+        self._socket.close(0)
+
+    async def receive(self) -> Delivery:
+        delivery = await super().receive()
+        if delivery.kind == "manifest":
+            manifest = Manifest.from_dict(delivery.body["manifest"])
+            self.parts = [Part.from_dict(values, manifest) for values in delivery.body["parts"]]
+            self.transfer = delivery.body["request"]
+        if delivery.kind != "chunk":
+            return delivery
+        self.chunk_bytes.append(delivery.arrays["data"].nbytes)
+        if self.random.random() >= self.share:
+            return delivery
+        data, body = delivery.arrays["data"].copy(), delivery.body
+        at = self.random.randrange(data.size)
+        for tensor, payload in enumerate(self.parts[body["part"]].payloads):
+            key = (body["request"], body["part"], tensor)
+            before = sum(k[0] >= self.transfer and k[1:] == key[1:] for k in self.injected)
+            inside = payload.offset <= body["offset"] + at < payload.offset + payload.nbytes
+            if inside and key not in self.injected and before < self.most_per_payload:
+                data[at] ^= 1 << self.random.randrange(8)
+                self.injected.append(key)
+        return dataclasses.replace(delivery, arrays={"data": data})
+
+
+class World:
+    """A publisher and relays on loopback."""
+
+    def __init__(self, folder: Path, kind: type[WeightPublisher] = WeightPublisher, **options: Any) -> None:
+        self.folder = folder
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.hub = Hub("publisher", WaitRegistry("publisher"), credits=4).bind(self.address)
+        self.publisher = kind(self.hub, **({"chunk_bytes": 3000, "anchor_every": 7} | options))
+        self.serving = asyncio.create_task(self.publisher.serve())
+        self.links: list[Link] = []
+
+    async def relay(self, name: str, encoding: Encoding = "delta", link: type[Link] = Link, **options: Any) -> Any:
+        made = await link(name, "relay", WaitRegistry(name)).connect(self.address, 10)
+        self.links.append(made)
+        return WeightRelay(made, WeightStore(self.folder / name), 10, encoding, **options)
+
+    async def fetch(self, relay: WeightRelay, version: Version, newest: bool = False) -> None:
+        """Fetches, and checks that it is there bit for bit; afterwards the publisher has heard of it."""
+        manifest, buffer = version
+        got = await relay.fetch(manifest.version.number, manifest.version.content_hash, newest)
+        await relay.link.flush(10)
+        assert got == manifest
+        assert relay.version == relay.last.number == manifest.version.number  # type: ignore[union-attr]
+        stored, bytes_there = WeightStore(relay.store.directory).open(manifest.version.number)
+        assert stored == manifest
+        np.testing.assert_array_equal(bytes_there, buffer)
+
+    async def anchored(self) -> None:
+        """Until no anchor is being packed."""
+        assert self.publisher._packing is not None
+        await self.publisher._packing
+
+    async def close(self) -> None:
+        self.serving.cancel()
+        for link in self.links:
+            await link.close()
+        await self.hub.close()
+
+
+def in_world(folder: Path, body: Callable[[World], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        world = World(folder, **options)
+        try:
+            async with asyncio.timeout(60):
+                await body(world)
+        finally:
+            await world.close()
+
+    asyncio.run(run())
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_fifty_versions_with_skips_restarts_damaged_chunks_and_a_damaged_base(tmp_path: Path) -> None:
+    class Damaging(DamagingLink):
+        share = 0.15
+
+    async def body(world: World) -> None:
+        policy, dice = Policy(), random.Random(5)
+        names = ("a", "b", "c")
+        relays = {name: await world.relay(name, link=Damaging) for name in names}
+        lives = list(relays.values())
+        restarted_on = {"same": 0, "empty": 0}
+        version = policy.version()
+        kinds: list[str] = []
+        for round_ in range(50):
+            await world.publisher.publish(*version)
+            for name in names:
+                event, last = dice.random(), round_ == 49
+                relay = relays[name]
+                if event < 0.1:
+                    await (relay.link.close() if event < 0.05 else relay.link.crash())
+                    if empty := dice.random() < 0.4:
+                        relay.store.clear()
+                    restarted_on["empty" if empty else "same"] += 1
+                    relay = relays[name] = await world.relay(name, link=Damaging)
+                    lives.append(relay)
+                elif event < 0.2 and (base := relay.store.newest_verified()) is not None:
+                    flip_a_bit(relay.store.directory / f"version_{base}.bin", dice.randrange(20_000))
+                if event < 0.7 or last:
+                    await world.fetch(relay, version, newest=True)
+                    relay.store.keep_only({version[0].version.number})
+                    kinds.append(relay.last.kind)
+            if round_ < 49:
+                version = policy.step(share=0.6 if round_ == 30 else 0.02, skip=dice.randrange(2))
+        for relay in lives:
+            assert relay.corrupt == len(relay.link.injected)
+        assert sum(len(relay.link.injected) for relay in lives) > 20
+        assert sum(relay.wrong_bases for relay in lives) > 3
+        assert min(restarted_on.values()) > 1
+        assert {"delta", "packed+delta"} <= set(kinds)
+
+    in_world(tmp_path, body)
+
+
+def test_a_tampered_base_is_noticed_before_the_version_gets_its_name_and_complete_weights_come(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        await world.publisher.publish(*(first := policy.version()))
+        await world.fetch(relay, first)
+        await world.anchored()
+        flip_a_bit(relay.store.directory / "version_0.bin", 77)
+        await world.publisher.publish(*(second := policy.step()))
+        await world.fetch(relay, second)
+        assert (relay.wrong_bases, relay.corrupt, relay.last.kind) == (1, 0, "packed+delta")
+        await world.publisher.publish(*(third := policy.step()))
+        await world.fetch(relay, third)
+        assert (relay.wrong_bases, relay.last.kind) == (1, "delta")
+
+    in_world(tmp_path, body)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "delta"])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_damaged_payload_is_fetched_again_and_alone_and_the_third_time_ends_the_run(
+    tmp_path: Path, encoding: Encoding, times: int
+) -> None:
+    class Damaging(DamagingLink):
+        share, most_per_payload = 1.0, times
+
+    async def body(world: World) -> None:
+        version = Policy().version()
+        await world.publisher.publish(*version)
+        relay = await world.relay("site", encoding, Damaging)
+        if times == 3:
+            with pytest.raises(RunFailed, match="version 0 arrived corrupt 3 times"):
+                await world.fetch(relay, version)
+            assert relay.store.newest_verified() is None
+            assert not list(relay.store.directory.glob("*.partial"))
+        else:
+            await world.fetch(relay, version)
+            sent = list(world.publisher.sent)
+            assert [s.kind == "again" for s in sent] == [False] + [True] * times
+            assert all(s.nbytes <= sent[0].nbytes for s in sent)
+            assert sum(s.nbytes for s in sent) == relay.bytes_received == world.publisher.bytes_sent
+        assert relay.corrupt == len(relay.link.injected)
+
+    in_world(tmp_path, body)
+
+
+def test_only_the_damaged_payload_is_sent_again(tmp_path: Path) -> None:
+    class DamagingOnce(DamagingLink):
+        async def receive(self) -> Delivery:
+            self.share = 0.0 if self.injected else 1.0
+            return await super().receive()
+
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        await world.publisher.publish(*(version := policy.version()))
+        await world.fetch(relay, version)
+        await relay.link.close()
+        relay = await world.relay("site", link=DamagingOnce)
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        ((_, part, tensor),) = relay.link.injected
+        assert world.publisher.sent[-1].kind == "again"
+        assert world.publisher.sent[-1].nbytes == relay.link.parts[part].payloads[tensor].nbytes
+        assert (relay.corrupt, relay.last.kind) == (1, "delta")
+
+    in_world(tmp_path, body)
+
+
+def test_chunks_may_come_in_any_order_and_before_their_manifest(tmp_path: Path) -> None:
+    class Reordering(Link):
+        async def receive(self) -> Delivery:
+            held = getattr(self, "held", [])
+            while len(held) < 3:
+                try:
+                    held.append(await asyncio.wait_for(super().receive(), 0.1 if held else 5))
+                except TimeoutError:
+                    break
+            self.held = held
+            return held.pop()
+
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site", link=Reordering)
+        for _ in range(3):
+            await world.publisher.publish(*(version := policy.step()))
+            await world.fetch(relay, version)
+        assert relay.corrupt == 0
+
+    in_world(tmp_path, body)
+
+
+def test_raw_mode_makes_no_delta_and_holds_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("nothing is to be coded")
+
+    monkeypatch.setattr(publisher_module, "code", never)
+
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site", "raw")
+        buffers = []
+        for _ in range(4):
+            manifest, buffer = policy.step()
+            buffers.append(weakref.ref(buffer))
+            await world.publisher.publish(manifest, buffer)
+            await world.fetch(relay, (manifest, buffer))
+            assert world.publisher.held_bytes == manifest.nbytes
+            assert relay.last.kind == "complete"
+        del buffer
+        gc.collect()
+        assert [ref() is not None for ref in buffers] == [False, False, False, True]
+
+    in_world(tmp_path, body)
+
+
+def test_a_delta_relay_of_a_publisher_without_deltas_gets_complete_weights(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        for _ in range(3):
+            await world.publisher.publish(*(version := policy.step()))
+            await world.fetch(relay, version)
+            assert relay.last.kind == "complete"
+            assert world.publisher.held_bytes == version[0].nbytes
+
+    in_world(tmp_path, body, deltas=False)
+
+
+def test_a_version_costs_a_site_the_same_whatever_reads_it_there_and_deltas_cost_less(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        relays = {name: await world.relay(name) for name in ("one", "eight")}
+        for _ in range(9):
+            await world.publisher.publish(*(version := policy.step()))
+            number = version[0].version.number
+            for relay, readers in zip(relays.values(), (1, 8), strict=True):
+                await world.fetch(relay, version)
+                for _ in range(readers):
+                    np.testing.assert_array_equal(relay.store.open(number)[1], version[1])
+                relay.store.keep_only({number})
+            costs = [sent.nbytes for sent in world.publisher.sent if sent.number == number]
+            assert len(costs) == 2
+            assert costs[0] == costs[1] or number == 1  # until the first anchor is packed, it comes as it is
+        assert {sent.kind for sent in list(world.publisher.sent)[2:]} == {"delta"}
+        assert costs[0] < version[0].nbytes / 10
+        await world.fetch(relays["one"], version)
+        assert relays["one"].last.nbytes == 0
+
+    in_world(tmp_path, body)
+
+
+def test_a_newer_version_may_come_instead_and_an_older_one_by_anchor_and_deltas(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        early, late, raw = await world.relay("early"), await world.relay("late"), await world.relay("raw", "raw")
+        versions = []
+        for _ in range(4):
+            versions.append(policy.step())
+            await world.publisher.publish(*versions[-1])
+            if len(versions) == 1:
+                await world.fetch(early, versions[0])
+        await world.fetch(late, versions[2])
+        assert late.last.kind == "packed+delta"
+        for relay in (early, raw):
+            second = versions[1][0].version
+            got = await relay.fetch(second.number, second.content_hash, newest=True)
+            assert got == versions[3][0]
+            np.testing.assert_array_equal(relay.store.open(4)[1], versions[3][1])
+        assert early.last.kind == "delta"
+        with pytest.raises(RunFailed, match=r"no weight version 3 .a newer one has replaced it"):
+            await world.fetch(raw, versions[2])
+        with pytest.raises(RunFailed, match=r"no weight version 9 .it is not published"):
+            await late.fetch(9, "x", newest=True)
+        with pytest.raises(RunFailed, match="corrupt"):
+            await late.fetch(4, "of another run")
+
+    in_world(tmp_path, body)
+
+
+def test_a_restarted_relay_goes_on_from_what_its_store_holds(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        await relay.link.close()
+        for _ in range(3):
+            await world.publisher.publish(*(version := policy.step()))
+        relay = await world.relay("site")
+        await world.fetch(relay, version)
+        assert relay.last.kind == "delta"
+        again = await world.relay("again on the same store")
+        again.store = WeightStore(relay.store.directory)
+        await world.fetch(again, version)
+        assert again.last.kind == "nothing"
+        # versions of an earlier life of the run, with the same numbers, are no base
+        await world.anchored()
+        other = await world.relay("other")
+        lay_outs = Policy(seed=9).step()
+        other.store.begin(lay_outs[0])[:] = lay_outs[1]
+        other.store.commit(lay_outs[0], np.memmap(other.store.directory / "version_1.partial", np.uint8, "r+"))
+        await world.fetch(other, version)
+        assert (other.last.kind, other.wrong_bases) == ("packed+delta", 0)
+
+    in_world(tmp_path, body)
+
+
+def test_other_tensors_than_before_come_complete(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        policy.tensors["bias"] = torch.ones(8)
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        assert relay.last.kind in ("complete", "packed")
+        assert world.publisher.chain.anchor == 2
+
+    in_world(tmp_path, body)
+
+
+class Mistaken(WeightPublisher):
+    """Takes what a relay holds for its own version of that number."""
+
+    async def _prepare_way(self, delivery: Delivery, *args: Any) -> Any:
+        if (held := self._versions.get(delivery.body.get("holds", -1))) is not None:
+            content_hash = held.manifest.version.content_hash
+            delivery = dataclasses.replace(delivery, body=delivery.body | {"holds_hash": content_hash})
+        return await super()._prepare_way(delivery, *args)
+
+
+@pytest.mark.parametrize("same_tensors", [True, False])
+def test_a_delta_for_another_base_is_refused_and_complete_weights_come(tmp_path: Path, same_tensors: bool) -> None:
+    async def body(world: World) -> None:
+        policy, other = Policy(), Policy(seed=3)
+        if not same_tensors:
+            other.tensors["bias"] = torch.ones(8)
+        relay = await world.relay("site")
+        first = policy.step()
+        await world.publisher.publish(*first)
+        await world.fetch(await world.relay("another"), first)
+        await world.publisher.publish(*(second := policy.step()))
+        wrong = other.step()
+        relay.store.begin(wrong[0])[:] = wrong[1]
+        relay.store.commit(wrong[0], np.memmap(relay.store.directory / "version_1.partial", np.uint8, "r+"))
+        await world.fetch(relay, second)
+        assert (relay.wrong_bases, relay.corrupt) == (1, 0)
+
+    in_world(tmp_path, body, kind=Mistaken)
+
+
+def test_weights_of_another_model_are_refused_naming_the_tensor(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        version = policy.version()
+        await world.publisher.publish(*version)
+        model = {t.name: (t.dtype, t.shape) for t in version[0].tensors}
+        await world.fetch(await world.relay("right", expected=model), version)
+        for name, expected, message in (
+            ("type", model | {"norm": ("bfloat16", (64,))}, r"'norm' is float32 \[64\], expected bfloat16 \[64\]"),
+            ("more", model | {"head": ("float32", (2, 3))}, r"'head' is not there, expected float32 \[2, 3\]"),
+            ("less", {"embed": model["embed"]}, r"'norm' is float32 \[64\], expected not there"),
+        ):
+            relay = await world.relay(name, expected=expected)
+            with pytest.raises(RunFailed, match=message):
+                await world.fetch(relay, version)
+            assert relay.store.newest_verified() is None
+
+    in_world(tmp_path, body)
+
+
+def test_memory_is_bounded_with_a_relay_that_never_comes_back(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy = Policy()
+        gone, there = await world.relay("gone"), await world.relay("there")
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(gone, version)
+        for _ in range(40):
+            await world.publisher.publish(*(version := policy.step(share=0.2)))
+            await world.fetch(there, version)
+            # newest, the one before, the one that becomes an anchor, the last anchor, deltas
+            assert world.publisher.held_bytes <= 5 * version[0].nbytes
+            assert world.publisher.chain.delta_bytes <= version[0].nbytes
+        assert len(world.publisher.chain.deltas) < 35
+        await world.fetch(gone, version)
+        assert gone.last.kind in ("complete", "packed", "packed+delta")
+        for relay in (gone, there):
+            await relay.link.close()
+        await world.publisher.publish(*policy.step())
+        await world.publisher.publish(*policy.step())
+        assert world.publisher.chain.held == {}
+        assert len(world.publisher.chain.deltas) <= 8
+
+    in_world(tmp_path, body)
+
+
+def test_chunks_are_as_small_as_the_relay_s_link_wants_and_no_faster_than_its_rate(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        version = Policy().version()
+        await world.publisher.publish(*version)
+        slow, fast = await world.relay("slow", "raw", DamagingLink), await world.relay("fast", "raw", DamagingLink)
+        for relay in (slow, fast):
+            await world.fetch(relay, version)
+        assert max(slow.link.chunk_bytes) == 1000
+        assert max(fast.link.chunk_bytes) == 20_000
+        seconds = {sent.peer: sent.seconds for sent in world.publisher.sent}
+        assert seconds["slow"] >= (version[0].nbytes - 1000) / 100_000 - 0.06  # less what may go in one burst
+
+    in_world(
+        tmp_path,
+        body,
+        rate_of={"slow": 100_000.0, "fast": None}.__getitem__,
+        chunk_of={"slow": 1000, "fast": 20_000}.__getitem__,
+    )
+
+
+def test_a_version_that_cannot_be_coded_ends_the_run_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise MemoryError("no room for a delta")
+
+    async def body(world: World) -> None:
+        policy = Policy()
+        relay = await world.relay("site")
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        monkeypatch.setattr(publisher_module, "code", broken)
+        await world.publisher.publish(*(version := policy.step()))
+        with pytest.raises(RunFailed, match="could not be coded: no room for a delta"):
+            await world.fetch(relay, version)
+        with pytest.raises(MemoryError):
+            await world.publisher.publish(*policy.step())
+        with pytest.raises(ValueError, match="published after"):
+            await world.publisher.publish(*version)
+
+    in_world(tmp_path, body)
