@@ -50,11 +50,13 @@ class Job:
     steps: int
     overrides: tuple[str, ...] = ()
     """`--set` values."""
+    options: tuple[str, ...] = ()
+    """Further ones of `streamrl launch`."""
 
     def mark(self) -> str:
         """Differs for jobs that are to do something else; the code's version is not in it."""
         files = [path.read_text() for path in (self.cluster, self.run_file)]
-        return hashlib.sha256(json.dumps([files, self.steps, self.overrides]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([files, self.steps, self.overrides, self.options]).encode()).hexdigest()
 
     def command(self, folder: Path) -> list[str]:
         """What is started, in the repository's root."""
@@ -62,7 +64,7 @@ class Job:
         return [
             *[sys.executable, "-m", "streamrl.cli.main", "launch", "--plain"],
             *["--cluster", str(self.cluster), "--run", str(self.run_file), "--runs-dir", str(folder)],
-            *[*sets, "--steps", str(self.steps)],
+            *[*sets, "--steps", str(self.steps), *self.options],
         ]
 
 

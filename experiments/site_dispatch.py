@@ -36,7 +36,8 @@ from scheduler.forecast import NORMAL_SCORES, Forecast
 from scheduler.hardware import device
 from scheduler.policies import make_policy
 from scheduler.simulator import SimulatedInstance, SimulatedRequest, Simulation
-from scheduler.sites import SiteDispatch, SiteFacts, SiteGroup
+from scheduler.site_placements import SiteFacts
+from scheduler.sites import SiteDispatch, SiteGroup
 
 OUT = Path(__file__).parent / "results"
 SIBLINGS, PROMPT_TOKENS = 8, 400

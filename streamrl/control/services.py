@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.simulator import SimulatedInstance
-from scheduler.sites import SiteDispatch, SiteFacts, SiteGroup
+from scheduler.site_placements import SiteFacts
+from scheduler.sites import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.control.prompts import SampleDraw

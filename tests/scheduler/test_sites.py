@@ -12,7 +12,8 @@ import pytest
 from scheduler.cost import PAPER_7B_H800, QWEN_7B, StepCurve, replica_time, roofline
 from scheduler.forecast import Forecast
 from scheduler.hardware import device
-from scheduler.sites import Prediction, Problem, SiteDispatch, SiteFacts, SiteGroup, with_tails
+from scheduler.site_placements import Prediction, Problem, SiteFacts, with_tails
+from scheduler.sites import SiteDispatch, SiteGroup
 
 LONGEST = 20_000
 LINEAR = StepCurve((1, 2), (1e-3, 2e-3))

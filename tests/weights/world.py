@@ -1,0 +1,151 @@
+"""A publisher with relays that damage, restart and skip, for the tests of transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.relay import Encoding, WeightRelay
+from streamrl.weights.store import WeightStore
+from streamrl.weights.version import Manifest, Part, lay_out
+from tests.training.conftest import free_port
+
+Version = tuple[Manifest, np.ndarray]
+
+
+class Policy:
+    """A small model whose weights change as in RL: few elements, mostly by one step of their type."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tensors = {
+            "embed": torch.randn(200, 64, generator=self.generator).bfloat16(),
+            "norm": torch.randn(64, generator=self.generator),
+            "up": torch.randn(64, 160, generator=self.generator).half(),
+            "scalar": torch.tensor(3.5),
+            "nothing": torch.zeros(0, 4),
+        }
+        self.number = 0
+
+    def version(self) -> Version:
+        return lay_out(self.number, self.tensors.items())
+
+    def step(self, share: float = 0.02, skip: int = 0) -> Version:
+        for tensor in self.tensors.values():
+            words = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+            words += (torch.rand(tensor.shape, generator=self.generator) < share).to(words.dtype)
+        self.number += 1 + skip
+        return self.version()
+
+
+class DamagingLink(Link):
+    """Flips bits in some of the chunks that arrive, each in a payload of its own."""
+
+    share = 0.0
+    most_per_payload = 2
+    seed = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.random = random.Random(self.seed)
+        self.injected: list[tuple[int, int, int]] = []
+        """(request, part, tensor)."""
+        self.parts: list[Part] = []
+        self.transfer = 0
+        self.chunk_bytes: list[int] = []
+
+    async def crash(self) -> None:
+        """Closes without a goodbye."""
+        await self._stop()
+        self._socket.close(0)
+
+    async def receive(self) -> Delivery:
+        delivery = await super().receive()
+        if delivery.kind == "manifest":
+            manifest = Manifest.from_dict(delivery.body["manifest"])
+            self.parts = [Part.from_dict(values, manifest) for values in delivery.body["parts"]]
+            self.transfer = delivery.body["request"]
+        if delivery.kind != "chunk":
+            return delivery
+        self.chunk_bytes.append(delivery.arrays["data"].nbytes)
+        if self.random.random() >= self.share:
+            return delivery
+        data, body = delivery.arrays["data"].copy(), delivery.body
+        at = self.random.randrange(data.size)
+        for tensor, payload in enumerate(self.parts[body["part"]].payloads):
+            key = (body["request"], body["part"], tensor)
+            before = sum(k[0] >= self.transfer and k[1:] == key[1:] for k in self.injected)
+            inside = payload.offset <= body["offset"] + at < payload.offset + payload.nbytes
+            if inside and key not in self.injected and before < self.most_per_payload:
+                data[at] ^= 1 << self.random.randrange(8)
+                self.injected.append(key)
+        return dataclasses.replace(delivery, arrays={"data": data})
+
+
+class World:
+    """A publisher and relays on loopback."""
+
+    def __init__(self, folder: Path, kind: type[WeightPublisher] = WeightPublisher, **options: Any) -> None:
+        self.folder = folder
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.hub = Hub("publisher", WaitRegistry("publisher"), credits=4).bind(self.address)
+        self.publisher = kind(self.hub, **({"chunk_bytes": 3000, "anchor_every": 7} | options))
+        self.serving = asyncio.create_task(self.publisher.serve())
+        self.links: list[Link] = []
+
+    async def relay(self, name: str, encoding: Encoding = "delta", link: type[Link] = Link, **options: Any) -> Any:
+        made = await link(name, "relay", WaitRegistry(name)).connect(self.address, 10)
+        self.links.append(made)
+        return WeightRelay(made, WeightStore(self.folder / name), 10, encoding, **options)
+
+    async def fetch(self, relay: WeightRelay, version: Version, newest: bool = False) -> None:
+        """Fetches, and checks that it is there bit for bit; afterwards the publisher has heard of it."""
+        manifest, buffer = version
+        got = await relay.fetch(manifest.version.number, manifest.version.content_hash, newest)
+        await relay.link.flush(10)
+        assert got == manifest
+        assert relay.version == relay.last.number == manifest.version.number  # type: ignore[union-attr]
+        stored, bytes_there = WeightStore(relay.store.directory).open(manifest.version.number)
+        assert stored == manifest
+        np.testing.assert_array_equal(bytes_there, buffer)
+
+    async def anchored(self) -> None:
+        """Until no anchor is being packed."""
+        assert self.publisher._packing is not None
+        await self.publisher._packing
+
+    async def close(self) -> None:
+        self.serving.cancel()
+        for link in self.links:
+            await link.close()
+        await self.hub.close()
+
+
+def in_world(folder: Path, body: Callable[[World], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        world = World(folder, **options)
+        try:
+            async with asyncio.timeout(60):
+                await body(world)
+        finally:
+            await world.close()
+
+    asyncio.run(run())
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
