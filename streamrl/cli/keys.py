@@ -26,7 +26,7 @@ def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
 
     from streamrl.config.load import load_cluster
     from streamrl.errors import UserError
-    from streamrl.transport.curve import keys_folder, make_keys, public_file, secret_file
+    from streamrl.transport.curve import make_keys, public_file, secret_file
 
     config = load_cluster(cluster)
     for site in sites:
@@ -34,7 +34,7 @@ def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
             near = difflib.get_close_matches(site, config.sites, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"sites: {', '.join(config.sites)}"
             raise UserError(f"{cluster}: no site {site!r}; {hint}")
-    folder = keys_folder(cluster, config.security)
+    folder = Path(config.security.keys)
     made = [site for site in sites or config.sites if make_keys(folder, site, replace)]
     for site in dict.fromkeys(sites or config.sites):
         click.echo(f"{site}: {'made' if site in made else 'kept, it has keys (--replace makes new ones)'}")

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import zmq
 import zmq.asyncio
@@ -26,9 +26,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from streamrl.errors import UserError
-
-if TYPE_CHECKING:
-    from streamrl.config.cluster import Security
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +78,6 @@ class ClientSecurity:
             UserError: a file is missing, open to others or malformed.
         """
         return cls(load_own(folder, site), load_public(folder, server_site))
-
-
-def keys_folder(cluster_file: Path | str, security: Security) -> Path:
-    """The folder with the keys; in the cluster file it is relative to that file."""
-    return Path(cluster_file).parent / security.keys
 
 
 def public_file(folder: Path, site: str) -> Path:

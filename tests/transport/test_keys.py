@@ -10,14 +10,13 @@ import zmq
 from click.testing import CliRunner, Result
 
 from streamrl.cli.keys import command
-from streamrl.config.cluster import Security
+from streamrl.config.load import load_cluster
 from streamrl.errors import UserError
 from streamrl.transport import curve
 from streamrl.transport.curve import (
     ClientSecurity,
     KeyPair,
     ServerSecurity,
-    keys_folder,
     load_own,
     load_public,
     make_keys,
@@ -156,9 +155,11 @@ def test_security_of_both_ends_is_loaded_and_a_shared_key_refused(tmp_path: Path
         ServerSecurity.load(tmp_path, "home", ["east", "west"])
 
 
-def test_the_folder_is_relative_to_the_cluster_file() -> None:
-    assert keys_folder("configs/two.yaml", Security()) == Path("configs/keys")
-    assert keys_folder("configs/two.yaml", Security(keys="/etc/keys")) == Path("/etc/keys")
+@pytest.mark.parametrize("named", ["secrets/keys", "own", "/etc/keys"])
+def test_the_folder_is_relative_to_the_cluster_file(tmp_path: Path, named: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER.replace("secrets/keys", named))
+    assert load_cluster(file).security.keys == str(tmp_path / named)
 
 
 def keys(folder: Path, *arguments: str) -> Result:
