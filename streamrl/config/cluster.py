@@ -74,8 +74,8 @@ class Site(StrictModel):
         0,
         ge=0,
         le=65534,
-        description="controller's port; other sites also need the one after it, for weights (0: free ones, if there "
-        "is one site)",
+        description="at the trainer's site the controller's port, and the one after it for weights (0: free ones, if "
+        "there is one site); elsewhere the port at which other sites can get weights from this one (0: they cannot)",
     )
     trainer: TrainerPool | None = None
     generation: list[GenerationPool] = Field(default_factory=list)
@@ -141,7 +141,8 @@ class ClusterConfig(StrictModel):
     hardware: Literal["cpu", "cuda"] = Field(description="what the trainer and the instances run on")
     sites: dict[PoolName, Site] = Field(min_length=1)
     links: list[SiteLink] = Field(
-        default_factory=list, description="one between the trainer's site and every other one"
+        default_factory=list,
+        description="one between the trainer's site and every other one; more where sites can pass weights on",
     )
     absence_s: float = Field(
         600.0, gt=0, description="seconds that a site may be away, at the start or later, before the run ends"
@@ -179,8 +180,16 @@ class ClusterConfig(StrictModel):
 
     def link(self, site: str) -> SiteLink | None:
         """Between the trainer's site and another one; None: the same site, or there is none."""
-        ends = {site, self.trainer_site}
-        return next((link for link in self.links if set(link.between) == ends), None)
+        return self.link_between(site, self.trainer_site)
+
+    def link_between(self, site: str, other: str) -> SiteLink | None:
+        """Between two sites; None: there is none."""
+        return next((link for link in self.links if set(link.between) == {site, other}), None)
+
+    def relays_for(self, site: str) -> list[str]:
+        """Sites, other than the trainer's, that a site can get weights from."""
+        others = [name for name in self.remote_sites if name != site and self.sites[name].port]
+        return [name for name in others if self.link_between(site, name) is not None]
 
     @property
     def remote_sites(self) -> list[str]:

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scheduler.relay_tree import Path, relay_tree
 from scheduler.simulator import SimulatedInstance
 from scheduler.site_placements import SiteFacts
 from scheduler.sites import SiteDispatch, SiteGroup
@@ -31,6 +32,10 @@ from streamrl.transport.endpoint import Hub
 
 WEIGHTS, SLEEP = "weights", "sleep"
 """Names of what is waited for; weights have their site's service behind."""
+MEASURED_BYTES = 500_000
+"""A transfer of weights from this size on tells the bandwidth of its path."""
+HISTORY = 10
+"""Versions that a site is remembered to have served."""
 FINISH_S = 3.0
 """For a site to hear that the run is over; one that does not notices the silence."""
 BYTES_PER_TOKEN = 12.0
@@ -60,6 +65,14 @@ class Services:
             self._update_s += run.deadlines.generation_s
         self._serving = dict.fromkeys(sites, -1)
         """Newest version that every instance of a site serves."""
+        self._served: dict[str, deque[int]] = {name: deque(maxlen=HISTORY) for name in sites}
+        """Its newest versions, by service: deltas from one of them on can be had there."""
+        self._paths = {
+            frozenset(link.between): Path(link.bytes_per_s * link.weight_share, link.rtt_s) for link in cluster.links
+        }
+        """Between sites, as declared, and as measured since."""
+        self._version_bytes = 0.0
+        """Of the last transfer of weights that was one."""
         self._coming: dict[str, int] = {}
         """Version that is on its way to a site's instances."""
         self._next: dict[str, dict[str, Any]] = {}
@@ -172,28 +185,56 @@ class Services:
         return not self._coming
 
     async def _announce(self, name: str) -> None:
-        made = self._next.pop(name)
+        made = self._next.pop(name) | {"source": self._source(name)}
         self._coming[name] = made["number"]
         # a site that is away gets its weights when it is back
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
         self._waits.begin(f"{WEIGHTS} {name}", f"weights {made['number']} to reach {name}", limit_s)
         await self._hub.send(name, "weights", made)
 
+    def _source(self, name: str) -> str | None:
+        """The site whose relay a service is to get its next weights from; None: the trainer's."""
+        site, holds = self._sites[name], self._serving[name]
+        able = {
+            other
+            for peer, other in self._sites.items()
+            if other in self._cluster.relays_for(site)
+            and peer in self._hub.peers
+            and self._hub.peers[peer].meta.get("passes_weights_on")
+            and self._hub.silent_for(peer) < ABSENT_AFTER_S
+            and holds in self._served[peer]
+        }
+        if not able:
+            return None
+        root = self._cluster.trainer_site
+        parents = relay_tree(root, self._cluster.remote_sites, self._paths, able, self._version_bytes)
+        return None if parents[site] == root else parents[site]
+
+    def _measure(self, name: str, report: dict[str, Any]) -> None:
+        """What a transfer says of its path."""
+        nbytes, seconds = int(report["bytes"]), float(report["transfer_s"])
+        ends = frozenset((self._sites[name], report["source"] or self._cluster.trainer_site))
+        if nbytes >= MEASURED_BYTES and seconds > 0 and ends in self._paths:
+            self._paths[ends] = Path(nbytes / seconds, self._paths[ends].rtt_s)
+            self._version_bytes = nbytes
+
     async def ready(self, name: str, report: dict[str, Any]) -> bool:
         """A service's instances serve the version that was coming, or one that was newer by then.
 
         Args:
             name: which.
-            report: the version's `number`, the `bytes` that were received for it, when it was announced (`started`) and
-                when it had come (`fetched`), unix seconds.
+            report: the version's `number`, the `bytes` that were received for it from which `source` in how many
+                seconds (`transfer_s`), when it was announced (`started`), when it had come (`fetched`), unix seconds.
 
         Returns:
             Whether every site now serves the newest version there is.
         """
         self._waits.end(f"{WEIGHTS} {name}")
         self._count(int(report["bytes"]), float(report["fetched"]) - float(report["started"]))
+        self._measure(name, report)
         del self._coming[name]
         self._serving[name] = int(report["number"])
+        self._served[name].append(self._serving[name])
         self._asleep.discard(name)  # new weights wake instances up
         if name in self._next and self._next[name]["number"] <= self._serving[name]:
             del self._next[name]

@@ -25,7 +25,8 @@ from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire
-from streamrl.launch.connections import connect_home, make_relay, make_uplink, to_home
+from streamrl.generation.site_weights import SiteWeights
+from streamrl.launch.connections import connect_home, make_uplink, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import plan_processes
 from streamrl.observe.site import write_site
@@ -57,7 +58,7 @@ class GenerationService:
         self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)
-        self.relay = make_relay(context, to_home(context, "relay", self.waits))
+        self.weights = SiteWeights(context, self.waits)
         self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
         """Expected of an instance: (kind, instance)."""
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
@@ -81,13 +82,13 @@ class GenerationService:
         fleet = self._fleet(self.instances)
         for instance in fleet:
             await self.dispatcher.join(instance.name, instance.slots, instance.curve, instance.pool)
-        self.controller.meta |= {"fleet": fleet_to_wire(fleet)}
+        self.controller.meta |= {"fleet": fleet_to_wire(fleet), "passes_weights_on": self.weights.passes_on}
         self.controller.state = self._state
         try:
             await connect_home(self.context, self.controller, self.context.addresses.controller)
-            await connect_home(self.context, self.relay.link, self.context.addresses.publisher)
+            await self.weights.connect()
             async with asyncio.TaskGroup() as tasks:
-                beside = [self._from_instances(), self.uplink.run(), self._throttle()]
+                beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
                 if self.context.remote:
                     beside.append(self._keep_telling())
                 running = [tasks.create_task(work) for work in beside]
@@ -96,7 +97,7 @@ class GenerationService:
                     task.cancel()
         finally:
             await self.controller.close()
-            await self.relay.link.close()
+            await self.weights.close()
             await self.hub.close()
 
     async def _throttle(self) -> None:
@@ -205,10 +206,9 @@ class GenerationService:
 
     async def _update_weights(self, body: dict[str, Any]) -> None:
         """Fetches a version once and has every instance of the site load it."""
-        number, content_hash = int(body["number"]), str(body["content_hash"])
-        started, before = time.time(), self.relay.bytes_received
-        manifest = await self.relay.fetch(number, content_hash, newest=True)
-        number, content_hash = manifest.version.number, manifest.version.content_hash
+        started, before = time.time(), self.weights.bytes_received
+        version, source = await self.weights.fetch(int(body["number"]), str(body["content_hash"]), body["source"])
+        number, content_hash = version.number, version.content_hash
         fetched = time.time()
         message = {"number": number, "content_hash": content_hash}
         if self.context.run.schedule.rolling:
@@ -219,10 +219,12 @@ class GenerationService:
         spans = {
             name: [home(a["started"]), home(a["finished"])] for name, a in zip(self.instances, answers, strict=True)
         }
-        self.relay.store.keep_only({number})
+        self.weights.store.keep_only({number})
         report = {
             "number": number,
-            "bytes": self.relay.bytes_received - before,
+            "source": source,
+            "transfer_s": self.weights.last_s,
+            "bytes": self.weights.bytes_received - before,
             "started": home(started),
             "fetched": home(fetched),
             "applied": spans,
@@ -300,8 +302,8 @@ class GenerationService:
             "trainer_silent_s": self.controller.silent_for,
             "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
             "clock_offset_s": clock.offset_s,
-            "weight_version": self.relay.version,
-            "weight_bytes": self.relay.bytes_received,
+            "weight_version": self.weights.version,
+            "weight_bytes": self.weights.bytes_received,
             "samples_sent": uplink.samples,
             "samples_waiting": uplink.backlog_samples,
             "sample_bytes": uplink.sent_bytes,
@@ -324,7 +326,7 @@ class GenerationService:
             "moves": self.dispatcher.moves,
             "congested": self.uplink.congested,
             "uplink": self.uplink.state(),
-            "weights_refetched": self.relay.corrupt,
+            "weights_refetched": self.weights.corrupt,
             "instances": {name: self._instance_state(peer.state) for name, peer in self.hub.peers.items()},
             "refused": self.hub.malformed + self.hub.unknown,
         }

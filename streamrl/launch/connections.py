@@ -6,6 +6,7 @@ of their own site, one for those of others, who are let in by their keys and by 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from streamrl.config.cluster import SiteLink
@@ -64,20 +65,44 @@ def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -
         waits: where its waits are registered.
         near: flow to processes of its own site.
     """
-    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-    mine = agreement(context.cluster, context.run) if context.cluster.remote_sites else {}
 
-    def flow_to(peer: str) -> Flow:
-        link = context.cluster.link(sites.get(peer, context.site))
-        if link is None:
-            return near
+    def far(link: SiteLink) -> Flow:
         if name == PUBLISHER:
             return context.far(link, weight_chunk(context, link))
         return Flow(lost_after_s=context.cluster.absence_s)
 
+    return _hub(context, name, waits, near, far, context.cluster.remote_sites)
+
+
+def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
+    """The hub at which other sites get weights from this one, which does not train; not yet bound."""
+
+    def far(link: SiteLink) -> Flow:
+        return context.far(link, weight_chunk(context, link))
+
+    linked = [site for site in context.cluster.remote_sites if context.cluster.link_between(site, context.site)]
+    return _hub(context, f"relay-{context.site}", waits, context.near, far, linked)
+
+
+def _hub(
+    context: RoleContext,
+    name: str,
+    waits: WaitRegistry,
+    near: Flow,
+    far: Callable[[SiteLink], Flow],
+    others: Collection[str],
+) -> Hub:
+    """A hub that lets in processes of other sites that are in the plan and were started with the same files."""
+    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    mine = agreement(context.cluster, context.run) if others else {}
+
+    def flow_to(peer: str) -> Flow:
+        link = context.cluster.link_between(sites.get(peer, context.site), context.site)
+        return near if link is None else far(link)
+
     def admit(peer: str, role: str, meta: dict[str, Any], key_site: str | None) -> str | None:
         site = meta["site"]
-        if site not in context.cluster.remote_sites:
+        if site not in others:
             return f"the cluster file has no site {site!r} that would connect"
         if sites.get(peer) != site:
             return f"site {site} has no process {peer!r}"
@@ -92,7 +117,17 @@ def bind_home(context: RoleContext, hub: Hub, address: str, outside: str) -> Non
     """Opens a hub of the trainer's site to its own processes and, if there are any, to other sites."""
     hub.bind(address)
     if outside:
-        hub.bind_outside(outside, context.server_security())
+        bind_outside(context, hub, outside)
+
+
+def bind_outside(context: RoleContext, hub: Hub, address: str) -> None:
+    """Opens a hub to other sites that have their keys.
+
+    Raises:
+        RunFailed: the address cannot be bound.
+        UserError: a key is missing, or others can read the secret one.
+    """
+    hub.bind_outside(address, context.server_security())
 
 
 def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
@@ -102,11 +137,13 @@ def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
 
 
 def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
-    """The trainer's side of the weights, with each link's budget."""
+    """What sends weights to relays, within each link's budget: the trainer's, or that of a relay that passes them on.
+    The latter makes deltas from the start: a site may come to it at any version.
+    """
     sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
 
     def link_to(peer: str) -> SiteLink | None:
-        return context.cluster.link(sites.get(peer, context.site))
+        return context.cluster.link_between(sites.get(peer, context.site), context.site)
 
     def rate(peer: str) -> float | None:
         link = link_to(peer)
@@ -118,7 +155,21 @@ def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
         anchor_every=context.run.weights.anchor_every,
         rate_of=rate,
         chunk_of=lambda peer: weight_chunk(context, link_to(peer)),
+        eager=context.remote,
     )
+
+
+async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
+    """Connects what `to_relay` has made; raises as `connect_home`."""
+    await link.connect(context.addresses.relays[site], context.startup_s, context.client_security(site))
+
+
+def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
+    """A connection to the relay of another site that does not train either; not yet connected."""
+    link = context.cluster.link_between(context.site, site)
+    assert link is not None
+    about = {"site": context.site, "agreement": agreement(context.cluster, context.run)}
+    return Link(context.name, "relay", waits, about, flow=context.far(link, BATCH_BYTES))
 
 
 def make_relay(context: RoleContext, link: Link) -> WeightRelay:

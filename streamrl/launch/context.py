@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig, SiteLink
@@ -27,6 +27,10 @@ class Addresses:
     controller_outside: str = ""
     """At the trainer's site: what the controller listens on for other sites; '': there are none."""
     publisher_outside: str = ""
+    relay_outside: str = ""
+    """At another site: what its relay listens on for sites that get weights from it; '': it serves none."""
+    relays: dict[str, str] = field(default_factory=dict)
+    """Where this site reaches the relays of others, by site."""
 
     def save(self, run_dir: Path) -> None:
         """Writes them where the run's processes look."""
@@ -88,7 +92,7 @@ class RoleContext:
         return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
 
     def server_security(self) -> ServerSecurity | None:
-        """What the trainer's site lets other sites in by; None: the cluster file has encryption: none.
+        """What this site lets other sites in by; None: the cluster file has encryption: none.
 
         Raises:
             UserError: a key is missing, or others can read the secret one.
@@ -96,10 +100,14 @@ class RoleContext:
         security = self.cluster.security
         if security.encryption == "none":
             return None
-        return ServerSecurity.load(Path(security.keys), self.site, self.cluster.remote_sites)
+        others = [site for site in self.cluster.remote_sites if site != self.site]
+        return ServerSecurity.load(Path(security.keys), self.site, others)
 
-    def client_security(self) -> ClientSecurity | None:
-        """What this site connects to the trainer's with; None: unencrypted, or inside a site.
+    def client_security(self, server: str | None = None) -> ClientSecurity | None:
+        """What this site connects to another one with; None: unencrypted, or inside a site.
+
+        Args:
+            server: the other site; None: the trainer's.
 
         Raises:
             UserError: a key is missing, or others can read the secret one.
@@ -107,4 +115,4 @@ class RoleContext:
         security = self.cluster.security
         if not self.remote or security.encryption == "none":
             return None
-        return ClientSecurity.load(Path(security.keys), self.site, self.cluster.trainer_site)
+        return ClientSecurity.load(Path(security.keys), self.site, server or self.cluster.trainer_site)

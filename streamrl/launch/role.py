@@ -86,6 +86,10 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not stopped:
             raise
+        # the role has closed what it had open; asyncio would wait for what still computes in a thread, for minutes
+        # where that is a trainer's backward pass
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def cause(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
@@ -144,7 +144,8 @@ def choose_addresses(cluster: ClusterConfig, site: str, network: EmulatedNetwork
         if site != cluster.trainer_site:
             ports = network.ports if network else (home.port, home.port + 1)
             first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
-            return Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
+            addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
+            return addresses if network else _with_relays(addresses, cluster, site)
         addresses = Addresses(
             controller=f"tcp://{host}:{controller if several else home.port or controller}",
             publisher=f"tcp://{host}:{publisher}",
@@ -155,13 +156,21 @@ def choose_addresses(cluster: ClusterConfig, site: str, network: EmulatedNetwork
             return addresses
         listen = network.listen_address() if network else _resolve(home.listen or home.address)
         for_samples, for_weights = network.ports if network else (home.port, home.port + 1)
-        return Addresses(
-            **addresses.__dict__
-            | {
-                "controller_outside": f"tcp://{listen}:{for_samples}",
-                "publisher_outside": f"tcp://{listen}:{for_weights}",
-            }
+        return replace(
+            addresses,
+            controller_outside=f"tcp://{listen}:{for_samples}",
+            publisher_outside=f"tcp://{listen}:{for_weights}",
         )
+
+
+def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:
+    """Sites that do not train can pass weights on to each other (an emulated network has no links between them)."""
+    own = cluster.sites[site]
+    outside = f"tcp://{_resolve(own.listen or own.address)}:{own.port}" if own.port else ""
+    relays = {
+        name: f"tcp://{cluster.sites[name].address}:{cluster.sites[name].port}" for name in cluster.relays_for(site)
+    }
+    return replace(addresses, relay_outside=outside, relays=relays)
 
 
 def _resolve(name: str) -> str:

@@ -98,6 +98,7 @@ class WeightPublisher:
         deltas: bool = True,
         rate_of: Callable[[str], float | None] | None = None,
         chunk_of: Callable[[str], int] | None = None,
+        eager: bool = False,
     ) -> None:
         """
         Args:
@@ -107,10 +108,11 @@ class WeightPublisher:
             deltas: whether relays that ask for deltas get them.
             rate_of: bytes per second that weights for a relay may use, by its name (None: no limit).
             chunk_of: as `chunk_bytes`, by relay; a slow link wants small ones.
+            eager: deltas are made from the first version on, also if nobody has asked for any yet.
         """
         self.hub = hub
         self.chunk_bytes = chunk_bytes
-        self.deltas = deltas
+        self.deltas, self.eager = deltas, eager
         self.rate_of = rate_of or (lambda peer: None)
         self.chunk_of = chunk_of or (lambda peer: chunk_bytes)
         self.chain = Chain(anchor_every)
@@ -162,6 +164,8 @@ class WeightPublisher:
             self._packing.result()
         before = self._newest  # a relay may have asked for deltas meanwhile
         self._newest = _Version(manifest, buffer)
+        if self.eager and before is None:
+            self._append(self._newest, None)
         if before is not None and self.chain.newest is not None:
             self._coding = asyncio.create_task(self._extend(before, self._newest))
 

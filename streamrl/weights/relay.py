@@ -40,6 +40,10 @@ DECODING_THREADS = 2
 Encoding = Literal["raw", "delta"]
 
 
+class NotPublished(RunFailed):
+    """The publisher does not have that version (any more, or not yet)."""
+
+
 class WrongBase(CorruptWeights):
     """Deltas did not fit what they were applied to."""
 
@@ -137,6 +141,10 @@ class WeightRelay:
                 self.last = Received(manifest.version.number, nbytes, kind, time.monotonic() - started)
                 return manifest
         raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
+
+    def beside(self, link: Link) -> WeightRelay:
+        """Another relay into the same store, over another link; not to be used at the same time as this one."""
+        return WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
 
     def seed(self, manifest: Manifest, buffer: np.ndarray) -> None:
         """Puts a version that this site has already (its model's own files) into the store, if that is empty: what is
@@ -240,7 +248,7 @@ class WeightRelay:
             if delivery.body.get("request") != self._request:
                 log.debug("relay ignores %r of another request", delivery.kind)
             elif delivery.kind == "no_version":
-                raise RunFailed(
+                raise NotPublished(
                     f"the publisher has no weight version {number} ({delivery.body.get('reason')}); "
                     f"it has {delivery.body.get('available')}"
                 )

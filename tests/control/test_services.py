@@ -33,7 +33,8 @@ CLUSTER = ClusterConfig.model_validate(
 )
 
 
-QUICK, SLOW = {"started": 10.0, "fetched": 11.0}, {"started": 10.0, "fetched": 15.0}
+HOME = {"source": None, "transfer_s": 0.5}
+QUICK, SLOW = {"started": 10.0, "fetched": 11.0} | HOME, {"started": 10.0, "fetched": 15.0} | HOME
 
 
 class Wire:
@@ -122,6 +123,57 @@ def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services:
         assert wire.weights("service-home") == [0] and wire.weights("service-far") == [0, 1]
         assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
         assert services.version == 1
+
+    asyncio.run(play())
+
+
+def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_holds() -> None:
+    cluster = ClusterConfig.model_validate(
+        {
+            "hardware": "cpu",
+            "sites": {
+                "home": {"port": 5600, "trainer": {}},
+                "near": {"port": 5700, "generation": [{}]},
+                "far": {"generation": [{}]},
+            },
+            "links": [
+                {"between": ["home", "near"], "bandwidth_gbit_s": 1, "rtt_ms": 10},
+                {"between": ["home", "far"], "bandwidth_gbit_s": 0.01, "rtt_ms": 100},
+                {"between": ["near", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 10},
+            ],
+        }
+    )
+    wire = Wire("service-near", "service-far")
+    wire.peers["service-near"].meta["passes_weights_on"] = True
+    services = Services(
+        wire,  # type: ignore[arg-type]
+        WaitRegistry("test"),
+        {"service-near": "near", "service-far": "far"},
+        cluster,
+        RunConfig(),
+    )
+    services.joined()
+    near, far = {"started": 0.0, "fetched": 1.0, "source": None}, {"started": 0.0, "fetched": 9.0, "source": None}
+
+    def sources(peer: str) -> list[str | None]:
+        return [body["source"] for kind, body in wire.sent[peer] if kind == "weights"]
+
+    async def play() -> None:
+        for number in (0, 1):
+            await services.spread(version(number))
+            await services.ready("service-near", {"number": number, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+            await services.ready("service-far", {"number": number, "bytes": 2_000_000, "transfer_s": 2.0} | far)
+        assert sources("service-near") == [None, None]
+        assert sources("service-far") == [None, "near"]  # at first it held nothing that `near` had served
+        wire.silent["service-near"] = 60.0
+        await services.spread(version(2))
+        assert sources("service-far")[-1] is None  # `near` is away
+        await services.ready("service-near", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+        # a link that turns out to be fast is used from then on
+        await services.ready("service-far", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.001} | far)
+        wire.silent.clear()
+        await services.spread(version(3))
+        assert sources("service-far")[-1] is None
 
     asyncio.run(play())
 

@@ -152,6 +152,36 @@ def test_a_site_that_was_started_with_another_run_file_is_refused_with_the_reaso
         assert train.poll() is None
 
 
+def test_a_third_site_gets_its_weights_from_the_second_ones_relay(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy(project)
+    path = two_sites(project, free_port())
+    cluster = yaml.safe_load(path.read_text())
+    cluster["sites"]["generate"]["port"] = free_port()
+    cluster["sites"]["far"] = {"generation": [{"name": "regular", **POOL}]}
+    # a detour is quicker: what is declared counts until something else is measured
+    cluster["links"].append({"between": ["train", "far"], "bandwidth_gbit_s": 0.05, "rtt_ms": 100})
+    cluster["links"].append({"between": ["generate", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 1})
+    path.write_text(yaml.safe_dump(cluster))
+    keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
+    subprocess.run(keys, check=True, capture_output=True, env=project.env)
+    with (
+        started(project, "--site", "far", **ASYNC) as far,
+        started(project, "--site", "generate", **ASYNC) as generate,
+        started(project, "--site", "train", **ASYNC) as train,
+    ):
+        for process in (train, generate, far):
+            ended(process, project)
+    rows = trained_rows(project.folder / "runs" / "tiny-train")
+    assert len({row["sample_id"] for row in rows if row["t_trained"] is not None}) == 72
+    assert {row["site"] for row in rows} <= {"generate", "far"}
+    log = (project.folder / "runs" / "tiny-far" / "logs" / "service-far.log").read_text()
+    assert "from the relay of generate" in log
+    assert "getting weights" not in log  # it never had to fall back
+    status = read_site(project.folder / "runs" / "tiny-far")
+    assert status is not None and status.weight_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
