@@ -1,7 +1,7 @@
 """How fast replicas of a GPU type generate a batch of known lengths, for planning how many of them to use.
 
-Requests spread evenly over like replicas are a fluid: while A of the batch still run on r replicas, each decodes A / r,
-and a step takes tau(A / r); what exceeds the slots waits, at the pace of full batches. So with lengths L_1 >= L_2 >= ...
+Requests spread evenly over like replicas are a fluid: while A of the batch still run on r replicas, each decodes A / r
+of them, and a step takes tau(A / r); what exceeds the slots waits, at the pace of full batches. With L_1 >= L_2 >= ...
 
     makespan(r) = sum_j (g(j / r) - g((j - 1) / r)) L_j + context / r,   g(x) = tau(min(x, slots)) x / min(x, slots).
 
@@ -181,9 +181,7 @@ def _reading(curve: StepCurve, batch: Batch) -> float:
     """Seconds that context and prompts cost, if one replica did all."""
     lengths = np.asarray(batch.lengths)
     context = (batch.prompt_tokens * lengths + lengths * lengths / 2).mean()
-    return batch.samples * float(
-        curve.per_context_token * context + curve.per_prefill_token * batch.prompt_tokens
-    )
+    return batch.samples * float(curve.per_context_token * context + curve.per_prefill_token * batch.prompt_tokens)
 
 
 def _makespans(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -22,7 +22,7 @@ def explain(problem: Problem, allocator: Allocator) -> str:
         if math.isfinite(cheapest):
             short = cheapest - problem.budget
             return (
-                f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest one that was "
+                f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was "
                 f"found rents GPUs for {cheapest:.2f} USD/h: {short:.2f} USD/h more, traffic not counted"
             )
     return _together(problem, allocator)
@@ -90,7 +90,9 @@ def _generation(problem: Problem) -> str:
     text = f"{model.name} cannot be served here:\n" + "\n".join(lines)
     if changes:
         more, count, offer = min(changes, key=lambda one: one[:2])
-        text += f"\nthe smallest change that fits: {count} {offer.device.name} in {offer.site}, one machine ({more} more)"
+        text += (
+            f"\nthe smallest change that fits: {count} {offer.device.name} in {offer.site}, one machine ({more} more)"
+        )
     return text + ("" if changes else "\nno tensor parallelism inside one machine does: GPUs with more memory")
 
 
@@ -103,7 +105,8 @@ def _together(problem: Problem, allocator: Allocator) -> str:
         reached = [
             other
             for other, kinds in allocator.kinds.items()
-            if kinds and (other == number or problem.offers[other].site == offer.site or _linked(problem, number, other))
+            if kinds
+            and (other == number or problem.offers[other].site == offer.site or _linked(problem, number, other))
         ]
         rest = [problem.offers[o].count - (needed if o == number else 0) for o in reached]
         smallest = {o: min(kind.tensor_parallel for kind in allocator.kinds[o]) for o in reached}

@@ -283,10 +283,11 @@ class Engine:
 
 
 def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
-    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site."""
+    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site and sends no codes."""
     chosen = run.weights.backend
     if chosen == "auto":
-        chosen = "nccl" if cuda and not several_sites else "stream"
+        whole = run.weights.generation_dtype == "same"
+        chosen = "nccl" if cuda and whole and not several_sites else "stream"
     return BACKEND if chosen == "stream" else chosen
 
 

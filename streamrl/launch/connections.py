@@ -19,7 +19,7 @@ from streamrl.launch.plan import plan_processes
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
-from streamrl.weights.local_model import initial_version, parameter_shapes
+from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.relay import WeightRelay
 from streamrl.weights.store import WeightStore, store_directory
@@ -180,10 +180,11 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     store = WeightStore(store_directory(context.run_dir))
     if not context.remote:
         return WeightRelay(link, store, limit_s, encoding)
-    model, dtype = resolve_model(context.run.model.path), context.run.model.dtype
-    shapes = parameter_shapes(model)
-    relay = WeightRelay(link, store, limit_s, encoding, {name: (dtype, shape) for name, shape in shapes.items()})
-    if encoding == "delta" and (known := initial_version(model, shapes, dtype)) is not None:
+    model = resolve_model(context.run.model.path)
+    types = context.run.model.dtype, context.run.weights.generation_dtype
+    expected = expected_tensors(model, *types)
+    relay = WeightRelay(link, store, limit_s, encoding, expected)
+    if encoding == "delta" and (known := initial_version(model, expected, *types)) is not None:
         relay.seed(*known)
     return relay
 

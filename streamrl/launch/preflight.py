@@ -62,7 +62,8 @@ def check(
     ]
     if site in (None, cluster.trainer_site):
         checks += [lambda: check_tasks(run), lambda: check_ranker(run)]
-        checks += [lambda: check_ports(cluster)] if not emulate else []
+    if not emulate:
+        checks.append(lambda: check_ports(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(lambda: check_keys(cluster, site))
     problems = [problem for one in checks for problem in one()]
@@ -187,12 +188,15 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def check_ports(cluster: ClusterConfig) -> Iterable[str]:
-    """The trainer site's ports are free."""
-    name = cluster.trainer_site
+def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
+    """The ports on which a site listens are free."""
     site = cluster.sites[name]
     address = site.listen or site.address
-    for port in (site.port, site.port + 1) if cluster.remote_sites and site.port else (site.port,):
+    if site.trainer is None:
+        ports = [site.port] if site.port else []
+    else:
+        ports = [site.port, site.port + 1] if cluster.remote_sites and site.port else [site.port]
+    for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -59,7 +59,7 @@ SIGN_MAGNITUDE = {
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 }
 """Types whose first bit is the sign and whose other bits grow with the magnitude."""
-FEW_CHANGED = 1 / 16
+FEW_CHANGED = 1 / 4
 """Below this share of changed elements a delta is smaller than any complete tensor worth sending."""
 SAMPLE_SLICES, SAMPLE_LENGTH = 8, 4096
 """Slices of a tensor, and elements in each, that say whether a delta or the complete tensor is smaller."""

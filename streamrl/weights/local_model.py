@@ -8,58 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors import safe_open
 
+from streamrl.weights.quantize import SCALE_SUFFIX, Kind, is_quantized, quantize
+from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest, lay_out
 
-Shapes = Mapping[str, tuple[int, ...]]
+Expected = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type (torch's name) and shape of every tensor of a version, in its order."""
 
 
-def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of a model (an HF folder) by name, tied ones once, in the model's order; no weights are
-    read."""
+def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] | Kind) -> Expected:
+    """What the versions of a run hold; no weights are read.
+
+    Args:
+        model: an HF folder.
+        dtype: compute type of the run (torch's name).
+        generation_dtype: of linear weights, as in the run file.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    return {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    layout = ShardedLayout(empty, getattr(torch, dtype), generation_dtype)
+    return {slot.name: (slot.dtype, slot.shape) for slot in layout.slots.values()}
 
 
-def initial_version(model: str, shapes: Shapes, dtype: str) -> tuple[Manifest, np.ndarray] | None:
+def initial_version(
+    model: str, expected: Expected, dtype: str, generation_dtype: Literal["same"] | Kind
+) -> tuple[Manifest, np.ndarray] | None:
     """Version 0 as a run's trainer lays it out, from the model's safetensors files, one tensor in memory at a time.
 
     Args:
         model: an HF folder.
-        shapes: of its parameters, in order.
+        expected: what it must hold.
         dtype: compute type of the run (torch's name).
+        generation_dtype: of linear weights, as in the run file.
 
     Returns:
-        None: the files do not hold exactly these tensors (another format, or names that transformers converts).
+        None: the files do not hold exactly these tensors.
     """
     files: dict[str, Path] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), path)
-    if any(name not in files for name in shapes):
-        return None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in shapes.items():
+        for name, (_, shape) in expected.items():
+            if name not in files:
+                continue  # the scales of the weights before
             with safe_open(files[name], framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != tuple(shape):
-                raise _OtherShape(name)
-            yield name, tensor.to(getattr(torch, dtype))
+                tensor: torch.Tensor = file.get_tensor(name).to(getattr(torch, dtype))
+            if generation_dtype == "same" or not is_quantized(name, shape):
+                yield name, tensor
+            else:
+                codes, scales = quantize(tensor, generation_dtype)
+                yield name, codes
+                yield name + SCALE_SUFFIX, scales
 
-    try:
-        return lay_out(0, tensors())
-    except _OtherShape:
-        return None
-
-
-class _OtherShape(Exception):
-    """A file's tensor is not the model's parameter."""
+    manifest, buffer = lay_out(0, tensors())
+    held = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
+    return (manifest, buffer) if held == dict(expected) else None

@@ -41,8 +41,8 @@ from streamrl.weights.version import (
     Manifest,
     TensorEntry,
     WeightVersion,
-    _content_hash,
     checksum,
+    content_hash,
 )
 
 HASHING_THREADS = 4
@@ -127,14 +127,15 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class ShardedLayout:
-    """Makes versions of one model; torch.distributed must be initialised."""
+    """Makes versions of one model. To lay one out, torch.distributed must be initialised."""
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype, generation_dtype: Literal["same"] | Kind = "same"
     ) -> None:
         """
         Args:
-            model: sharded (FSDP2) or not, in fp32; its parameters keep their names and shapes.
+            model: sharded (FSDP2) or not, in fp32; its parameters keep their names and shapes. One on the meta device
+                is enough to learn what versions hold (`slots`).
             dtype: that weights are published in.
             generation_dtype: same: in `dtype`; otherwise linear weights are codes.
 
@@ -185,7 +186,7 @@ class ShardedLayout:
             TensorEntry(slot.name, slot.dtype, slot.shape, slot.offset, slot.nbytes, found[index])
             for index, slot in enumerate(slots)
         )
-        return Manifest(WeightVersion(number, None, _content_hash(entries)), self.nbytes, entries), buffer
+        return Manifest(WeightVersion(number, None, content_hash(entries)), self.nbytes, entries), buffer
 
     @torch.no_grad()
     def _write(self, buffer: np.ndarray) -> str | None:

@@ -94,7 +94,7 @@ class Manifest:
         for t in tensors:
             if t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > manifest.nbytes:
                 raise CorruptWeights(f"tensor {t.name!r} lies outside its buffer")
-        if _content_hash(tensors) != version.content_hash:
+        if content_hash(tensors) != version.content_hash:
             raise CorruptWeights(f"content hash of version {version.number} does not match its tensors")
         return manifest
 
@@ -236,7 +236,7 @@ def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[M
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         entries = tuple(pool.map(place, zip(items, offsets, strict=True)))
-    return Manifest(WeightVersion(number, None, _content_hash(entries)), cursor, entries), buffer
+    return Manifest(WeightVersion(number, None, content_hash(entries)), cursor, entries), buffer
 
 
 def checksum(data: np.ndarray) -> str:
@@ -244,7 +244,7 @@ def checksum(data: np.ndarray) -> str:
     return blake3(data.data).hexdigest()
 
 
-def _content_hash(tensors: Iterable[TensorEntry]) -> str:
+def content_hash(tensors: Iterable[TensorEntry]) -> str:
     """Hash of the weights themselves (names, types, shapes, bytes), not of where they lie."""
     digest = hashlib.sha256()
     for t in sorted(tensors, key=lambda t: t.name):

@@ -63,7 +63,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         if manifest.version.content_hash != update_info.content_hash:
             raise CorruptWeights(f"version {update_info.number} in the store is not the one announced")
         model: Any = self.model
-        model.load_weights(full_precision(manifest, buffer, self.model_config.dtype))
+        dtype: Any = self.model_config.dtype  # a torch.dtype by now; vLLM's type allows the name that it came from
+        model.load_weights(full_precision(manifest, buffer, dtype))
 
     def finish_weight_update(self) -> None:
         """Packs the loaded layers for the kernels again."""

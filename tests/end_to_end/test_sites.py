@@ -152,7 +152,7 @@ def test_a_site_that_was_started_with_another_run_file_is_refused_with_the_reaso
         assert train.poll() is None
 
 
-def test_a_third_site_gets_its_weights_from_the_second_ones_relay(tmp_path: Path) -> None:
+def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: Path) -> None:
     project = Project(tmp_path)
     easy(project)
     path = two_sites(project, free_port())
@@ -165,10 +165,11 @@ def test_a_third_site_gets_its_weights_from_the_second_ones_relay(tmp_path: Path
     path.write_text(yaml.safe_dump(cluster))
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
     subprocess.run(keys, check=True, capture_output=True, env=project.env)
+    changes = ASYNC | {"weights": {"generation_dtype": "fp8"}}
     with (
-        started(project, "--site", "far", **ASYNC) as far,
-        started(project, "--site", "generate", **ASYNC) as generate,
-        started(project, "--site", "train", **ASYNC) as train,
+        started(project, "--site", "far", **changes) as far,
+        started(project, "--site", "generate", **changes) as generate,
+        started(project, "--site", "train", **changes) as train,
     ):
         for process in (train, generate, far):
             ended(process, project)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.engine import Engine
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.weights.quantize import Kind, dequantize, is_quantized, quantize
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
@@ -117,6 +119,54 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(tmp_pat
     assert {int(v) for s in after for v in s.token_versions} == {5}
     assert any(not np.array_equal(a.completion_tokens, b.completion_tokens) for a, b in zip(before, after, strict=True))
     assert_same(after, asyncio.run(fresh()))  # the tied output head included: it is most of what differs
+
+
+def stored_as_codes(store: WeightStore, number: int, model: Path, kind: Kind, rounded: Path) -> str:
+    """Puts a model with 8-bit linear weights into the store; `rounded` becomes a checkpoint of what they stand for."""
+    weights, tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), {}
+    for name, parameter in weights.named_parameters():
+        tensors[name] = parameter.detach().clone()
+        if is_quantized(name, tuple(parameter.shape)):
+            tensors[name], tensors[f"{name}.scale"] = codes, scales = quantize(tensors[name], kind)
+            parameter.data.copy_(dequantize(codes, scales, torch.bfloat16))
+    shutil.copytree(model, rounded)
+    weights.save_pretrained(rounded)
+    manifest, buffer = lay_out(number, tensors.items())
+    store.begin(manifest)[:] = buffer
+    store.commit(manifest, np.memmap(store.directory / f"version_{number}.partial", dtype=np.uint8, mode="r"))
+    return manifest.version.content_hash
+
+
+def test_8_bit_codes_load_as_a_checkpoint_of_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    old, new = save_tiny_model(tmp_path / "old", seed=0), save_tiny_model(tmp_path / "new", seed=1)
+    rounded = tmp_path / "rounded"
+    store = WeightStore(tmp_path / "store")
+    content_hash = stored_as_codes(store, 5, new, "fp8", rounded)
+    unrounded_hash = stored(store, 6, new, torch.bfloat16)
+
+    async def updated() -> tuple[list[Sample], list[Sample]]:
+        engine = Engine(POOL, config(old), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(store.directory)}, 0)
+            await update(engine, "recompute_kv", 5, content_hash)
+            after = await sample_all(engine)
+            await update(engine, "recompute_kv", 6, unrounded_hash)
+            return after, await sample_all(engine)
+        finally:
+            engine.close()
+
+    async def fresh() -> list[Sample]:
+        engine = Engine(POOL, config(rounded), cuda=False, instance="i", site="here")
+        try:
+            await engine.set_up_weights({"directory": str(store.directory)}, 5)
+            return await sample_all(engine)
+        finally:
+            engine.close()
+
+    after, unrounded = asyncio.run(updated())
+    assert_same(after, asyncio.run(fresh()))
+    with pytest.raises(AssertionError):  # what was rounded away would show
+        assert_same(after, unrounded)
 
 
 def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_that_drew_it(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path, monkeypatch: py
 def test_an_address_that_is_not_this_machines() -> None:
     site = {"address": "192.0.2.1", "trainer": {}, "generation": [{}]}
     elsewhere = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
-    assert "cannot listen on 192.0.2.1" in "".join(preflight.check_ports(elsewhere))
+    assert "cannot listen on 192.0.2.1" in "".join(preflight.check_ports(elsewhere, "here"))
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:

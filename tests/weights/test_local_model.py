@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.weights.local_model import initial_version, parameter_shapes
+from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.quantize import is_quantized, quantize
 from streamrl.weights.relay import WeightRelay
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
@@ -27,18 +30,37 @@ def trained_from(model: Path) -> list[tuple[str, torch.Tensor]]:
 
 def test_the_files_laid_out_are_what_the_trainer_publishes_first(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    shapes = parameter_shapes(str(tmp_path))
-    known = initial_version(str(tmp_path), shapes, "bfloat16")
+    expected = expected_tensors(str(tmp_path), "bfloat16", "same")
+    known = initial_version(str(tmp_path), expected, "bfloat16", "same")
     assert known is not None
     assert known[0] == lay_out(0, trained_from(tmp_path))[0]
-    assert initial_version(str(tmp_path), shapes | {"new.weight": (1,)}, "bfloat16") is None
-    first = next(iter(shapes))
-    assert initial_version(str(tmp_path), shapes | {first: (1, 1)}, "bfloat16") is None
+    more = {**expected, "new.weight": ("bfloat16", (1,))}
+    assert initial_version(str(tmp_path), more, "bfloat16", "same") is None
+    other = {**expected, next(iter(expected)): ("bfloat16", (1, 1))}
+    assert initial_version(str(tmp_path), other, "bfloat16", "same") is None
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_with_codes_too(tmp_path: Path, kind: Literal["fp8", "int8"]) -> None:
+    save_tiny_model(tmp_path)
+    expected = expected_tensors(str(tmp_path), "bfloat16", kind)
+    known = initial_version(str(tmp_path), expected, "bfloat16", kind)
+    assert known is not None
+    published = []
+    for name, tensor in trained_from(tmp_path):
+        if is_quantized(name, tuple(tensor.shape)):
+            codes, scales = quantize(tensor, kind)
+            published += [(name, codes), (name + ".scale", scales)]
+        else:
+            published.append((name, tensor))
+    assert len(published) > len(trained_from(tmp_path))
+    assert known[0] == lay_out(0, published)[0]
 
 
 def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
-    known = initial_version(str(tmp_path / "model"), parameter_shapes(str(tmp_path / "model")), "bfloat16")
+    model = str(tmp_path / "model")
+    known = initial_version(model, expected_tensors(model, "bfloat16", "same"), "bfloat16", "same")
     assert known is not None
 
     async def play() -> None:

@@ -1,0 +1,332 @@
+"""`streamrl plan`: which GPUs of a cluster should train and which generate, and what that costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scheduler.placement_plan import Colocated, PlacementPlan, Step, TailSplit
+    from streamrl.planning.inputs import Inputs
+
+SCHEDULES = ("async", "one_step_off", "stream", "sync")
+
+
+@click.command(name="plan")
+@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), required=True, help="cluster file (YAML)")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="run file: model, batch, algorithm, schedule")
+@click.option("--model", help="7b, 14b, 32b, 72b ... (Qwen2.5), or a folder with a config.json  [default: 7b]")
+@click.option(
+    "--lengths",
+    help="of the longest answer: 5k, 10k, 20k ... (the paper's shape), or past rollouts (.parquet, .jsonl, a folder)  "
+    "[default: 20k]",
+)
+@click.option("--samples", type=click.IntRange(1), help="of an optimizer step  [default: 1024]")
+@click.option("--prompt-tokens", type=click.IntRange(0), help="mean of a prompt  [default: 512]")
+@click.option("--algorithm", type=click.Choice(["ppo", "grpo"]), help="what is trained  [default: ppo]")
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="what overlaps in a step  [default: async]")
+@click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
+@click.option("--budget", type=float, metavar="USD/H", help="most that GPUs and traffic may cost per hour")
+@click.option("--delta-ratio", type=float, help="full weights by what crosses a link; 1: all  [default: 70]")
+@click.option("--hardware", type=click.Path(path_type=Path), help="YAML that adds GPU types or changes their figures")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="write the plans here as well")
+def command(
+    cluster_file: Path,
+    run_file: Path | None,
+    model: str | None,
+    lengths: str | None,
+    samples: int | None,
+    prompt_tokens: int | None,
+    algorithm: str | None,
+    schedule: str | None,
+    objective: str,
+    budget: float | None,
+    delta_ratio: float | None,
+    hardware: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Choose which GPUs of a cluster train and which generate; nothing is started, and no GPU is needed.
+
+    All GPUs of the cluster file may do either, whatever pools it puts them in. For throughput, the shortest step, and
+    of the GPUs for it the cheapest; the others are released. For cost, the fewest USD per sample. Times are predicted
+    from data sheets, not measured: docs/plan.md names every assumption. Prices are the cluster file's, else dated
+    defaults.
+
+    \b
+    Examples:
+      streamrl plan --cluster cluster_configs/heterogeneous.yaml --model 7b --lengths 20k
+      streamrl plan --cluster cluster_configs/cross_datacenter.yaml --objective cost --budget 40
+      streamrl plan --cluster my.yaml --run my_run.yaml --lengths runs/demo --hardware prices.yaml --json plan.json
+    """
+    from rich.console import Console
+
+    from scheduler.placement_plan import colocated, plans, tail_split
+    from streamrl.config.load import load_cluster, load_run
+    from streamrl.errors import UserError
+    from streamrl.planning.inputs import gather
+
+    cluster = load_cluster(cluster_file)
+    run = None if run_file is None else load_run(run_file)
+    if schedule is None:
+        schedule = run.schedule.name if run is not None and run.schedule.name in SCHEDULES else "async"
+    inputs = gather(
+        *(cluster, cluster_file, run, model, lengths, samples, prompt_tokens, algorithm),
+        *(hardware, budget, delta_ratio),
+    )
+    try:
+        found = plans(inputs.problem, schedule, objective)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    best, together, tail = found[0], colocated(inputs.problem, objective), tail_split(found[0])  # type: ignore[arg-type]
+    _show(Console(), inputs, found, together, tail, objective)
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(_plain(inputs, found, together, tail, objective), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {json_file}: {error.strerror or error}") from error
+        click.echo(f"{best.schedule} plan written to {json_file}")
+
+
+def _show(
+    console: Console,
+    inputs: Inputs,
+    found: Sequence[PlacementPlan],
+    together: Colocated | None,
+    tail: TailSplit,
+    objective: str,
+) -> None:
+    best, problem = found[0], inputs.problem
+    batch, step = problem.batch, best.chosen
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    say(
+        f"{problem.model.name} ({problem.model.parameters / 1e9:.2f} B weights), {inputs.algorithm}, {batch.samples} "
+        f"samples a step, mean {batch.mean_length:.0f} tokens ({inputs.lengths}), prompts {batch.prompt_tokens:.0f}"
+    )
+    _table(
+        console,
+        f"split for {objective}, schedule {best.schedule}",
+        ("site", "role", "GPU", "GPUs", "replicas x TP", "batch", "share", "USD/h"),
+        _split_rows(best),
+    )
+    if tail.replicas:
+        say(f"tail pool: {tail.replicas} of the replicas for the {tail.requests:.0%} predicted longest answers")
+    worth = "async, whose instances never run dry, gains nothing from it" if best.schedule == "async" else "not counted"
+    say(f"dispatch by predicted length: {tail.saving:+.0%} of a batch's generation time saved, simulated ({worth})")
+    time = best.split.time
+    _table(
+        console,
+        "stages (predicted)",
+        ("stage", "seconds", "of which"),
+        [
+            ("generation, a batch by itself", f"{best.makespan_s:.1f}", "the longest answers included"),
+            ("generation, across steps", f"{best.steady_s:.1f}", "async: instances never run dry"),
+            (
+                "training",
+                f"{best.training_s:.1f}",
+                f"compute {time.compute_s:.1f}, FSDP traffic beside it {time.communication_s:.1f}, "
+                f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}",
+            ),
+            ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{problem.delta_ratio:g} of them over links"),
+            ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
+        ],
+    )
+    steps = [best.step(name) for name in SCHEDULES]
+    rows = [_step_row(one, one.schedule == best.schedule) for one in steps]
+    if together is not None:
+        rows.append(_step_row(together.step, False, _turns(best, together)))
+    _table(
+        console,
+        "the same split under each schedule",
+        ("schedule", "step (s)", "bubble gen.", "bubble train.", "samples/s", "USD/h", "USD/1k samples"),
+        rows,
+    )
+    say(f"limit: {best.limit}")
+    say(
+        f"price: {step.usd_per_hour:.2f} USD/h, of which traffic {best.egress_usd * 3600 / step.seconds:.3f}; "
+        f"{step.usd_per_1k:.4f} USD per 1,000 samples"
+    )
+    offers = problem.offers
+    released = [f"{count} {offers[number].device.name} in {offers[number].site}" for number, count in best.released]
+    trainer = offers[best.split.trainer]
+    if trainer.site != inputs.trains_now:
+        say(f"moved: the cluster file trains in {inputs.trains_now}, this plan in {trainer.site}")
+    say(f"released: {', '.join(released) or 'none'}")
+    for text in dict.fromkeys(
+        f"price of {offer.device.name} in {offer.site}: {offer.usd_per_hour:g} USD/h ({source})"
+        for offer, source in zip(offers, inputs.prices, strict=True)
+    ):
+        say(text)
+    if len(found) > 1:
+        columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
+        _table(console, "next-best plans", columns, [_alternative(one) for one in found[1:]])
+
+
+def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
+    offers = best.problem.offers
+    home = offers[best.split.trainer]
+    gpus, shard = best.split.time.gpus, best.split.time.shard
+    usd = gpus * home.usd_per_hour
+    rows: list[tuple[str, ...]] = [
+        (home.site, "trainer", home.device.name, str(gpus), f"FSDP {shard}", "", "", f"{usd:.2f}")
+    ]
+    for one, share in zip(best.split.generation, best.shares, strict=True):
+        offer, tp = offers[one.offer], one.kind.tensor_parallel
+        shape, price = f"{one.count} x {tp}", f"{one.gpus * offer.usd_per_hour:.2f}"
+        rows.append(
+            (
+                offer.site,
+                "generation",
+                offer.device.name,
+                str(one.gpus),
+                shape,
+                str(one.kind.slots),
+                f"{share:.0%}",
+                price,
+            )
+        )
+    return rows
+
+
+def _turns(best: PlacementPlan, together: Colocated) -> str:
+    offer = best.problem.offers[together.offer]
+    return f"colocated, all {together.gpus} {offer.device.name} in {offer.site}"
+
+
+def _step_row(step: Step, chosen: bool, name: str = "") -> tuple[str, ...]:
+    return (
+        (name or step.schedule) + (" (chosen)" if chosen else ""),
+        f"{step.seconds:.1f}",
+        f"{step.generation_bubble:.0%}",
+        f"{step.training_bubble:.0%}",
+        f"{step.samples_per_s:.2f}",
+        f"{step.usd_per_hour:.2f}",
+        f"{step.usd_per_1k:.4f}",
+    )
+
+
+def describe(one: PlacementPlan) -> str:
+    """A split in one line."""
+    offers = one.problem.offers
+    trainer = offers[one.split.trainer]
+    pools = [
+        f"{pool.count} x {pool.kind.tensor_parallel} {offers[pool.offer].device.name} in {offers[pool.offer].site}"
+        for pool in one.split.generation
+    ]
+    return f"train {one.split.time.gpus} {trainer.device.name} in {trainer.site}; generate {' + '.join(pools)}"
+
+
+def _alternative(one: PlacementPlan) -> tuple[str, ...]:
+    step = one.chosen
+    return (
+        describe(one),
+        f"{step.seconds:.1f}",
+        f"{step.samples_per_s:.2f}",
+        f"{step.usd_per_hour:.2f}",
+        f"{step.usd_per_1k:.4f}",
+    )
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    words = {"site", "role", "GPU", "of which", "plan"}
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 or name in words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _plain(
+    inputs: Inputs, found: Sequence[PlacementPlan], together: Colocated | None, tail: TailSplit, objective: str
+) -> dict[str, Any]:
+    """For --json."""
+    problem = inputs.problem
+    return {
+        "model": problem.model.name,
+        "parameters": problem.model.parameters,
+        "algorithm": inputs.algorithm,
+        "objective": objective,
+        "lengths": inputs.lengths,
+        "samples": problem.batch.samples,
+        "offers": [
+            {
+                "site": offer.site,
+                "gpu": offer.device.name,
+                "count": offer.count,
+                "usd_per_hour": offer.usd_per_hour,
+                "price_source": source,
+                "figures_source": offer.device.source,
+            }
+            for offer, source in zip(problem.offers, inputs.prices, strict=True)
+        ],
+        "plans": [_plain_plan(one) for one in found],
+        "tail": {"replicas": tail.replicas, "requests": tail.requests, "saving": tail.saving},
+        "colocated": None
+        if together is None
+        else {
+            "site": problem.offers[together.offer].site,
+            "gpus": together.gpus,
+            "tensor_parallel": together.tensor_parallel,
+            "switch_s": together.switch_s,
+            **_plain_step(together.step),
+        },
+    }
+
+
+def _plain_step(step: Step) -> dict[str, float]:
+    return {
+        "step_s": step.seconds,
+        "generation_bubble": step.generation_bubble,
+        "training_bubble": step.training_bubble,
+        "samples_per_s": step.samples_per_s,
+        "usd_per_hour": step.usd_per_hour,
+        "usd_per_1k_samples": step.usd_per_1k,
+    }
+
+
+def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
+    offers = one.problem.offers
+    trainer = offers[one.split.trainer]
+    return {
+        "schedule": one.schedule,
+        "trainer": {
+            "site": trainer.site,
+            "gpu": trainer.device.name,
+            "gpus": one.split.time.gpus,
+            "shard": one.split.time.shard,
+        },
+        "generation": [
+            {
+                "site": offers[pool.offer].site,
+                "gpu": offers[pool.offer].device.name,
+                "replicas": pool.count,
+                "tensor_parallel": pool.kind.tensor_parallel,
+                "slots": pool.kind.slots,
+                "share": share,
+            }
+            for pool, share in zip(one.split.generation, one.shares, strict=True)
+        ],
+        "generation_s": one.makespan_s,
+        "generation_across_steps_s": one.steady_s,
+        "training_s": one.training_s,
+        "weights_s": one.transfer_s,
+        "load_s": one.load_s,
+        "egress_usd_per_step": one.egress_usd,
+        "schedules": {name: _plain_step(one.step(name)) for name in SCHEDULES},
+        "released": [
+            {"site": offers[number].site, "gpu": offers[number].device.name, "gpus": count}
+            for number, count in one.released
+        ],
+        "limit": one.limit,
+    }

@@ -1,0 +1,184 @@
+"""`streamrl plan`: tables from the shipped cluster files, JSON, and one message on bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ranker.data import read_rollouts
+from streamrl.cli import main as cli
+from tests.cli.calling import streamrl
+
+ROOT = Path(__file__).parents[2]
+HETEROGENEOUS = ROOT / "cluster_configs" / "heterogeneous.yaml"
+CROSS = ROOT / "cluster_configs" / "cross_datacenter.yaml"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(cli.COMMANDS, "plan", "Choose which GPUs train and which generate.")
+
+
+def edited(tmp_path: Path, change: Any) -> Path:
+    """The heterogeneous cluster file, changed."""
+    values = yaml.safe_load(HETEROGENEOUS.read_text())
+    change(values)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "cluster.yaml"
+
+
+@pytest.mark.parametrize("cluster", [HETEROGENEOUS, CROSS])
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_a_shipped_cluster_gets_a_plan_with_times_prices_and_alternatives(
+    cluster: Path, objective: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert streamrl(monkeypatch, "plan", "--cluster", cluster, "--objective", objective, "--lengths", "5k") == 0
+    shown = capsys.readouterr().out
+    for part in ("trainer", "generation", "USD/1k", "limit:", "released:", "next-best plans", "colocated, all"):
+        assert part in shown, part
+    for schedule in ("async (chosen)", "one_step_off", "stream", "sync"):
+        assert schedule in shown
+
+
+def test_the_json_holds_the_plans_and_is_the_same_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for name in ("first.json", "second.json"):
+        options = ["--lengths", "5k", "--json", tmp_path / name]
+        assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
+        written.append((tmp_path / name).read_text())
+    assert written[0] == written[1]
+    values = json.loads(written[0])
+    best = values["plans"][0]
+    assert best["trainer"]["gpu"] == "H800" and {pool["gpu"] for pool in best["generation"]} == {"H20"}
+    used = best["trainer"]["gpus"] + sum(p["replicas"] * p["tensor_parallel"] for p in best["generation"])
+    assert used + sum(rest["gpus"] for rest in best["released"]) == 48
+    assert sum(pool["share"] for pool in best["generation"]) == pytest.approx(1)
+    step = best["schedules"]["async"]
+    assert step["usd_per_1k_samples"] == pytest.approx(step["usd_per_hour"] / 3.6 / step["samples_per_s"])
+    assert len(values["plans"]) > 1
+
+
+def test_a_budget_is_kept_and_cost_is_not_dearer_than_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def best(*options: str) -> dict[str, float]:
+        call = ["plan", "--cluster", CROSS, "--lengths", "5k", "--json", tmp_path / "p.json", *options]
+        assert streamrl(monkeypatch, *call) == 0
+        step: dict[str, float] = json.loads((tmp_path / "p.json").read_text())["plans"][0]["schedules"]["async"]
+        return step
+
+    free, bound, cheap = best(), best("--budget", "20"), best("--objective", "cost")
+    assert bound["usd_per_hour"] <= 20 * 1.001 < free["usd_per_hour"]
+    assert bound["step_s"] > free["step_s"]
+    assert cheap["usd_per_1k_samples"] <= min(free["usd_per_1k_samples"], bound["usd_per_1k_samples"]) * 1.001
+
+
+def test_a_run_file_gives_model_batch_and_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"batch": {"prompts_per_step": 16}, "schedule": {"name": "stream"}}))
+    cluster = ROOT / "cluster_configs" / "local.yaml"
+    assert streamrl(monkeypatch, "plan", "--cluster", cluster, "--run", run) == 0
+    shown = capsys.readouterr().out
+    assert "smollm2-135m" in shown and "grpo, 128 samples a step" in shown and "stream (chosen)" in shown
+    assert "default of" in shown, "local.yaml has no prices"
+
+
+def test_lengths_of_past_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    past = tmp_path / "past.jsonl"
+    past.write_text("".join(json.dumps({"prompt": f"p{n}", "output_length": 100 + n}) + "\n" for n in range(50)))
+    assert len(read_rollouts([str(past)])) == 50
+    assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, "--lengths", past) == 0
+    shown = capsys.readouterr().out
+    assert "mean 124 tokens (50 past rollouts" in shown or "mean 125 tokens (50 past rollouts" in shown
+
+
+def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = tmp_path / "gpus.yaml"
+    hardware.write_text(yaml.safe_dump({"H20": {"memory_bandwidth_gb_s": 400, "source": "a slow one"}}))
+    steps = []
+    for more in ([], ["--hardware", hardware]):
+        call = ["plan", "--cluster", HETEROGENEOUS, "--lengths", "5k", "--json", tmp_path / "p.json", *more]
+        assert streamrl(monkeypatch, *call) == 0
+        steps.append(json.loads((tmp_path / "p.json").read_text())["plans"][0]["generation"][0]["replicas"])
+    assert steps[1] > steps[0], "slower GPUs: more of them"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "8b"], ("no such model", "did you mean", "72b")),
+        (["--model", "72b", "--budget", "20"], ("budget of 20", "more")),
+        (["--lengths", "long"], ("--lengths long", "20k")),
+        (["--lengths", "0"], ("a token or more",)),
+        (["--budget", "-3"], ("budget must be positive",)),
+        (["--budget", "nan"], ("budget must be positive",)),
+        (["--delta-ratio", "0.1"], ("deltas", "0.1")),
+        (["--hardware", "nowhere.yaml"], ("nowhere.yaml",)),
+        (["--samples", "0"], ("--samples",)),
+    ],
+)
+def test_bad_options_are_one_message(
+    options: list[str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert "Traceback" not in told
+
+
+def _set(site: str, key: str, value: Any) -> Any:
+    def change(values: Any) -> None:
+        values["sites"][site]["trainer"][key] = value
+
+    return change
+
+
+def _link(key: str, value: Any) -> Any:
+    return lambda values: values["links"][0].update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set("train", "gpu", "H8000"), ("unknown device 'H8000'", "did you mean H800")),
+        (_set("train", "price_per_hour", 0), ("price_per_hour is 0", "above 0")),
+        (_set("train", "price_per_hour", -1), ("price_per_hour",)),
+        (_set("train", "ranks", 0), ("ranks",)),
+        (_link("bandwidth_gbit_s", 0), ("bandwidth_gbit_s",)),
+        (_link("price_per_gb", -1), ("price_per_gb",)),
+    ],
+)
+def test_a_cluster_that_cannot_be_priced_or_known_is_one_message(
+    change: Any,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert streamrl(monkeypatch, "plan", "--cluster", edited(tmp_path, change)) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert "Traceback" not in told
+
+
+def test_a_model_that_does_not_fit_says_by_how_much_and_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small(values: Any) -> None:
+        values["sites"]["train"]["trainer"]["ranks"] = 8
+        values["sites"]["generate"]["generation"] = [{"gpu": "H20", "replicas": 4, "price_per_hour": 1.0}]
+
+    assert streamrl(monkeypatch, "plan", "--cluster", edited(tmp_path, small), "--model", "72b") == 2
+    told = capsys.readouterr().err
+    assert "GB too much" in told and "smallest change that fits" in told

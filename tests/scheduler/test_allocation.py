@@ -1,0 +1,285 @@
+"""Which GPUs train and which generate: against every possible split, and properties that must hold for any."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.allocation import (
+    COARSE,
+    FINE,
+    Allocator,
+    Objective,
+    Offer,
+    Problem,
+    Replicas,
+    Route,
+    ScheduleName,
+    Split,
+)
+from scheduler.generation_cost import Batch, degrees, makespans, replica_kind, slots_of
+from scheduler.hardware import device
+from scheduler.model_shapes import MODELS
+from scheduler.placement_plan import colocated, plans, tail_split
+from scheduler.training_cost import GRPO, PPO
+
+MODEL = MODELS["1.5b"]
+LENGTHS = np.random.default_rng(0).lognormal(6.5, 0.8, 2000)
+BATCH = Batch.of(LENGTHS, 256, 200)
+LINK = Route(10e9 / 8, 0.01, 0.02)
+
+
+def problem(*offers: Offer, **more: object) -> Problem:
+    return Problem(MODEL, BATCH, GRPO, offers, **more)  # type: ignore[arg-type]
+
+
+def offer(site: str, gpu: str, count: int, usd: float | None = None) -> Offer:
+    found = device(gpu)
+    assert found.price is not None
+    return Offer(site, found, count, usd or found.price.usd_per_hour)
+
+
+def two_sites(**more: object) -> Problem:
+    return problem(
+        offer("a", "H100", 3), offer("b", "H20", 4), offer("a", "L40S", 2), routes=((frozenset("ab"), LINK),), **more
+    )
+
+
+def every_split(one: Problem, allocator: Allocator) -> list[Split]:
+    """All of them."""
+    found = []
+    for trainer, times in allocator.trainers.items():
+        for time in {time for time in times if time is not None}:
+            pools = []
+            for number, part in enumerate(one.offers):
+                free = part.count - (time.gpus if number == trainer else 0)
+                kinds = allocator.kinds[number]
+                some = [Replicas(number, n, k) for k in kinds for n in range(1, free // k.tensor_parallel + 1)]
+                pools.append([None, *some])
+            for chosen in itertools.product(*pools):
+                if any(pool is not None for pool in chosen):
+                    found.append(Split(trainer, time, tuple(pool for pool in chosen if pool is not None)))
+    return found
+
+
+def seconds(split: Split, allocator: Allocator) -> float:
+    generation = allocator.generation_s(split.generation)
+    if allocator.schedule == "sync":
+        return generation + split.time.seconds
+    return max(generation, split.time.seconds)
+
+
+def best(splits: list[Split], one: Problem, allocator: Allocator, objective: Objective) -> float:
+    affordable = [split for split in splits if split.rent(one.offers) <= one.budget]
+    if objective == "throughput":
+        return min(seconds(split, allocator) for split in affordable)
+    return min(seconds(split, allocator) * split.rent(one.offers) for split in affordable)
+
+
+FREE = replace(LINK, usd_per_gb=0.0)
+
+
+@pytest.mark.parametrize("schedule", ["async", "stream", "sync"])
+@pytest.mark.parametrize("budget", [math.inf, 9.0])
+@pytest.mark.parametrize("usd", [1.0, 2.9])
+def test_the_fastest_plan_is_the_fastest_of_all_splits(schedule: ScheduleName, budget: float, usd: float) -> None:
+    one = problem(
+        offer("a", "H100", 3),
+        offer("b", "H20", 3, usd),
+        offer("a", "L40S", 2),
+        routes=((frozenset("ab"), FREE),),
+        budget=budget,
+    )
+    allocator = Allocator(one, schedule)
+    brute = best(every_split(one, allocator), one, allocator, "throughput")
+    assert best(list(allocator.candidates("throughput")), one, allocator, "throughput") == pytest.approx(
+        brute, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("schedule", ["async", "stream"])
+@pytest.mark.parametrize("usd", [0.7, 1.0, 2.9])
+def test_the_cheapest_plan_is_as_cheap_as_the_cheapest_of_all_splits(schedule: ScheduleName, usd: float) -> None:
+    one = problem(
+        offer("a", "H100", 3), offer("b", "H20", 3, usd), offer("a", "L40S", 2), routes=((frozenset("ab"), FREE),)
+    )
+    allocator = Allocator(one, schedule)
+    brute = best(every_split(one, allocator), one, allocator, "cost")
+    assert best(list(allocator.candidates("cost")), one, allocator, "cost") <= brute * FINE * (1 + 1e-9)
+
+
+def test_the_cheapest_synchronous_plan_is_near_the_cheapest_of_all_splits() -> None:
+    one = problem(offer("a", "H100", 4), offer("a", "H20", 4))
+    allocator = Allocator(one, "sync")
+    brute = best(every_split(one, allocator), one, allocator, "cost")
+    assert best(list(allocator.candidates("cost")), one, allocator, "cost") <= brute * 1.03
+
+
+def test_one_site_splits_as_the_papers_enumeration_does() -> None:
+    one = problem(offer("a", "H800", 12))
+    allocator = Allocator(one, "stream")
+    pairs = [
+        max(allocator.generation_s([Replicas(0, x // k.tensor_parallel, k)]), time.seconds)
+        for y, time in enumerate(allocator.trainers[0])
+        if time is not None
+        for x in range(1, 12 - y + 1)
+        for k in allocator.kinds[0]
+        if x >= k.tensor_parallel
+    ]
+    assert min(seconds(split, allocator) for split in allocator.candidates("throughput")) == pytest.approx(min(pairs))
+
+
+def test_the_faster_of_two_sites_is_shrunk_to_match_and_the_rest_released() -> None:
+    one = problem(
+        replace(offer("train", "H800", 4), generates=False),
+        replace(offer("generate", "H20", 64), trains=False),
+        routes=((frozenset(("train", "generate")), FREE),),
+    )
+    one = replace(one, batch=Batch.of(LENGTHS, 4096, 200))
+    allocator = Allocator(one, "stream")
+    split = plans(one, "stream", "throughput")[0].split
+    assert split.time.gpus == 4, "the slower stage keeps all it has"
+    (pool,) = split.generation
+    assert pool.gpus < 64
+    assert allocator.generation_s([pool]) <= split.time.seconds * (1 + 1e-6)
+    assert allocator.generation_s([replace(pool, count=pool.count - 1)]) > split.time.seconds
+
+
+def test_more_gpus_or_bandwidth_are_never_slower_and_higher_prices_never_cheaper() -> None:
+    def step(one: Problem, objective: Objective = "throughput") -> float:
+        allocator = Allocator(one, "async")
+        return best(list(allocator.candidates(objective)), one, allocator, objective)
+
+    before = two_sites()
+    for number, part in enumerate(before.offers):
+        grown = list(before.offers)
+        grown[number] = replace(part, count=part.count + 2)
+        assert step(replace(before, offers=tuple(grown))) <= step(before) * (1 + 1e-9)
+        grown[number] = replace(part, usd_per_hour=part.usd_per_hour * 2)
+        assert step(replace(before, offers=tuple(grown)), "cost") >= step(before, "cost") / COARSE
+    slower = replace(LINK, bytes_per_s=1e5)
+    assert step(replace(before, routes=((frozenset("ab"), slower),))) >= step(before)
+    assert step(replace(before, budget=8.0)) >= step(before)
+
+
+def test_a_site_takes_part_only_if_weights_and_samples_get_there_in_time() -> None:
+    crawling = Route(2e3)
+    far = replace(offer("b", "H20", 64), trains=False)
+    one = problem(offer("a", "H100", 4), far, routes=((frozenset("ab"), crawling),))
+    assert {pool.offer for pool in plans(one, "async", "throughput")[0].split.generation} == {0}
+    unlinked = replace(one, routes=())
+    assert {pool.offer for pool in plans(unlinked, "async", "throughput")[0].split.generation} == {0}
+
+
+def test_dear_traffic_keeps_generation_at_home() -> None:
+    def sites(usd_per_gb: float) -> set[int]:
+        route = replace(LINK, usd_per_gb=usd_per_gb)
+        one = problem(
+            offer("a", "H100", 8, 3.0),
+            replace(offer("b", "H100", 8, 2.0), trains=False),
+            routes=((frozenset("ab"), route),),
+        )
+        return {pool.offer for pool in plans(one, "async", "cost")[0].split.generation}
+
+    assert sites(0.0) == {1}
+    assert sites(1e4) == {0}
+
+
+@pytest.mark.parametrize("schedule", ["async", "one_step_off", "stream", "sync"])
+def test_the_same_problem_gives_the_same_plans(schedule: ScheduleName) -> None:
+    for objective in ("throughput", "cost"):
+        first, second = (plans(two_sites(), schedule, objective) for _ in range(2))  # type: ignore[arg-type]
+        assert [one.split.key for one in first] == [one.split.key for one in second]
+    assert tail_split(first[0]) == tail_split(second[0])
+
+
+def test_overlap_never_costs_time() -> None:
+    for one in plans(two_sites(), "stream", "throughput"):
+        times = {name: one.step(name).seconds for name in ("sync", "stream", "one_step_off", "async")}
+        assert times["async"] <= times["one_step_off"] <= times["stream"] <= times["sync"]
+        for name in times:
+            assert 0 <= one.step(name).training_bubble < 1 and -1e-9 <= one.step(name).generation_bubble < 1
+
+
+def test_colocated_takes_the_sum_of_both_stages_on_all_gpus() -> None:
+    found = colocated(problem(offer("a", "H800", 8)), "throughput")
+    assert found is not None and found.gpus == 8
+    assert found.step.seconds == pytest.approx(found.generation_s + found.training_s + found.switch_s)
+
+
+def test_one_replica_takes_as_long_as_the_exact_formula_says() -> None:
+    from scheduler.cost import replica_time
+
+    batch = Batch.of(LENGTHS, 64, 0)
+    kind = replica_kind(MODEL, device("H800"), 1, batch)
+    assert kind is not None
+    alone = float(makespans(kind.curve, kind.slots, batch, np.asarray([1.0]))[0])
+    assert alone == pytest.approx(replica_time(batch.lengths, kind.curve), rel=1e-9)
+    assert 1 / kind.share(alone, False) == pytest.approx(1.0, rel=0.01), "interpolated"
+
+
+def test_slots_are_what_the_kv_cache_holds() -> None:
+    gpu, long = device("L40S"), Batch.of(np.asarray([30_000.0]), 64, 0)
+    few, many = slots_of(MODELS["7b"], gpu, 1, long), slots_of(MODELS["7b"], gpu, 1, BATCH)
+    held = few * MODELS["7b"].shape.kv_bytes_per_token * 15_000
+    assert 0 < few < many and held <= gpu.memory_gb * 1e9 * 0.9 - MODELS["7b"].weight_bytes
+    assert slots_of(MODELS["32b"], gpu, 1, BATCH) == 0
+    assert degrees(MODELS["7b"], gpu) == [1, 2, 4], "28 heads cannot be split by 8"
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (Problem(MODELS["72b"], BATCH, PPO, (offer("a", "H800", 8),)), ("trained", "GB too much", "smallest change")),
+        (Problem(MODELS["72b"], BATCH, PPO, (offer("a", "RTX4090", 64),)), ("trained", "GB too much")),
+        (
+            Problem(
+                MODELS["32b"],
+                BATCH,
+                GRPO,
+                (replace(offer("a", "H800", 16), generates=False), replace(offer("a", "RTX4090", 2), trains=False)),
+            ),
+            ("served", "lacks", "4 RTX4090 in a"),
+        ),
+        (Problem(MODELS["7b"], BATCH, GRPO, (offer("a", "H800", 2),)), ("both at once", "1 more H800")),
+        (Problem(MODELS["1.5b"], BATCH, GRPO, (offer("a", "H800", 4),), budget=1.0), ("budget", "more")),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_smallest_change_that_does(one: Problem, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as told:
+        plans(one, "async", "throughput")
+    assert all(word in str(told.value) for word in words), str(told.value)
+
+
+def test_the_named_smallest_change_fits() -> None:
+    short = Problem(MODELS["72b"], BATCH, PPO, (offer("a", "H800", 8),))
+    with pytest.raises(ValueError, match=r"smallest change that fits: (\d+) H800") as told:
+        plans(short, "async", "throughput")
+    count = int(str(told.value).rpartition("fits: ")[2].split()[0])
+    enough = Allocator(replace(short, offers=(offer("a", "H800", count),)))
+    assert enough.trainers
+    assert not Allocator(replace(short, offers=(offer("a", "H800", count - 1),))).trainers
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: offer("a", "H100", 0),
+        lambda: Offer("a", device("H100"), 4, 0.0),
+        lambda: Offer("a", device("H100"), 4, -2.0),
+        lambda: Route(0.0),
+        lambda: Route(1e9, usd_per_gb=-1.0),
+        lambda: problem(),
+        lambda: problem(offer("a", "H100", 4), budget=0.0),
+        lambda: problem(offer("a", "H100", 4), delta_ratio=0.5),
+        lambda: Batch((), 4),
+        lambda: Batch.of(LENGTHS, 0, 0),
+    ],
+)
+def test_counts_prices_and_bandwidths_must_be_positive(wrong: object) -> None:
+    with pytest.raises(ValueError):
+        wrong()  # type: ignore[operator]

@@ -1,0 +1,78 @@
+"""The catalogue of devices and what a user's file may change."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from scheduler.hardware import CATALOGUE, CPU, device, devices_from, known_devices, this_cpu
+
+EXPECTED = ("H20", "H800", "H100", "H200", "A100-80", "L40S", "RTX4090", "B200", "MI300X")
+RATES = {"bf16_tflops": 100.0, "memory_gb": 48.0, "memory_bandwidth_gb_s": 900.0, "link_gb_s": 64.0}
+
+
+def test_every_device_has_sources_and_a_dated_price() -> None:
+    devices = known_devices()
+    assert set(EXPECTED) | {CPU} <= set(devices)
+    for one in devices.values():
+        assert one.source and one.network_source
+        assert one.price is not None and re.fullmatch(r"\d{4}-\d{2}", one.price.date) and one.price.source
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("h100", "H100"), ("RTX 4090", "RTX4090"), ("nvidia-h200", "H200"), ("a100 80", "A100-80"), ("cpu", CPU)],
+)
+def test_spelling_does_not_matter(written: str, meant: str) -> None:
+    assert device(written).name == meant
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("H10", "H100"), ("L40", "L40S"), ("A100", "A100-80"), ("MI300", "MI300X")]
+)
+def test_an_unknown_device_is_told_with_the_nearest_names(wrong: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean .*{near}"):
+        device(wrong)
+
+
+def test_a_users_file_changes_only_what_it_names_and_says_so() -> None:
+    changed = devices_from({"h100": {"usd_per_hour": 2.1, "price_date": "2026-01", "memory_gb": 94}})["H100"]
+    assert changed.memory_gb == 94 and changed.bf16_tflops == CATALOGUE["H100"].bf16_tflops
+    assert changed.price is not None and (changed.price.usd_per_hour, changed.price.date) == (2.1, "2026-01")
+    assert "user's file (memory_gb)" in changed.source and CATALOGUE["H100"].source in changed.source
+    assert known_devices({"H100": changed})["H100"] is changed
+
+
+def test_a_users_file_adds_a_device() -> None:
+    made = devices_from({"Z1": {**RATES, "source": "vendor's page"}})
+    assert made["Z1"].source == "vendor's page" and made["Z1"].price is None
+    assert device("z1", known_devices(made)).memory_gb == 48.0
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        (None, "by name"),
+        ({"H100": 3}, "figures by key"),
+        ({"H100": {"usd_per_hour": 0}}, "positive"),
+        ({"H100": {"usd_per_hour": -1}}, "positive"),
+        ({"H100": {"usd_per_hour": "2"}}, "positive number"),
+        ({"H100": {"memory_gb": 0}}, "memory_gb"),
+        ({"H100": {"memory_gb": float("nan")}}, "memory_gb"),
+        ({"H100": {"link_gb_s": True}}, "link_gb_s"),
+        ({"H100": {"network_gbit_s": -5}}, "network_gbit_s"),
+        ({"H100": {"memory": 80}}, "did you mean memory_gb"),
+        ({"Z1": {"memory_gb": 80}}, "also needs bf16_tflops"),
+    ],
+)
+def test_mistakes_in_a_users_file_are_refused(values: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        devices_from(values)
+
+
+def test_this_cpu_is_one_core_with_its_share_of_the_memory() -> None:
+    core = this_cpu()
+    assert core.per_machine >= 1 and core.memory_gb > 0
+    assert "estimate" in core.source
