@@ -13,9 +13,9 @@ is asked for GPUs of several types in several sites (`Offer`):
 
 More time never needs more GPUs. So for throughput, the least t that fits counts and budget is found by bisection, and
 whatever the set at that t does not use is *released*. For cost, t runs over a grid with steps of `COARSE`, refined to
-`FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than that
-step. Synchronous schedules add the stages up: every number of trainer GPUs (a geometric choice of `SYNC_SIZES`, of
-many) gets the generation that is best beside it.
+`FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than a
+coarse step. Synchronous schedules add the stages up: every number of trainer GPUs (a geometric choice of `SYNC_SIZES`,
+of many) gets the generation that is best beside it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ COARSE, FINE = 1.03, 1.002
 """Ratio of neighbouring step times that are tried for the cheapest plan."""
 BISECTIONS = 45
 """Of a step time: to a 10^-9th or so."""
-SYNC_SIZES, SYNC_KEPT = 48, 64
+SYNC_SIZES, SYNC_KEPT = 32, 64
 """Trainer sizes that a synchronous schedule tries, and splits of each trainer that are looked at closely."""
-SLOWER = tuple(1.1**k for k in range(64))
+SLOWER = tuple(1.15**k for k in range(40))
 """Generation times that it tries for the cheapest plan, by the shortest one."""
 LONGEST_STEP_S = 1e7
 """A plan whose step takes longer is none."""
@@ -182,13 +182,8 @@ class Allocator:
                 self.kinds[number] = [kind for kind in fits if kind is not None]
 
     def generation_s(self, generation: Sequence[Replicas], steady: bool | None = None) -> float:
-        """Seconds in which these generate a batch: their shares add up to 1 then."""
-        mode = self.steady if steady is None else steady
-
-        def done(t: float) -> bool:
-            return sum(one.count * one.kind.share(t, mode) for one in generation) >= 1
-
-        return _least(done, 0.0, 1e-3)
+        """Seconds in which these replicas generate a batch; None: as the schedule does it."""
+        return generation_seconds(generation, self.steady if steady is None else steady)
 
     def smallest(self, trainer: int, deadline: float) -> TrainerTime | None:
         """The fewest GPUs of an offer that train by a deadline."""
@@ -319,6 +314,20 @@ class Allocator:
                     estimates.append((usd, len(estimates), Split(trainer, time, found[1])))
         estimates.sort(key=lambda one: one[0] if objective == "cost" else 0.0)
         yield from (split for _, _, split in estimates[:SYNC_KEPT])
+
+
+def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
+    """Seconds in which these replicas generate a batch: their shares add up to 1 then.
+
+    Args:
+        generation: replicas of any kinds.
+        steady: generation goes on across steps (async).
+    """
+
+    def done(t: float) -> bool:
+        return sum(one.count * one.kind.share(t, steady) for one in generation) >= 1
+
+    return _least(done, 0.0, 1e-3)
 
 
 def _reaches(route: Route, problem: Problem, deadline: float) -> bool:

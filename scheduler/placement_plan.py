@@ -19,7 +19,8 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler.allocation import Allocator, Objective, Problem, Replicas, ScheduleName, Split
+from scheduler.allocation import Allocator, Objective, Problem, ScheduleName, Split, generation_seconds
+from scheduler.covering import Replicas
 from scheduler.expected import Worker
 from scheduler.forecast import NORMAL_SCORES
 from scheduler.generation_cost import degrees, finish_profile, replica_kind
@@ -165,6 +166,30 @@ class PlacementPlan:
         rest = [offer.count - taken for offer, taken in zip(self.problem.offers, used, strict=True)]
         return [(number, left) for number, left in enumerate(rest) if left]
 
+    def _too_slow(self, deadline: float) -> list[str]:
+        """Released GPUs of which no replica can generate anything by a deadline."""
+        found, steady = [], self.schedule == "async"
+        for number, _ in self.released:
+            offer = self.problem.offers[number]
+            fits = [
+                replica_kind(self.problem.model, offer.device, tp, self.problem.batch, offer.max_batch)
+                for tp in degrees(self.problem.model, offer.device)
+            ]
+            if all(kind is None or not kind.share(deadline, steady) for kind in fits):
+                found.append(f"{offer.device.name} of {offer.site}")
+        return found
+
+    @property
+    def text(self) -> str:
+        """The split in one line."""
+        offers = self.problem.offers
+        trainer = offers[self.split.trainer]
+        pools = [
+            f"{pool.count} x {pool.kind.tensor_parallel} {offers[pool.offer].device.name} in {offers[pool.offer].site}"
+            for pool in self.split.generation
+        ]
+        return f"train {self.split.time.gpus} {trainer.device.name} in {trainer.site}; generate {' + '.join(pools)}"
+
     @property
     def limit(self) -> str:
         """One sentence: what a faster step would need."""
@@ -184,28 +209,26 @@ class PlacementPlan:
             head += f", {other} {short:.1f} s"
         if slower == "generation":
             twice = [replace(one, count=2 * one.count) for one in self.split.generation]
-            if _stage(twice, self.schedule == "async", self.problem) > 0.97 * long:
+            if generation_seconds(twice, self.schedule == "async") > 0.97 * long:
                 return f"{head}): the longest answers do, more replicas hardly help"
         elif self.split.time.communication_s > self.split.time.compute_s:
             return f"{head}): FSDP's communication does, {self.split.time.communication_s:.1f} s a step"
         left = [f"{count} {offers[number].device.name} of {offers[number].site}" for number, count in self.released]
         if left and math.isfinite(self.problem.budget):
             return f"{head}); the budget leaves {', '.join(left)} unused"
+        if left and slower == "generation" and (slow := self._too_slow(0.97 * generation)):
+            return f"{head}); the longest answers would take {' and '.join(slow)} in reserve too long for a faster step"
         if left:
             worse = "make it faster" if self.objective == "throughput" else "make samples cheaper"
             return f"{head}); {', '.join(left)} in reserve would not {worse}"
         return f"{head}); all GPUs are in use"
 
 
-def _stage(generation: Sequence[Replicas], steady: bool, problem: Problem) -> float:
-    return Allocator(replace(problem, offers=problem.offers[:1]), "async").generation_s(generation, steady)
-
-
 def evaluate(allocator: Allocator, split: Split, objective: Objective = "throughput") -> PlacementPlan:
     """Times of a split that was chosen for an objective."""
     problem = allocator.problem
-    makespan = allocator.generation_s(split.generation, False)
-    steady = min(makespan, allocator.generation_s(split.generation, True))
+    makespan = generation_seconds(split.generation, False)
+    steady = min(makespan, generation_seconds(split.generation, True))
     home = problem.offers[split.trainer].site
     transfer = 0.0
     for one in split.generation:
@@ -274,8 +297,7 @@ def colocated(problem: Problem, objective: Objective) -> Colocated | None:
             kind = replica_kind(problem.model, offer.device, tp, batch, offer.max_batch)
             if kind is None or offer.count < tp:
                 continue
-            allocator = Allocator(replace(problem, offers=(offer,)), "sync")
-            generation = allocator.generation_s([Replicas(0, offer.count // tp, kind)])
+            generation = generation_seconds([Replicas(number, offer.count // tp, kind)], False)
             switch = switch_seconds(problem.model, problem.work, offer.device, offer.count, time.shard)
             seconds = generation + time.seconds + switch
             step = Step(

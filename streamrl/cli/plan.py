@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from scheduler.allocation import Objective, ScheduleName
     from scheduler.placement_plan import Colocated, PlacementPlan, Step, TailSplit
     from streamrl.planning.inputs import Inputs
 
@@ -79,18 +80,19 @@ def command(
         *(cluster, cluster_file, run, model, lengths, samples, prompt_tokens, algorithm),
         *(hardware, budget, delta_ratio),
     )
+    aim = cast("Objective", objective)
     try:
-        found = plans(inputs.problem, schedule, objective)  # type: ignore[arg-type]
+        found = plans(inputs.problem, cast("ScheduleName", schedule), aim)
     except ValueError as error:
         raise UserError(str(error)) from error
-    best, together, tail = found[0], colocated(inputs.problem, objective), tail_split(found[0])  # type: ignore[arg-type]
+    together, tail = colocated(inputs.problem, aim), tail_split(found[0])
     _show(Console(), inputs, found, together, tail, objective)
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(_plain(inputs, found, together, tail, objective), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"--json {json_file}: {error.strerror or error}") from error
-        click.echo(f"{best.schedule} plan written to {json_file}")
+        click.echo(f"plans written to {json_file}")
 
 
 def _show(
@@ -213,21 +215,10 @@ def _step_row(step: Step, chosen: bool, name: str = "") -> tuple[str, ...]:
     )
 
 
-def describe(one: PlacementPlan) -> str:
-    """A split in one line."""
-    offers = one.problem.offers
-    trainer = offers[one.split.trainer]
-    pools = [
-        f"{pool.count} x {pool.kind.tensor_parallel} {offers[pool.offer].device.name} in {offers[pool.offer].site}"
-        for pool in one.split.generation
-    ]
-    return f"train {one.split.time.gpus} {trainer.device.name} in {trainer.site}; generate {' + '.join(pools)}"
-
-
 def _alternative(one: PlacementPlan) -> tuple[str, ...]:
     step = one.chosen
     return (
-        describe(one),
+        one.text,
         f"{step.seconds:.1f}",
         f"{step.samples_per_s:.2f}",
         f"{step.usd_per_hour:.2f}",

@@ -143,7 +143,7 @@ def find_model(name: str) -> Transformer:
             return Transformer.from_config(path.parent.name or name, json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise UserError(f"--model {name}: {path}: {error}") from error
-    near = difflib.get_close_matches(plain, MODELS, n=2)
+    near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
     hint = f", did you mean {' or '.join(near)}?" if near else ""
     raise UserError(f"--model {name}: no such model{hint}; known: {', '.join(MODELS)}, or a folder with a config.json")
 

@@ -143,6 +143,7 @@ def test_the_faster_of_two_sites_is_shrunk_to_match_and_the_rest_released() -> N
     allocator = Allocator(one, "stream")
     split = plans(one, "stream", "throughput")[0].split
     assert split.time.gpus == 4, "the slower stage keeps all it has"
+    assert "H20 of generate in reserve" in plans(one, "stream", "throughput")[0].limit
     (pool,) = split.generation
     assert pool.gpus < 64
     assert allocator.generation_s([pool]) <= split.time.seconds * (1 + 1e-6)

@@ -1,0 +1,317 @@
+"""What `streamrl plan`'s cost model says of the clusters in the StreamRL paper, beside its published figures.
+
+    .venv/bin/python experiments/plan_paper.py      # seconds; writes results/plan_paper.json and .md
+
+Nothing here is fitted to the published rows: constants are from data sheets and other papers (docs/plan.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from scheduler import generation_cost, training_cost
+from scheduler.allocation import Offer, Problem, Route, ScheduleName
+from scheduler.cost import PAPER_7B_H800, roofline
+from scheduler.generation_cost import Batch
+from scheduler.hardware import device
+from scheduler.model_shapes import MODELS
+from scheduler.placement_plan import PlacementPlan, colocated, plans
+from scheduler.training_cost import PPO
+from streamrl.planning.inputs import PROMPT_TOKENS, SAMPLES, find_lengths
+
+OUT = Path(__file__).parent / "results"
+LENGTHS = ("5k", "10k", "20k")
+PUBLISHED_7B = {"5k": (13.0, 16.0, 21.3), "10k": (8.0, 8.8, 10.7), "20k": (4.8, 5.1, 5.7)}
+"""Samples/s on 32 GPUs: colocated, stream, async."""
+PUBLISHED_HETEROGENEOUS = (1.23, 1.33)
+CLUSTERS = {"7b": 32, "32b": 128, "72b": 128}
+"""H800 by model; 128 are all that the paper's cluster has."""
+SCHEDULES: tuple[ScheduleName, ...] = ("sync", "stream", "one_step_off", "async")
+BETWEEN = Route(80e9 / 8)
+"""The paper's link between both sites."""
+
+
+def batch(lengths: str) -> Batch:
+    """1,024 answers of the paper's shape."""
+    values, _ = find_lengths(lengths, SAMPLES)
+    return Batch.of(values, SAMPLES, PROMPT_TOKENS)
+
+
+def offer(site: str, gpu: str, count: int) -> Offer:
+    """At the paper's relative machine cost (H20 1.00, H800 2.85)."""
+    found = device(gpu)
+    assert found.price is not None
+    return Offer(site, found, count, found.price.usd_per_hour)
+
+
+def one_site(model: str, lengths: str, gpus: int) -> dict[str, Any]:
+    """Every schedule at its own best split of one site's H800."""
+    problem = Problem(MODELS[model], batch(lengths), PPO, (offer("h800", "H800", gpus),))
+    together = colocated(problem, "throughput")
+    assert together is not None
+    row: dict[str, Any] = {
+        "model": model,
+        "gpus": gpus,
+        "lengths": lengths,
+        "colocated": {
+            "samples_per_s": together.step.samples_per_s,
+            "generation_s": together.generation_s,
+            "training_s": together.training_s,
+            "switch_s": together.switch_s,
+        },
+    }
+    for schedule in SCHEDULES:
+        row[schedule] = told(plans(problem, schedule, "throughput")[0])
+    return row
+
+
+def told(best: PlacementPlan) -> dict[str, Any]:
+    """A plan's figures."""
+    return {
+        "split": best.text,
+        "samples_per_s": best.chosen.samples_per_s,
+        "generation_s": best.makespan_s,
+        "generation_across_steps_s": best.steady_s,
+        "training_s": best.training_s,
+        "weights_s": best.transfer_s + best.load_s,
+        "cost_per_hour": best.chosen.usd_per_hour,
+        "samples_per_cost": 3600 * best.chosen.samples_per_s / best.chosen.usd_per_hour,
+        "limit": best.limit,
+    }
+
+
+def two_sites(lengths: str, schedule: ScheduleName) -> dict[str, Any]:
+    """32 H20 and 16 H800 in two sites against 32 H800 in one, 7B; the rest of what is not used is released."""
+    one = Problem(MODELS["7b"], batch(lengths), PPO, (offer("h800", "H800", 32),))
+    both = Problem(
+        *(MODELS["7b"], batch(lengths), PPO, (offer("h800", "H800", 16), offer("h20", "H20", 32))),
+        ((frozenset(("h800", "h20")), BETWEEN),),
+    )
+    homogeneous, mixed = (told(plans(problem, schedule, "throughput")[0]) for problem in (one, both))
+    everything = sum(part.count * part.usd_per_hour for part in both.offers)
+    whole = sum(part.count * part.usd_per_hour for part in one.offers)
+    return {
+        "lengths": lengths,
+        "schedule": schedule,
+        "homogeneous": homogeneous,
+        "heterogeneous": mixed,
+        "ratio": mixed["samples_per_cost"] / homogeneous["samples_per_cost"],
+        "ratio_nothing_released": mixed["samples_per_s"] / everything / (homogeneous["samples_per_s"] / whole),
+    }
+
+
+def constants() -> list[tuple[str, str]]:
+    """The cost model's constants as they are in the code."""
+    from scheduler import cost
+
+    named = {
+        cost: ("MEMORY_EFFICIENCY", "COMPUTE_EFFICIENCY", "STEP_OVERHEAD_S", "ALLREDUCE_LATENCY_S"),
+        training_cost: (
+            *("TRAINING_UTILISATION", "TRAINED_BYTES", "FROZEN_BYTES", "GATHER_BYTES", "REDUCE_BYTES"),
+            *("OPTIMIZER_BYTES", "LAYER_ACTIVATION_BYTES", "CHECKPOINT_BYTES", "LOGIT_BYTES", "LOGIT_TOKENS"),
+            *("MICRO_BATCH_TOKENS", "USABLE_MEMORY", "HOST_LINK_GB_S"),
+        ),
+        generation_cost: ("GPU_MEMORY_FRACTION", "ENGINE_BYTES", "MOST_SLOTS", "STALENESS"),
+    }
+    return [
+        (f"{m.__name__.rpartition('.')[2]}.{name}", f"{getattr(m, name):g}")
+        for m, names in named.items()
+        for name in names
+    ]
+
+
+def step_times() -> list[tuple[int, float, float]]:
+    """(batch, published ms, ours) of a decode step, 7B on an H800; ours at the mean context of the 5k lengths."""
+    curve, shape = roofline(MODELS["7b"].shape, device("H800")), batch("5k")
+    return [
+        (
+            size,
+            1e3 * float(PAPER_7B_H800.base(size)),
+            1e3 * (float(curve.base(size)) + curve.per_context_token * size * shape.running_context),
+        )
+        for size in PAPER_7B_H800.batches
+    ]
+
+
+def tables(
+    rows: list[dict[str, Any]], mixed: list[dict[str, Any]]
+) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, columns, rows)."""
+    splits, ratios, published = [], [], []
+    for row in rows:
+        label = (row["model"], str(row["gpus"]), row["lengths"])
+        together = row["colocated"]
+        splits.append(
+            (
+                *label,
+                "colocated",
+                "all",
+                f"{together['generation_s']:.1f}",
+                f"{together['training_s']:.1f}",
+                f"{together['switch_s']:.1f}",
+                f"{together['samples_per_s']:.2f}",
+            )
+        )
+        for schedule in SCHEDULES:
+            one = row[schedule]
+            generation = one["generation_across_steps_s"] if schedule == "async" else one["generation_s"]
+            splits.append(
+                (
+                    *label,
+                    schedule,
+                    one["split"].replace(" in h800", ""),
+                    f"{generation:.1f}",
+                    f"{one['training_s']:.1f}",
+                    f"{one['weights_s']:.1f}",
+                    f"{one['samples_per_s']:.2f}",
+                )
+            )
+        base = together["samples_per_s"]
+        ratios.append((*label, *(f"{row[name]['samples_per_s'] / base:.2f}" for name in SCHEDULES)))
+        if row["model"] == "7b":
+            theirs = PUBLISHED_7B[row["lengths"]]
+            ours = (
+                base,
+                row["stream"]["samples_per_s"],
+                row["one_step_off"]["samples_per_s"],
+                row["async"]["samples_per_s"],
+            )
+            published.append(
+                (
+                    row["lengths"],
+                    " : ".join(f"{value / theirs[0]:.2f}" for value in theirs),
+                    " : ".join(f"{value / ours[0]:.2f}" for value in ours),
+                    " / ".join(f"{value:g}" for value in theirs),
+                    " / ".join(f"{value:.1f}" for value in ours),
+                    f"{ours[0] / theirs[0]:.2f}",
+                )
+            )
+    pairs = [
+        (
+            one["lengths"],
+            one["schedule"],
+            one["homogeneous"]["split"].replace(" in h800", ""),
+            one["heterogeneous"]["split"].replace(" in h800", "").replace(" in h20", ""),
+            f"{one['homogeneous']['samples_per_s']:.2f}",
+            f"{one['heterogeneous']['samples_per_s']:.2f}",
+            f"{one['ratio']:.2f}",
+            f"{one['ratio_nothing_released']:.2f}",
+        )
+        for one in mixed
+    ]
+    label = ("model", "H800", "lengths")
+    return [
+        (
+            "Split and stage times",
+            (
+                *label,
+                "schedule",
+                "split (replicas x TP)",
+                "generation s",
+                "training s",
+                "weights or switch s",
+                "samples/s",
+            ),
+            splits,
+        ),
+        ("Samples/s against colocated", (*label, *SCHEDULES), ratios),
+        (
+            "7B on 32 H800 beside the published rows",
+            (
+                "lengths",
+                "published colocated : stream : async",
+                "ours colocated : stream : one_step_off : async",
+                "published samples/s",
+                "ours samples/s",
+                "ours / published, colocated",
+            ),
+            published,
+        ),
+        (
+            f"32 H20 + 16 H800 against 32 H800, 7B (published: {' to '.join(map(str, PUBLISHED_HETEROGENEOUS))})",
+            (
+                "lengths",
+                "schedule",
+                "one site",
+                "two sites",
+                "samples/s one",
+                "two",
+                "throughput per cost, two / one",
+                "the same, nothing released",
+            ),
+            pairs,
+        ),
+        (
+            "Decode step of 7B on an H800, ms",
+            ("batch", "published", "ours, 5k context"),
+            [(str(size), f"{theirs:.1f}", f"{ours:.1f}") for size, theirs, ours in step_times()],
+        ),
+        ("Constants (sources: docs/plan.md)", ("constant", "value"), constants()),
+    ]
+
+
+NOTES = """
+What explains the differences, as far as one can tell without their code and lengths (nothing was fitted):
+
+- **Absolute rates.** Our decode steps are within 20 % of the published ones (last but one table), so most of the gap is
+  elsewhere. Ours is 40 % of the peak in training, nothing between the stages; a real step also has padding, imbalance,
+  rewards, and values and advantages that wait for them. Prompts and lengths are assumptions: only their shape is
+  published.
+- **Async.** The paper plans with the time of a whole batch, its longest answers included: that is our `one_step_off`.
+  Our `async` lets instances begin the next batch while the tail of the last one decodes, as this project's does, and
+  has no tail to wait for. The published gain shrinks from 5K to 20K, ours hardly: our three length distributions are
+  one, scaled, and what grows faster than the lengths is only attention and KV cache.
+- **Stream** hides the training of a batch's short answers behind its tail, as if every sample could be trained at once;
+  micro-batches and what a rank waits for are not modelled, so ours is nearer to `one_step_off` than the published one.
+- **Two sites.** The ratio rests on the relative price (2.85), the H20's bandwidth, and what a plan releases. Under
+  `one_step_off` it is below the published range at 5K and 10K and near it at 20K. Under `async` generation
+  needs fewer GPUs, so training limits: the two sites have 16 H800 for it and release half of their H20 or more.
+- The trainer is FSDP without tensor, context or pipeline parallelism, because that is what this project runs.
+"""
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    rows = [one_site(model, lengths, gpus) for model, gpus in CLUSTERS.items() for lengths in LENGTHS]
+    mixed = [two_sites(lengths, schedule) for schedule in ("one_step_off", "async") for lengths in LENGTHS]
+    assert all(math.isfinite(one["ratio"]) for one in mixed)
+    console, text = (
+        Console(),
+        [
+            "# The paper's clusters in the cost model",
+            "",
+            "Written by `experiments/plan_paper.py`.",
+            f"PPO (actor, critic, reference), {SAMPLES} samples a step, prompts of {PROMPT_TOKENS} "
+            "tokens (assumed), lengths of the paper's shape (docs/plan.md).",
+            "",
+        ],
+    )
+    for title, columns, body in tables(rows, mixed):
+        table = Table(*columns, title=title, title_justify="left")
+        for line in body:
+            table.add_row(*line)
+        console.print(table)
+        text += [f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        text += [f"| {' | '.join(line)} |" for line in body] + [""]
+    console.print(NOTES, markup=False, highlight=False)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "plan_paper.md").write_text("\n".join(text) + NOTES)
+    values = {
+        "published_7b": PUBLISHED_7B,
+        "published_heterogeneous": PUBLISHED_HETEROGENEOUS,
+        "one_site": rows,
+        "two_sites": mixed,
+        "constants": dict(constants()),
+    }
+    (OUT / "plan_paper.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
