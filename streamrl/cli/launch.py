@@ -121,7 +121,7 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str
     from rich.table import Table
 
     from streamrl.launch.models import resolve_model
-    from streamrl.launch.plan import plan_processes
+    from streamrl.launch.plan import plan_processes, usd_per_hour
 
     console = Console()
     table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
@@ -141,7 +141,7 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str
         "schedule": run.schedule.name,
         "weights": run.weights.backend,
         "checkpoints": f"every {run.checkpoint.every} steps, {run.checkpoint.keep} kept",
-        "price": f"{sum(spec.price_per_hour for spec in specs):.2f} USD/h",
+        "price": f"{usd_per_hour(specs):.2f} USD/h",
     }
     for link in cluster.links:
         loss = f", {link.loss:.2%} lost" if link.loss else ""

@@ -38,7 +38,7 @@ from streamrl.errors import RunFailed
 from streamrl.launch.connections import CONTROLLER, bind_home, home_hub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
-from streamrl.launch.plan import plan_processes
+from streamrl.launch.plan import plan_processes, usd_per_hour
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
@@ -96,7 +96,7 @@ class Controller:
         self.telemetry.sites = self.services.remote
         self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
         self.times = StepTimes([spec.name for spec in plan if spec.role == "instance"])
-        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry)
+        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, usd_per_hour(plan))
         self.step = 0
         """Optimizer steps done."""
         self.publish_due, self.checkpoint_due = True, False
@@ -341,7 +341,7 @@ class Controller:
             result,
             lengths,
             publishes,
-            self.services.weights_received(),
+            self.services.traffic(),
             self.groups.too_long,
             self.rounds.count_put_off() if self.rounds is not None else 0,
         )

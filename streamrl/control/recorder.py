@@ -9,7 +9,7 @@ from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
 from streamrl.control.step_metrics import step_metrics
 from streamrl.control.telemetry import Telemetry
-from streamrl.control.times import Interval, StepTimes, WeightTraffic
+from streamrl.control.times import Interval, StepTimes, Traffic
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.rollouts.store import RolloutStore
@@ -19,10 +19,18 @@ class Recorder:
     """Writes it, in the order in which a crash in between loses nothing."""
 
     def __init__(
-        self, rollouts: RolloutStore, ledger: Ledger, audit: LengthAudit, times: StepTimes, telemetry: Telemetry
+        self,
+        rollouts: RolloutStore,
+        ledger: Ledger,
+        audit: LengthAudit,
+        times: StepTimes,
+        telemetry: Telemetry,
+        usd_per_hour: float,
     ) -> None:
+        """`usd_per_hour`: of all processes, by the cluster file."""
         self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
         self.times, self.telemetry = times, telemetry
+        self.usd_per_hour = usd_per_hour
 
     def step_done(
         self,
@@ -30,7 +38,7 @@ class Recorder:
         result: dict[str, Any],
         lengths: StepLengths,
         publishes: bool,
-        weights: WeightTraffic,
+        traffic: Traffic,
         prompts_too_long: int,
         put_off: int,
     ) -> Interval:
@@ -41,7 +49,7 @@ class Recorder:
             result: the trainer's answer.
             lengths: what was learned of the step's output lengths.
             publishes: its weights go to generation.
-            weights: that sites have received during the step.
+            traffic: with other sites during the step.
             prompts_too_long: prompts skipped since the start.
             put_off: samples put off to a later round during the step.
         """
@@ -54,7 +62,18 @@ class Recorder:
         times = self.times.end_step(now, result["finished"] if publishes else None)
         audit = self._audited(batch)
         memory_gb = self.telemetry.memory_gb
-        row = step_metrics(batch, times, result, weights, prompts_too_long, memory_gb, lengths, audit, put_off)
+        row = step_metrics(
+            batch,
+            times,
+            result,
+            traffic,
+            prompts_too_long,
+            memory_gb,
+            lengths,
+            audit,
+            put_off,
+            self.usd_per_hour,
+        )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 

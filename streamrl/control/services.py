@@ -22,7 +22,7 @@ from scheduler.sites import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.control.prompts import SampleDraw
-from streamrl.control.times import WeightTraffic
+from streamrl.control.times import Traffic
 from streamrl.errors import RunFailed
 from streamrl.generation.messages import fleet_from_wire, groups_to_wire
 from streamrl.observe.status import ABSENT_AFTER_S
@@ -79,7 +79,9 @@ class Services:
         """Announcement of what a site gets after that."""
         self._asleep: set[str] = set()
         """Those whose instances have left their devices to the trainer."""
-        self._received = WeightTraffic()
+        self._traffic = Traffic()
+        self._carried: dict[str, int] = {}
+        """Bytes to and from each service since the start, weights aside, as counted last."""
         self._dispatch = SiteDispatch(run.sampling.max_tokens, BYTES_PER_TOKEN, run.dispatch.price_tolerance)
 
     @property
@@ -173,7 +175,7 @@ class Services:
             than this to hear of it.
         """
         if not made["content_hash"]:
-            self._count(int(made["bytes"]) * len(self.names), None)
+            self._count(int(made["bytes"]) * len(self.names), None, 0.0)
             self._serving = dict.fromkeys(self.names, int(made["number"]))
             self._asleep.clear()
             return True
@@ -230,7 +232,10 @@ class Services:
             Whether every site now serves the newest version there is.
         """
         self._waits.end(f"{WEIGHTS} {name}")
-        self._count(int(report["bytes"]), float(report["fetched"]) - float(report["started"]))
+        source = report["source"] or self._cluster.trainer_site
+        link = self._cluster.link_between(self._sites[name], source)
+        usd = int(report["bytes"]) * link.price_per_gb / 1e9 if link is not None else 0.0
+        self._count(int(report["bytes"]), float(report["fetched"]) - float(report["started"]), usd)
         self._measure(name, report)
         del self._coming[name]
         self._serving[name] = int(report["number"])
@@ -253,14 +258,21 @@ class Services:
                         await self._hub.send(name, "finish", body, on_ack=functools.partial(told.set_result, None))
                         await told
 
-    def weights_received(self) -> WeightTraffic:
-        """By all sites, since the last call."""
-        received, self._received = self._received, WeightTraffic()
-        return received
+    def traffic(self) -> Traffic:
+        """With all sites, since the last call."""
+        for name, site in self._sites.items():
+            link, peer = self._cluster.link(site), self._hub.peers.get(name)
+            if link is not None and peer is not None:
+                carried = peer.bytes_in + peer.bytes_out
+                self._count(0, None, (carried - self._carried.get(name, 0)) * link.price_per_gb / 1e9)
+                self._carried[name] = carried
+        traffic, self._traffic = self._traffic, Traffic()
+        return traffic
 
-    def _count(self, nbytes: int, seconds: float | None) -> None:
-        longest = max((s for s in (seconds, self._received.seconds) if s is not None), default=None)
-        self._received = WeightTraffic(self._received.nbytes + nbytes, longest)
+    def _count(self, nbytes: int, seconds: float | None, usd: float) -> None:
+        before = self._traffic
+        longest = max((s for s in (seconds, before.seconds) if s is not None), default=None)
+        self._traffic = Traffic(before.nbytes + nbytes, longest, before.usd + usd)
 
     async def leave_devices(self) -> bool:
         """Whether all instances have left their devices to the trainer; asks them to. Nothing may be running."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
-from streamrl.control.times import Interval, WeightTraffic
+from streamrl.control.times import Interval, Traffic
 from streamrl.observe.metrics import MetricsRow
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.length_audit import StepAudit
@@ -19,12 +19,13 @@ def step_metrics(
     batch: Batch,
     times: Interval,
     result: dict[str, Any],
-    weights: WeightTraffic,
+    traffic: Traffic,
     prompts_too_long: int,
     memory_gb: float | None,
     predictions: StepLengths,
     audit: StepAudit,
     put_off: int = 0,
+    usd_per_hour: float = 0.0,
 ) -> MetricsRow:
     """The row of a finished step.
 
@@ -32,12 +33,13 @@ def step_metrics(
         batch: the step's batch, complete and trained.
         times: when things happened.
         result: the optimizer step's `grad_norm`, `learning_rate` and `skipped`.
-        weights: that sites have received during the step.
+        traffic: with sites during the step.
         prompts_too_long: prompts skipped since the start.
         memory_gb: memory of all processes now, GiB.
         predictions: how the step's output lengths compare with what was predicted.
         audit: what became of the lengths that were issued.
         put_off: samples that were put off to a later round.
+        usd_per_hour: of all processes, by the cluster file.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -48,6 +50,8 @@ def step_metrics(
         for key, value in micro.items():
             stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
     tokens = stats["tokens"]
+    # a cluster file without prices says nothing about costs
+    usd = usd_per_hour * times.seconds / 3600 + traffic.usd if usd_per_hour or traffic.usd else None
     has_critic = batch.run.algorithm.advantage == "gae"
     staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
 
@@ -82,8 +86,10 @@ def step_metrics(
         logprob_gap_mean=per_token("gap_sum", tokens),
         importance_ratio_max=stats["ratio_max"] if tokens else None,
         weight_version=batch.step,
-        weight_bytes_sent=weights.nbytes,
-        weight_transfer_s=weights.seconds,
+        weight_bytes_sent=traffic.nbytes,
+        weight_transfer_s=traffic.seconds,
+        usd=usd,
+        usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
         weight_sync_exposed_s=times.exposed_sync_s,
         groups_total=len(batch.groups),
         groups_no_gradient=batch.no_gradient,

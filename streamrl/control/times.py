@@ -24,13 +24,15 @@ def covered(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 @dataclass(frozen=True)
-class WeightTraffic:
-    """Weights that reached sites in some time."""
+class Traffic:
+    """What went to sites, and came from them, in some time."""
 
     nbytes: int = 0
-    """Received by all sites."""
+    """Of weights, received by all sites."""
     seconds: float | None = None
     """From the announcement of a version until a site had all of it, verified, the longest; None: none came."""
+    usd: float = 0.0
+    """Price of all that links carried: weights, prompts, samples."""
 
 
 @dataclass(frozen=True)

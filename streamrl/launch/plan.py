@@ -76,6 +76,11 @@ def plan_processes(
     return specs
 
 
+def usd_per_hour(specs: Iterable[ProcessSpec]) -> float:
+    """Of all processes, by the cluster file's prices."""
+    return sum(spec.price_per_hour for spec in specs)
+
+
 def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
     return [sys.executable, "-m", "streamrl.launch.role", role, "--run-dir", str(run_dir), *extra]
 

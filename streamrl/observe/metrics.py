@@ -46,6 +46,10 @@ class MetricsRow(Row):
     weight_transfer_s: float | None = Field(
         None, description="from a version's announcement until a site had it verified, the longest; none: none came"
     )
+    usd: float | None = Field(
+        None, description="all processes' time and links' traffic at the cluster file's prices; none: it has none"
+    )
+    usd_per_1k_samples: float | None = None
     weight_sync_exposed_s: float | None = Field(None, description="time lost to new weights: made, loaded, waited for")
     ranker_recall_at_20: float | None = Field(None, description="of the longest 20 %; None until there is a ranker")
     ranker_kendall_tau: float | None = Field(None, description="predictions against lengths; None until there are any")

@@ -225,6 +225,10 @@ def run_notes(
         notes.append(("off-policy", ", ".join(stale), ""))
     if evaluations:
         notes.append(("evaluation", evaluation_line(evaluations[-1], evaluations), "green"))
+    if rows and rows[-1].usd is not None:
+        spent = sum(row.usd or 0.0 for row in rows)
+        each = rows[-1].usd_per_1k_samples
+        notes.append(("cost", f"{spent:.4g} USD so far, {number(each)} per 1,000 samples in the last step", ""))
     if rows and rows[-1].length_bias_warning:
         notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
     return notes
@@ -297,6 +301,8 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
     if row.dispatch_by_prediction and row.dispatch_saved is not None:
         parts.append(f"dispatch saved {100 * row.dispatch_saved:.1f}% (simulated)")
+    if row.usd_per_1k_samples is not None:
+        parts.append(f"{row.usd_per_1k_samples:.3g} USD/1k")
     if row.groups_no_gradient:
         parts.append(f"{row.groups_no_gradient} groups without gradient")
     if row.reward_errors:

@@ -139,6 +139,9 @@ class RunSummary:
     logprob_gap: float | None
     tokens_trained: int | None
     weight_bytes_sent: int | None
+    usd: float | None
+    """Over all steps, at the cluster file's prices."""
+    usd_per_1k_samples: float | None
 
 
 def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
@@ -148,6 +151,8 @@ def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
     timed = [row for row in rows if row.samples_total is not None and row.step_time_s]
     seconds = sum(row.step_time_s or 0.0 for row in timed)
     finished = [row for row in rows if row.samples_total and row.truncated_fraction is not None]
+    priced = [row for row in rows if row.usd is not None]
+    samples = sum(row.samples_total or 0 for row in priced)
     truncated = sum((row.truncated_fraction or 0.0) * (row.samples_total or 0) for row in finished)
     return RunSummary(
         steps=len(rows),
@@ -171,6 +176,8 @@ def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
         logprob_gap=mean(row.logprob_gap_mean for row in rows),
         tokens_trained=total(row.tokens_trained for row in rows),
         weight_bytes_sent=total(row.weight_bytes_sent for row in rows),
+        usd=sum(row.usd or 0.0 for row in priced) if priced else None,
+        usd_per_1k_samples=1000 * sum(row.usd or 0.0 for row in priced) / samples if samples else None,
     )
 
 
@@ -213,4 +220,13 @@ def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
         ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
         ("groups without gradient", share_of(summary.groups_no_gradient, summary.groups_total)),
         ("log-probability gap", number(summary.logprob_gap)),
+        *cost(summary),
     ]
+
+
+def cost(summary: RunSummary) -> list[tuple[str, str]]:
+    """What the run has cost; nothing where the cluster file has no prices."""
+    if summary.usd is None:
+        return []
+    each = "" if summary.usd_per_1k_samples is None else f", {summary.usd_per_1k_samples:.4g} per 1,000 samples"
+    return [("cost, by the cluster file's prices", f"{summary.usd:.4g} USD{each}")]

@@ -20,7 +20,7 @@ from streamrl.control.lengths import StepLengths
 from streamrl.control.pool import GroupPool
 from streamrl.control.prompts import GroupSource, samples_of
 from streamrl.control.step_metrics import step_metrics
-from streamrl.control.times import Interval, Span, WeightTraffic
+from streamrl.control.times import Interval, Span, Traffic
 from streamrl.errors import RunFailed
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
@@ -299,13 +299,17 @@ def test_step_metrics_are_what_they_say() -> None:
     result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
     audit = LengthAudit(128).end_step(1)
-    row = step_metrics(batch, times, result, WeightTraffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 36.0)
     assert row.step_time_s == 10
     assert row.generate_time_s == pytest.approx(2.0)
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked
     assert (row.train_time_s, row.bubble_fraction_training) == (4.0, pytest.approx(0.6))
     assert row.weight_sync_exposed_s == 1.0
     assert row.reward_mean == 0.75
+    assert row.usd == pytest.approx(36.0 * 10 / 3600 + 0.01)  # 10 s of the processes, and the links' traffic
+    assert row.usd_per_1k_samples == pytest.approx(1000 * row.usd / 4)
+    free = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    assert (free.usd, free.usd_per_1k_samples) == (None, None)  # a cluster file without prices
     assert row.loss == pytest.approx(2.0 / 10)  # tokens of the whole batch
     assert (row.entropy, row.logprob_gap_mean, row.clip_fraction) == (1.5, 0.1, 0.2)
     assert (row.groups_no_gradient, row.groups_total, row.samples_total) == (1, 2, 4)

@@ -15,7 +15,7 @@ from scheduler.simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.control.services import Services
-from streamrl.control.times import WeightTraffic
+from streamrl.control.times import Traffic
 from streamrl.generation.messages import fleet_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.transport.deadlines import WaitRegistry
@@ -28,7 +28,7 @@ CLUSTER = ClusterConfig.model_validate(
             "home": {"port": 5600, "trainer": {}, "generation": [{}]},
             "far": {"generation": [{}]},
         },
-        "links": [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30}],
+        "links": [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30, "price_per_gb": 0.05}],
     }
 )
 
@@ -44,7 +44,10 @@ class Wire:
         curve = StepCurve((1, 8), (0.01, 0.02), 0.0, 0.0)
         self.peers = {
             name: SimpleNamespace(
-                meta={"fleet": fleet_to_wire([SimulatedInstance(f"{name}-0", curve, 8, "regular")])}, state={}
+                meta={"fleet": fleet_to_wire([SimulatedInstance(f"{name}-0", curve, 8, "regular")])},
+                state={},
+                bytes_in=0,
+                bytes_out=0,
             )
             for name in names
         }
@@ -107,8 +110,12 @@ def test_a_slow_site_skips_versions_and_the_run_goes_by_the_oldest_that_is_serve
         assert not await services.ready("service-home", {"number": 2, "bytes": 100} | QUICK)
         assert await services.ready("service-far", {"number": 2, "bytes": 7} | QUICK)
         assert services.version == 2 and not services.updating
-        assert services.weights_received() == WeightTraffic(100 + 100 + 90 + 100 + 7, 5.0)
-        assert services.weights_received() == WeightTraffic(0, None)
+        wire.peers["service-far"].bytes_in, wire.peers["service-far"].bytes_out = 30_000_000, 10_000_000
+        wire.peers["service-home"].bytes_in = 10**9  # inside the trainer's site: no link
+        traffic = services.traffic()
+        assert (traffic.nbytes, traffic.seconds) == (100 + 100 + 90 + 100 + 7, 5.0)
+        assert traffic.usd == pytest.approx(0.05 * (0.04 + (90 + 7) / 1e9))
+        assert services.traffic() == Traffic(0, None, 0.0)
 
     asyncio.run(play())
 
