@@ -69,6 +69,10 @@ def run(
         processes: list[LocalProcess] = []
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
+        if share.network is not None:
+            why = share.network.why_not_namespaces
+            how = "network namespaces, tc tbf and a proxy" if why is None else f"a proxy alone (no namespaces: {why})"
+            print(f"{len(share.folders)} sites emulated on this machine; links by {how}", flush=True)
         try:
             with view:
                 for spec in share.processes():
