@@ -88,21 +88,20 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
     easy(project)
     two_sites(project)
     network = project.run_dir() / "network"
-    with started(project, "--emulate", **ASYNC) as process:
+    with started(project, "--emulate", **ASYNC | {"steps": 12}) as process:  # enough to be cut in the middle
         wait_for(lambda: len(trained_rows(project.run_dir())) >= 18, 200, process)
         set_link_in(network, "generate", down=True)
-        time.sleep(12)
+        time.sleep(17)
         assert process.poll() is None
         set_link_in(network, "generate", down=False)
         output = ended(process, project)
-    assert_all_trained(project.run_dir(), 4)
+    assert_all_trained(project.run_dir(), 12)
     metrics = read_metrics(project.run_dir() / "metrics.jsonl")
     assert max(row.staleness_max or 0 for row in metrics) <= 1
-    whole = metrics[0].weight_bytes_sent
-    assert whole and all((row.weight_bytes_sent or 0) > 0 for row in metrics[1:-1])
-    assert "generate: no sign of it" in output
-    traffic = read_stats(network)["generate"]
-    assert traffic["from_home"] > whole
+    received = [row.weight_bytes_sent or 0 for row in metrics]
+    assert received[0] == 0 < sum(received)  # version 0 is the model that the site has
+    assert "generate: no sign of it" in output and "generate is back" in output
+    assert read_stats(network)["generate"]["from_home"] > sum(received)
     for row in trained_rows(project.run_dir()):
         times = [row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received")]
         assert times == sorted(times)  # across two sites, by one clock
