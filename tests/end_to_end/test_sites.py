@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
     assert read_stats(network)["generate"]["from_home"] > sum(received)
     for row in trained_rows(project.run_dir()):
         times = [row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received")]
-        assert times == sorted(times)  # across two sites, by one clock
+        # across two sites, by one clock: as exact as half a round trip, which is longer while connections begin
+        assert all(later > earlier - 0.05 for earlier, later in itertools.pairwise(times))
 
 
 def test_two_launchers_find_each_other_in_any_order_and_strangers_stay_out(tmp_path: Path) -> None:
