@@ -144,10 +144,13 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str
         "price": f"{usd_per_hour(specs):.2f} USD/h",
     }
     for link in cluster.links:
+        how: str = cluster.security.encryption
+        if emulate:
+            how = "emulated" if cluster.trainer_site in link.between else "not emulated: an emulated network is a star"
         loss = f", {link.loss:.2%} lost" if link.loss else ""
         lines[f"link {' - '.join(link.between)}"] = (
             f"{link.bandwidth_gbit_s:g} Gbit/s, {link.rtt_ms:g} ms there and back{loss}, "
-            f"{link.price_per_gb:g} USD/GB, {'emulated' if emulate else cluster.security.encryption}"
+            f"{link.price_per_gb:g} USD/GB, {how}"
         )
     for key, value in lines.items():
         console.print(f"{key:12} {value}", soft_wrap=True, highlight=False)
