@@ -328,5 +328,4 @@ class GenerationService:
             "uplink": self.uplink.state(),
             "weights_refetched": self.weights.corrupt,
             "instances": {name: self._instance_state(peer.state) for name, peer in self.hub.peers.items()},
-            "refused": self.hub.malformed + self.hub.unknown,
         }

@@ -12,7 +12,7 @@ from typing import Any
 from streamrl.config.cluster import SiteLink
 from streamrl.generation.batches import CompressionChoice, SampleBatcher
 from streamrl.generation.uplink import Uplink
-from streamrl.launch.agreement import agreement, disagreement
+from streamrl.launch.agreement import disagreement
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
@@ -35,14 +35,14 @@ CHUNK_S = 0.25
 MIN_CHUNK_BYTES = 64 * 1024
 
 
-def to_home(context: RoleContext, role: str, waits: WaitRegistry, meta: dict[str, Any] | None = None) -> Link:
+def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
     """A connection of a site's process to controller or publisher; not yet connected."""
     link = context.link
     about: dict[str, Any] = {"site": context.site}
     if link is None:
-        return Link(context.name, role, waits, about | (meta or {}), flow=context.near)
-    about["agreement"] = agreement(context.cluster, context.run)
-    return Link(context.name, role, waits, about | (meta or {}), flow=context.far(link, BATCH_BYTES))
+        return Link(context.name, role, waits, about, flow=context.near)
+    about["agreement"] = context.agreement
+    return Link(context.name, role, waits, about, flow=context.far(link, BATCH_BYTES))
 
 
 async def connect_home(context: RoleContext, link: Link, address: str) -> None:
@@ -94,7 +94,7 @@ def _hub(
 ) -> Hub:
     """A hub that lets in processes of other sites that are in the plan and were started with the same files."""
     sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-    mine = agreement(context.cluster, context.run) if others else {}
+    mine = context.agreement if others else {}
 
     def flow_to(peer: str) -> Flow:
         link = context.cluster.link_between(sites.get(peer, context.site), context.site)
@@ -168,7 +168,7 @@ def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
     """A connection to the relay of another site that does not train either; not yet connected."""
     link = context.cluster.link_between(context.site, site)
     assert link is not None
-    about = {"site": context.site, "agreement": agreement(context.cluster, context.run)}
+    about = {"site": context.site, "agreement": context.agreement}
     return Link(context.name, "relay", waits, about, flow=context.far(link, BATCH_BYTES))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.cluster import ClusterConfig, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
+from streamrl.launch.agreement import agreement
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
 
@@ -60,6 +63,11 @@ class RoleContext:
         cluster, run = load_resolved(run_dir)
         addresses = Addresses.load(run_dir)
         return RoleContext(name, site or cluster.trainer_site, run_dir, cluster, run, addresses, resume)
+
+    @cached_property
+    def agreement(self) -> dict[str, Any]:
+        """What this process was started with, for other sites to compare; reads the tokenizer's files, once."""
+        return agreement(self.cluster, self.run)
 
     @property
     def remote(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
@@ -39,7 +39,6 @@ class Share:
     """Of each site that is started here; the first is the launcher's own run folder."""
     network: EmulatedNetwork | None = None
     """Between the sites, if they are emulated."""
-    stores: list[WeightStore] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
@@ -95,7 +94,7 @@ def prepare(
         for store in stores:
             store.clear()
             stack.callback(store.clear)
-        yield Share(cluster, run, folders, network, stores)
+        yield Share(cluster, run, folders, network)
 
 
 def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
