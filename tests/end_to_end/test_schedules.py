@@ -106,9 +106,10 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
     easy_prompts(project)
     project.launch(
         tasks=EASY,
-        schedule={"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 20, "over_issue": 1.5}},
+        # four times the batchers' slots: when a step has its groups, others have produced only a part
+        schedule={"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 60, "over_issue": 3}},
         model={"path": str(tmp_path / "model"), "max_context": 160},
-        sampling={"max_tokens": 48},
+        sampling={"max_tokens": 110},
         algorithm={"name": "dapo", "overlong": None},
     )
     run_dir = project.run_dir()
@@ -118,7 +119,7 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
     assert counts.get("dropped", 0) == 3 * sum(row.groups_dropped or 0 for row in metrics)
     assert sum(row.samples_parked or 0 for row in metrics) > 0
     lengths = [row["output_length"] for rows in rows_by_step(run_dir).values() for row in rows]
-    assert max(lengths) == 48  # parked twice, and gone on to its end
+    assert max(lengths) == 110  # parked, and gone on to its end
     versions = [set(row["weight_versions"]) for rows in rows_by_step(run_dir).values() for row in rows]  # type: ignore[call-overload]
     assert any(len(some) > 1 for some in versions)
 
