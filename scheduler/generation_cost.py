@@ -28,18 +28,21 @@ from scheduler.model_shapes import Transformer
 from scheduler.training_cost import HOST_LINK_GB_S, StepTokens
 
 GPU_MEMORY_FRACTION = 0.90
-"""Share of a GPU's memory that the engine takes (vLLM's default of `gpu_memory_utilization`)."""
+"""Share of a GPU's memory that the engine takes: assumption between what a pool asks for where its file says nothing
+(0.85, `gpu_memory_fraction`) and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)."""
 ENGINE_BYTES = 2e9
-"""Of a GPU, for the engine's activations and CUDA graphs (assumption; vLLM logs 1 to 3 GB)."""
+"""Of a GPU, for the engine's activations and CUDA graphs (assumption, no published figure was found)."""
 MOST_SLOTS = 256
-"""Sequences decoded together at most, where nothing else is said (vLLM's default of `max_num_seqs`)."""
+"""Sequences decoded together at most, where nothing else is said: vLLM 0.32's default of `max_num_seqs` for an A100 and
+for GPUs below 70 GiB (vllm/engine/arg_utils.py). Larger ones get 1,024 there; one value for all is an assumption."""
 LENGTHS = 512
 """Quantiles of the lengths that the fluid is computed on."""
 GRID = 96
 """Numbers of replicas at which a makespan is computed; between them it is interpolated on logarithms."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
+"""Degrees that are tried: the divisors of a machine of 8."""
 STALENESS = 1
-"""Steps that async samples may be old (StreamRL's async)."""
+"""Steps that async samples may be old (StreamRL's async, arXiv 2504.15930)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What devices can do: peak rates from vendors' data sheets, each with its source.
+"""What devices can do: peak rates that vendors publish, each with the page where it was looked up.
 
 Rates are dense (no sparsity) and per device. Prices are inputs with a date, never facts: a cluster file or a user's
 hardware file overrides them.
@@ -41,7 +41,8 @@ class Device:
     """A device's share of its machine's network to others of the site, each way, 10^9 bits per second."""
     network_source: str = "assumption: 100 Gbit/s per device"
     per_machine: int = 8
-    """Devices of one machine: what tensor parallelism and fast links reach."""
+    """Devices of one machine: what tensor parallelism and fast links reach. 8 in DGX and HGX machines and in AMD's
+    MI300X platform; for cards on PCIe an assumption."""
     price: Price | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +58,8 @@ class Device:
 
 POSITIVE = ("bf16_tflops", "memory_gb", "memory_bandwidth_gb_s", "link_gb_s", "network_gbit_s", "per_machine")
 
-_PAPER_PRICE = "StreamRL, arXiv 2504.15930, table 1: machine cost relative to an H20, not USD"
+_PAPER = "StreamRL, arXiv 2504.15930, table 1"
+_PAPER_PRICE = f"{_PAPER}: machine cost relative to an H20, not USD"
 _CLOUDS = "assumption: order of magnitude of on-demand list prices of GPU clouds, rounded; put your own"
 
 
@@ -65,64 +67,79 @@ def _cloud(usd_per_hour: float) -> Price:
     return Price(usd_per_hour, "2025-07", _CLOUDS)
 
 
+# Where a vendor's own page was not to be had, the page that repeats its table is named: that is what was compared.
+_H100 = (
+    "HPCTECH, NVIDIA H100 (its copy of NVIDIA's table: 1,979 TFLOPS with sparsity, half of it without), "
+    "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
+)
+_H200 = (
+    "S. Bekman, Machine Learning Engineering, accelerators (989 TFLOPS dense, as the H100; 141 GB, 4.8 TB/s), "
+    "https://github.com/stas00/ml-engineering; NVLink: NVIDIA's system description in MLPerf Inference 4.1, "
+    "https://github.com/mlcommons/inference_results_v4.1"
+)
+_A100 = (
+    "G. Lockwood, A100 80G SXM4 (from NVIDIA's data sheet; the PCIe card has 1,935 GB/s), "
+    "https://glennklockwood.com/garden/processors/A100"
+)
+_L40S = (
+    "Mullet, NVIDIA L40S (copy of NVIDIA's table: 362.05 TFLOPS dense, 733 with sparsity; PCIe gen 4 x16, no NVLink), "
+    "https://www.mullet.se/product.html?product_id=355414"
+)
+_RTX4090 = (
+    "NVIDIA Ada GPU architecture 2.02, appendix A, as public repositories quote it (165.2 TFLOPS dense, fp32 "
+    "accumulation; 330.3 is the rate with fp16 accumulation), "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
+    "link: assumption, PCIe gen 4 x16 as the L40S"
+)
+_B200 = (
+    "G. Lockwood, B200 (HGX at 1,000 W: 2,250 TFLOPS dense), https://glennklockwood.com/garden/processors/B200; "
+    "180 GB of the chip's 192 in HGX and DGX machines: Runpod, https://docs.runpod.io/serverless/pricing; "
+    "8 TB/s, 1.8 TB/s: Vultr, HGX B200, https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview"
+)
+_MI300X = (
+    "304 compute units (AMD, https://rocm.docs.amd.com/en/docs-6.2.2/conceptual/gpu-arch/mi300.html) x 2,048 "
+    "operations x 2.1 GHz (AMD's data sheet, not looked up); 192 GB, 5.3 TB/s, 896 GB/s (7 links of 128): Yobitel, "
+    "https://www.yobitel.com/knowledge-base/amd-mi300x"
+)
+
+_DGX = (
+    "NVIDIA, DGX BasePOD, core components: 8 single-port ConnectX-7 of up to 400 Gbit/s, https://docs.nvidia.com/"
+    "dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html"
+)
+_DGX_A100 = "NVIDIA DGX A100 data sheet (not looked up): 8 single-port ConnectX-6 of 200 Gbit/s"
+_ROCM = (
+    "AMD, vLLM distributed inference with MoRI: 8 ConnectX-7 for 8 MI300X (up to 400 Gbit/s each), https://rocm.docs."
+    "amd.com/en/latest/how-to/rocm-for-ai/inference/benchmark-docker/vllm-mori-distributed.html"
+)
 _PCIE = "assumption: one 100 Gbit/s adapter for the 8 devices of a machine"
 
 CATALOGUE: dict[str, Device] = {
     device.name: device
     for device in (
         Device(
-            *("H20", 148.0, 96.0, 4000.0, 900.0, "StreamRL, arXiv 2504.15930, table 1"),
+            *("H20", 148.0, 96.0, 4000.0, 900.0, _PAPER),
             *(12.5, "StreamRL, arXiv 2504.15930: 100 Gbit/s, taken as one machine's"),
             price=Price(1.0, "2025-04", _PAPER_PRICE),
         ),
         Device(
-            *("H800", 989.5, 80.0, 3350.0, 400.0, "StreamRL, arXiv 2504.15930, table 1"),
+            *("H800", 989.5, 80.0, 3350.0, 400.0, _PAPER),
             *(200.0, "StreamRL, arXiv 2504.15930: 8 x 200 Gbit/s per machine"),
             price=Price(2.85, "2025-04", _PAPER_PRICE),
         ),
-        Device(
-            *("H100", 989.5, 80.0, 3350.0, 900.0, "NVIDIA H100 SXM data sheet (dense = half of the sparse figure)"),
-            *(400.0, "NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s ConnectX-7"),
-            price=_cloud(3.0),
-        ),
-        Device(
-            *("H200", 989.5, 141.0, 4800.0, 900.0, "NVIDIA H200 SXM data sheet (dense = half of the sparse figure)"),
-            *(400.0, "NVIDIA DGX H200 data sheet: 8 x 400 Gbit/s ConnectX-7"),
-            price=_cloud(3.8),
-        ),
-        Device(
-            *("A100-80", 312.0, 80.0, 2039.0, 600.0, "NVIDIA A100 80GB SXM data sheet"),
-            *(200.0, "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s"),
-            price=_cloud(1.8),
-        ),
-        Device(
-            *("L40S", 362.05, 48.0, 864.0, 64.0, "NVIDIA L40S data sheet (dense; PCIe gen 4 x16)"),
-            *(12.5, _PCIE),
-            price=_cloud(0.9),
-        ),
-        Device(
-            *("RTX4090", 165.2, 24.0, 1008.0, 64.0),
-            "NVIDIA Ada whitepaper (dense, fp32 accumulation; PCIe gen 4 x16)",
-            *(12.5, _PCIE),
-            price=_cloud(0.5),
-        ),
-        Device(
-            *("B200", 2250.0, 180.0, 8000.0, 1800.0, "NVIDIA DGX B200 data sheet, per GPU (dense)"),
-            *(400.0, "NVIDIA DGX B200 data sheet: 8 x 400 Gbit/s ConnectX-7"),
-            price=_cloud(5.5),
-        ),
-        Device(
-            *("MI300X", 1307.4, 192.0, 5300.0, 896.0, "AMD Instinct MI300X data sheet"),
-            *(400.0, "assumption: one 400 Gbit/s adapter per device, as in AMD's reference designs"),
-            price=_cloud(2.5),
-        ),
+        Device("H100", 989.5, 80.0, 3350.0, 900.0, _H100, 400.0, _DGX, price=_cloud(3.0)),
+        Device("H200", 989.5, 141.0, 4800.0, 900.0, _H200, 400.0, _DGX, price=_cloud(3.8)),
+        Device("A100-80", 312.0, 80.0, 2039.0, 600.0, _A100, 200.0, _DGX_A100, price=_cloud(1.8)),
+        Device("L40S", 362.05, 48.0, 864.0, 64.0, _L40S, 12.5, _PCIE, price=_cloud(0.9)),
+        Device("RTX4090", 165.2, 24.0, 1008.0, 64.0, _RTX4090, 12.5, _PCIE, price=_cloud(0.5)),
+        Device("B200", 2250.0, 180.0, 8000.0, 1800.0, _B200, 400.0, _DGX, price=_cloud(5.5)),
+        Device("MI300X", 1307.4, 192.0, 5300.0, 896.0, _MI300X, 400.0, _ROCM, price=_cloud(2.5)),
     )
 }
 
 CPU = "cpu"
 """Name of one core of the machine that asks."""
 CORE_TFLOPS = 0.1
-"""bf16 or fp32 products of one x86 server core: 2 AVX2 units x 8 lanes x 2 operations x 3 GHz."""
+"""bf16 or fp32 products of one x86 server core (assumption: 2 AVX2 units x 8 lanes x 2 operations x 3 GHz)."""
 CORE_BANDWIDTH_GB_S = 10.0
 """Assumption: a core's share of a server's memory channels (8 x 25 GB/s for 20 cores)."""
 

@@ -132,6 +132,18 @@ class SiteDispatch:
             raise ValueError(f"site {site.name} has joined already")
         self._sites[site.name] = _Site(site)
 
+    def change(self, site: SiteFacts) -> None:
+        """A site has more instances, fewer, or others; what it has to do stays there.
+
+        Raises:
+            KeyError: it has not joined.
+        """
+        known = self._sites[site.name]
+        known.facts = site
+        for placed in known.groups.values():
+            placed.kind = min(placed.kind, len(site.workers) - 1)
+        known.start()
+
     def leave(self, site_name: str) -> list[SiteGroup]:
         """A site is gone; returns what is left of its groups, for the caller to submit again."""
         gone = self._sites.pop(site_name)

@@ -20,8 +20,13 @@ from scheduler.hardware import Device
 from scheduler.model_shapes import Transformer
 
 TRAINING_UTILISATION = 0.40
-"""Share of the peak that executed operations reach: 0.38 to 0.43 for Llama 3 405B in bf16 on H100
-(arXiv 2407.21783, table 4); Megatron-LM reports 0.44 to 0.52 on A100 (arXiv 2104.04473)."""
+"""Share of the peak that executed operations reach: assumption inside what was measured, see docs/plan.md.
+
+Recomputed forward passes count as executed (hardware FLOPs utilisation; PaLM's MFU, arXiv 2204.02311 appendix B, leaves
+them out), and attention over half of the sequence. Counted so, FSDP on H100 reaches 0.50, 0.44 and 0.30 for MPT 7B at
+4k, 8k and 32k tokens and 0.56 for 70B at 2k (MosaicML's llm-foundry, scripts/train/benchmarking/README.md, whose HFU
+counts the whole sequence: 0.54, 0.50, 0.41, 0.57). MFU on H100: 0.38 to 0.43 for Llama 3 405B (arXiv 2407.21783,
+table 4), 0.33 to 0.39 for 8B under FSDP2 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
 TRAINED_BYTES = 16
 """Per weight: fp32 master 4, AdamW's two moments 8, fp32 gradient 4 (ZeRO, arXiv 1910.02054, section 3.1, with
 gradients in fp32 as `training/learner.py` reduces them)."""
@@ -30,20 +35,22 @@ FROZEN_BYTES = 2
 GATHER_BYTES, REDUCE_BYTES = 2, 4
 """Per weight: gathered in bf16, gradients reduced in fp32 (`training/learner.py`)."""
 OPTIMIZER_BYTES = 28
-"""Per weight that AdamW moves: reads gradient, master and both moments, writes the last three."""
+"""Per weight that AdamW moves, counted: reads gradient, master and both moments, writes the last three, 4 each."""
 LAYER_ACTIVATION_BYTES = 34
 """Per token and hidden unit of one layer without its attention matrix (Korthikanti et al., arXiv 2205.05198)."""
 CHECKPOINT_BYTES = 2
 """Per token and hidden unit of one layer whose activations are recomputed: its input in bf16."""
 LOGIT_BYTES, LOGIT_TOKENS = 12, 1024
-"""Logits in bf16, their fp32 copy and their gradient; of as many tokens at once (the loss is taken in chunks)."""
+"""Logits in bf16 (2), their fp32 copy (4), its gradient (4) and the bf16 one (2), counted; of as many tokens at once
+(assumption: the loss is taken in chunks)."""
 MICRO_BATCH_TOKENS = 32_768
 """Most tokens of a rank's micro-batch (assumption), where the longest sample has not more: beyond some 10^4, larger
 ones no longer fill the device better."""
 USABLE_MEMORY = 0.90
 """Share of a device's memory that a trainer plans for (assumption: the rest is CUDA context, NCCL, fragmentation)."""
 HOST_LINK_GB_S = 25.0
-"""Device to host memory, each way: PCIe gen 4 x16's 32 GB/s at 80 % (PCI-SIG)."""
+"""Device to host memory, each way: 80 % (assumption) of the 32 GB/s of PCIe gen 4 x16, half of the 64 GB/s for both
+directions in the L40S's table (scheduler/hardware.py). Gen 5 machines (H100 and later) have twice that."""
 
 
 @dataclass(frozen=True)

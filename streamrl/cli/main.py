@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
     "fetch-model": "Make a known model available offline.",
+    "scale": "Add instances to a running job, or take some from it.",
     "report": "Write the report of a run.",
     "status": "Show where a run stands.",
 }

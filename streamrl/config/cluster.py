@@ -44,7 +44,11 @@ class GenerationPool(StrictModel):
     """Replicas of a vLLM engine with the same shape."""
 
     name: PoolName = Field("regular", description="pool name, shown in every rollout row")
-    replicas: int = Field(1, ge=1, description="vLLM instances (one process each)")
+    replicas: int = Field(1, ge=1, description="vLLM instances (one process each) that a run begins with")
+    min_replicas: int = Field(1, ge=1, description="fewest that `streamrl scale` and the run's own elasticity leave")
+    max_replicas: int | None = Field(
+        None, ge=1, description="most that they may make of it: what the site has devices for; none: `replicas`"
+    )
     gpus_per_replica: int = Field(1, ge=1, description="GPUs (tensor parallel) per instance; CPU: leave at 1")
     gpu: str = Field("cpu", description="GPU type, or 'cpu'")
     threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
@@ -55,6 +59,20 @@ class GenerationPool(StrictModel):
         0.85, gt=0, le=1, description="share of a GPU's memory for vLLM (hardware: cuda)"
     )
     price_per_hour: float = Field(0.0, ge=0.0, description="USD per hour and replica")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.min_replicas <= self.replicas <= self.most_replicas:
+            raise ValueError(
+                f"expected min_replicas <= replicas <= max_replicas, got {self.min_replicas}, {self.replicas}, "
+                f"{self.most_replicas}"
+            )
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        """Instances that the site has room for."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 class RewardPool(StrictModel):

@@ -123,6 +123,18 @@ class WeightSyncConfig(StrictModel):
         return self
 
 
+class ElasticityConfig(StrictModel):
+    """Keeps generation and training in balance: after a step one instance may be added to a pool, or taken from one."""
+
+    enabled: bool = Field(False, description="within each pool's min_replicas and max_replicas in the cluster file")
+    patience: int = Field(2, ge=1, description="steps in a row that must ask for the same change")
+    settle: int = Field(1, ge=0, description="steps after a change that are not looked at")
+    margin: float = Field(
+        0.05, ge=0, lt=1, description="share of a stage's time by which the imbalance must exceed what a change saves"
+    )
+    min_saving: float = Field(0.05, ge=0, lt=1, description="share of generation's time that an instance must save")
+
+
 class CheckpointConfig(StrictModel):
     """When state is saved."""
 
@@ -158,6 +170,7 @@ class RunConfig(StrictModel):
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
 

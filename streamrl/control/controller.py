@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,15 +29,16 @@ from streamrl.control.preparing import Preparation
 from streamrl.control.prompts import GroupSource, group_of, samples_of
 from streamrl.control.recorder import Recorder
 from streamrl.control.rounds import LiveRounds, make_rounds
+from streamrl.control.scaling import Scaling
 from streamrl.control.services import Services
 from streamrl.control.telemetry import Telemetry
 from streamrl.control.times import StepTimes
 from streamrl.control.trainers import DONE, Trainers
 from streamrl.errors import RunFailed
-from streamrl.launch.connections import CONTROLLER, bind_home, home_hub
+from streamrl.launch.connections import CONTROLLER, OPERATOR, bind_home, home_hub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
-from streamrl.launch.plan import plan_processes, usd_per_hour
+from streamrl.launch.plan import plan_processes
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
@@ -93,10 +93,13 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
-        self.telemetry.sites = self.services.remote
+        self.times = StepTimes()
+        self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
+        self.telemetry.sites, self.telemetry.scaling = self.services.remote, self.scaling.told
+        self.telemetry.processes = self.scaling.roles
         self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
-        self.times = StepTimes([spec.name for spec in plan if spec.role == "instance"])
-        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, usd_per_hour(plan))
+        spending = self.scaling.spending
+        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending)
         self.step = 0
         """Optimizer steps done."""
         self.publish_due, self.checkpoint_due = True, False
@@ -150,6 +153,7 @@ class Controller:
         everyone = {*self.trainers.names, *self.services.names, *self.rewarders}
         await self.hub.wait_for(everyone, self.context.startup_s)
         self.services.joined()
+        await self.scaling.begin(self.context.resume)
         if isinstance(self.config.schedule, AutoScheduleConfig):
             self.auto = make_auto(self.context, self.config.schedule, self.services.fleet())
             await self._change_to(self.auto.setup)
@@ -200,21 +204,14 @@ class Controller:
         """Ends the round that is over, begins the one that may begin."""
         while (put_off := rounds.end_if_over()) or rounds.may_begin(self.services.version, self.step):
             if put_off:
-                await self.services.tell("park", {"sample_ids": self._unfinished(put_off)})
+                await self.services.tell("park", {"sample_ids": self.pool.unfinished(put_off)})
                 continue
             begun = rounds.begin(self.services.version)
             groups = [self._new_group() for _ in range(begun.new)]
             rounds.planner.started(group.group_id for group in groups)
-            resumed = self._unfinished(begun.resumed)
+            resumed = self.pool.unfinished(begun.resumed)
             await self.services.tell("resume", {"sample_ids": resumed, "budget": begun.budget, "round": rounds.number})
             await self._generate(groups, begun.budget)
-
-    def _unfinished(self, group_ids: Iterable[str]) -> list[str]:
-        """Samples of these groups that generation has not ended."""
-        groups = [self.pool.groups[group_id] for group_id in group_ids if group_id in self.pool.groups]
-        ids = [sample_id for group in groups for sample_id, *_ in samples_of(group, self.config.seed)]
-        ended = {sample_id for group in groups for sample_id in group.scored} | self.pool.received.keys()
-        return [sample_id for sample_id in ids if sample_id not in ended]
 
     def _new_group(self) -> Group:
         """The next prompt's group, as issued now."""
@@ -351,6 +348,7 @@ class Controller:
         last = self.step == self.config.steps
         evaluated = publishes and self.evaluator.due(self.step)
         self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
+        await self.scaling.step_done(batch, times)
         if self.auto is not None:
             self.auto.step_done(batch, times, self.times.ended_trainer)
             await self._choose_schedule(self.auto)
@@ -409,6 +407,7 @@ class Controller:
                 log.warning("ignoring sample %s: not waited for", sample.sample_id)
                 continue
             self.services.finished(group.group_id, sample.output_length)
+            self.scaling.sample_came(sample, now)
             self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
             await self._ask_reward(group, sample.sample_id, sample.text)
         if arrivals:
@@ -483,10 +482,16 @@ class Controller:
                 await self._weights_ready(delivery.peer, delivery.body)
             case "asleep":
                 self.services.asleep(delivery.peer)
+            case "fleet":
+                self.scaling.fleet_changed(delivery.peer, delivery.body)
+            case "scale":
+                await self.scaling.asked(delivery, self.hub)
             case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back
                 await self.services.tell("weight_call", delivery.body)
             case "weight_answer":
                 await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
+            case "bye" if delivery.peer.startswith(OPERATOR):
+                pass
             case "bye":
                 raise RunFailed(f"{delivery.peer} left the run")
             case other:

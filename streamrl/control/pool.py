@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.schedules import State, due_within
+from streamrl.control.prompts import sample_ids
 from streamrl.rollouts.types import Group, Sample, Scored
 
 
@@ -94,6 +95,16 @@ class GroupPool:
     def missing(self, group_id: str) -> int:
         """Samples of a group that generation has not ended; 0 also for one that is not open."""
         return self._missing.get(group_id, 0)
+
+    def unfinished(self, group_ids: Iterable[str]) -> list[str]:
+        """Samples of these groups that generation has not ended; groups that are not open have none."""
+        groups = [self.groups[group_id] for group_id in group_ids if group_id in self.groups]
+        return [
+            sample_id
+            for group in groups
+            for sample_id in sample_ids(group)
+            if sample_id not in group.scored and sample_id not in self.received
+        ]
 
     def first(self) -> Group | None:
         """The complete group that is due first."""

@@ -101,9 +101,14 @@ def group_of(sample_id: str) -> str:
     return sample_id.rpartition(".")[0]
 
 
+def sample_ids(group: Group) -> list[str]:
+    """Of each completion of a group."""
+    return [f"{group.group_id}.{number:03d}" for number in range(group.size)]
+
+
 def samples_of(group: Group, seed: int) -> list[SampleDraw]:
     """Each completion of a group; id and seed depend only on the run's seed and the prompt's index."""
-    samples: list[SampleDraw] = []
-    for number in range(group.size):
-        samples.append((f"{group.group_id}.{number:03d}", derive_seed(seed, f"{group.group_id}/{number}"), None))
-    return samples
+    return [
+        (sample_id, derive_seed(seed, f"{group.group_id}/{number}"), None)
+        for number, sample_id in enumerate(sample_ids(group))
+    ]

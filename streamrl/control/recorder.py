@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.control.batch import Batch
 from streamrl.control.lengths import StepLengths
+from streamrl.control.spending import Spending
 from streamrl.control.step_metrics import step_metrics
 from streamrl.control.telemetry import Telemetry
 from streamrl.control.times import Interval, StepTimes, Traffic
@@ -25,12 +26,12 @@ class Recorder:
         audit: LengthAudit,
         times: StepTimes,
         telemetry: Telemetry,
-        usd_per_hour: float,
+        spending: Spending,
     ) -> None:
-        """`usd_per_hour`: of all processes, by the cluster file."""
+        """`spending`: of all processes."""
         self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
         self.times, self.telemetry = times, telemetry
-        self.usd_per_hour = usd_per_hour
+        self.spending = spending
 
     def step_done(
         self,
@@ -72,10 +73,15 @@ class Recorder:
             lengths,
             audit,
             put_off,
-            self.usd_per_hour,
+            self._usd(times, traffic),
         )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
+
+    def _usd(self, times: Interval, traffic: Traffic) -> float | None:
+        """Of the step; None: the cluster file has no prices, which says nothing about costs."""
+        spent = self.spending.between(times.started, times.ended)
+        return spent + traffic.usd if spent or traffic.usd or self.spending.usd_per_hour else None
 
     def _audited(self, batch: Batch) -> StepAudit:
         """What became of the lengths in this step."""

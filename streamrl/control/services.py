@@ -102,19 +102,35 @@ class Services:
     def joined(self) -> None:
         """All services have said hello, with their instances."""
         for name in self.names:
-            site = self._sites[name]
-            link = self._cluster.link(site)
-            pools = self._cluster.sites[site].generation
-            self._dispatch.join(
-                SiteFacts(
-                    site,
-                    tuple((instance.slots, instance.curve) for instance in self._fleet(name)),
-                    link.bytes_per_s if link else None,
-                    link.rtt_s if link else 0.0,
-                    sum(pool.replicas * pool.price_per_hour for pool in pools),
-                    link.price_per_gb if link else 0.0,
-                )
-            )
+            self._dispatch.join(self._facts(name))
+
+    def _facts(self, name: str) -> SiteFacts:
+        site, fleet = self._sites[name], self._fleet(name)
+        link = self._cluster.link(site)
+        prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
+        return SiteFacts(
+            site,
+            tuple((instance.slots, instance.curve) for instance in fleet),
+            link.bytes_per_s if link else None,
+            link.rtt_s if link else 0.0,
+            sum(prices[instance.pool] for instance in fleet),
+            link.price_per_gb if link else 0.0,
+        )
+
+    def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:
+        """Other instances of a service's site get requests now."""
+        self._hub.peers[name].meta["fleet"] = fleet
+        if fleet:
+            self._dispatch.change(self._facts(name))
+
+    def site_of(self, name: str) -> str:
+        """Of a service."""
+        return self._sites[name]
+
+    async def scale(self, site: str, pool: str, replicas: int) -> None:
+        """A pool of a site is to have so many instances."""
+        for name in (name for name, other in self._sites.items() if other == site):
+            await self._hub.send(name, "scale", {"replicas": {pool: replicas}})
 
     async def tell(self, kind: str, body: dict[str, Any]) -> None:
         """Sends all of them the same."""

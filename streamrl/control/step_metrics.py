@@ -25,7 +25,7 @@ def step_metrics(
     predictions: StepLengths,
     audit: StepAudit,
     put_off: int = 0,
-    usd_per_hour: float = 0.0,
+    usd: float | None = None,
 ) -> MetricsRow:
     """The row of a finished step.
 
@@ -39,7 +39,7 @@ def step_metrics(
         predictions: how the step's output lengths compare with what was predicted.
         audit: what became of the lengths that were issued.
         put_off: samples that were put off to a later round.
-        usd_per_hour: of all processes, by the cluster file.
+        usd: what the step has cost; None: there are no prices.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -50,8 +50,6 @@ def step_metrics(
         for key, value in micro.items():
             stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
     tokens = stats["tokens"]
-    # a cluster file without prices says nothing about costs
-    usd = usd_per_hour * times.seconds / 3600 + traffic.usd if usd_per_hour or traffic.usd else None
     has_critic = batch.run.algorithm.advantage == "gae"
     staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
 
@@ -68,6 +66,7 @@ def step_metrics(
         step_time_s=times.seconds,
         generate_time_s=times.generate_s,
         train_time_s=times.train_s,
+        instances=times.instances,
         bubble_fraction_generation=times.generation_bubble,
         bubble_fraction_training=times.training_bubble,
         samples_per_s=len(samples) / times.seconds,

@@ -15,7 +15,6 @@ from streamrl.control.batch import Batch
 from streamrl.control.lengths import Lengths
 from streamrl.control.pool import GroupPool
 from streamrl.launch.context import RoleContext
-from streamrl.launch.plan import plan_processes
 from streamrl.observe.metrics import MetricsRow, MetricsWriter
 from streamrl.observe.status import write_status
 from streamrl.observe.trace import TraceWriter
@@ -38,6 +37,10 @@ class Telemetry:
         """What `schedule: auto` has chosen, and why."""
         self.sites: Callable[[], dict[str, Any]] = dict
         """What is known of sites behind links."""
+        self.scaling: Callable[[], dict[str, Any]] = dict
+        """How many instances there are, and are to be."""
+        self.processes: Callable[[], dict[str, str]] = dict
+        """All processes of the run, by name, with their roles."""
         self.batch: Batch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
@@ -81,6 +84,7 @@ class Telemetry:
                 "hardware": self.context.cluster.hardware,
                 "roles": self._roles(),
                 "sites": self.sites(),
+                "scaling": self.scaling(),
                 "progress": self._progress(),
                 "ranker": self.lengths.state(),
                 "latest": self._latest.model_dump() if self._latest else None,
@@ -158,24 +162,24 @@ class Telemetry:
         self.metrics.close()
 
     def _roles(self) -> dict[str, Any]:
-        """Every planned process with what its last heartbeat said."""
+        """Every process with what its last heartbeat said."""
         states: dict[str, dict[str, Any]] = {}
         for peer in self.hub.peers.values():
             states[peer.name] = peer.state
             states |= peer.state.get("instances", {})
         states["controller"] = {"state": self.state, "detail": self.detail}
         roles = {}
-        for spec in plan_processes(self.context.cluster, self.context.run, self.context.run_dir):
-            known = states.get("trainer-0" if spec.role == "trainer" else spec.name, {})
+        for name, role in self.processes().items():
+            known = states.get("trainer-0" if role == "trainer" else name, {})
             state = str(known.get("state", "starting"))
-            if self._states.get(spec.name, ("", 0.0))[0] != state:
-                self._states[spec.name] = (state, time.time())
+            if self._states.get(name, ("", 0.0))[0] != state:
+                self._states[name] = (state, time.time())
             numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
-            roles[spec.name] = {
-                "role": spec.role,
+            roles[name] = {
+                "role": role,
                 "state": state,
                 "detail": str(known.get("detail", "")),
-                "since": self._states[spec.name][1],
+                "since": self._states[name][1],
             } | numbers
         return roles
 

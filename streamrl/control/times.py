@@ -52,6 +52,8 @@ class Interval:
     """By instance: it stood still for new weights."""
     syncs: tuple[Span, ...]
     """From an optimizer step to the moment at which every instance served its weights."""
+    present: dict[str, Span]
+    """By instance: from when to when, in the step, it could have worked."""
 
     @property
     def seconds(self) -> float:
@@ -72,14 +74,18 @@ class Interval:
         return self._covered(*self.generating.values())
 
     @property
+    def instances(self) -> float:
+        """How many there were, mean over the step."""
+        return sum(end - start for start, end in self.present.values()) / self.seconds
+
+    @property
     def generation_bubble(self) -> float:
-        """Share of the step in which an instance did not generate, mean over the instances; standing still for weights
-        is no generating."""
+        """Share of the instances' time in which they did not generate; standing still for weights is no generating."""
         busy = [
             self._covered(self.generating[name], self.loading[name]) - self._covered(self.loading[name])
             for name in self.generating
         ]
-        return 1.0 - sum(busy) / len(busy) / self.seconds
+        return 1.0 - sum(busy) / (self.instances * self.seconds)
 
     @property
     def training_bubble(self) -> float:
@@ -92,14 +98,15 @@ class Interval:
         they are under way, neither does anything else."""
         lost = 0.0
         for name, spans in self.generating.items():
-            for start, end in self._clipped(self.syncs):
+            for start, end in self._clipped(self.syncs, self.present[name]):
                 stood = covered((*self.publishing, *self.loading[name]), start, end)
                 anything = covered((*self.training, *spans, *self.publishing, *self.loading[name]), start, end)
                 lost += stood + (end - start) - anything
-        return lost / len(self.generating)
+        return lost / self.instances
 
-    def _clipped(self, spans: Sequence[Span]) -> list[Span]:
-        clipped = [(max(start, self.started), min(end, self.ended)) for start, end in spans]
+    @staticmethod
+    def _clipped(spans: Sequence[Span], to: Span) -> list[Span]:
+        clipped = [(max(start, to[0]), min(end, to[1])) for start, end in spans]
         return [(start, end) for start, end in clipped if end > start]
 
 
@@ -107,8 +114,8 @@ class Interval:
 class StepTimes:
     """Collects what happens; `end_step` makes an `Interval` of it and keeps what reaches into the next."""
 
-    instances: Sequence[str]
-    """Names of all instances (one that never works is idle)."""
+    instances: dict[str, float] = field(default_factory=dict)
+    """All instances (one that never works is idle), each with the time since when it can work."""
     started: float | None = None
     """End of the step before; None until the first weights are served."""
     trainer: list[tuple[str, float, float]] = field(default_factory=list)
@@ -119,6 +126,8 @@ class StepTimes:
     """Instances that generate right now, with the time since when they do."""
     loading: list[tuple[str, float, float]] = field(default_factory=list)
     """(instance, start, end) of weights being loaded."""
+    gone: dict[str, Span] = field(default_factory=dict)
+    """Instances that have left during the step: from when to when they could work."""
     ended_trainer: list[tuple[str, float, float]] = field(default_factory=list)
     """`trainer` of the step that ended last."""
     _syncs: list[Span] = field(default_factory=list)
@@ -132,6 +141,14 @@ class StepTimes:
             self._syncs.append((self._sync_began, now))
             self._sync_began = None
 
+    def there_are(self, instances: Iterable[str], now: float) -> None:
+        """From now on these instances can work, and no others."""
+        names = set(instances)
+        for name in self.instances.keys() - names:
+            self.gone[name] = (self.instances.pop(name), now)
+        for name in names - self.instances.keys():
+            self.instances[name] = now
+
     def end_step(self, now: float, weights_due: float | None) -> Interval:
         """Closes the step.
 
@@ -144,6 +161,8 @@ class StepTimes:
         def of(entries: Iterable[tuple[str, float, float]], name: str) -> tuple[Span, ...]:
             return tuple((start, end) for key, start, end in entries if key == name)
 
+        spans = self.gone | {name: (since, now) for name, since in self.instances.items()}
+        present = {name: (max(since, started), until) for name, (since, until) in spans.items() if until > started}
         still = {name: ((since, now),) for name, since in self.running.items() if since < now}
         under_way = ((self._sync_began, now),) if self._sync_began is not None else ()
         interval = Interval(
@@ -151,15 +170,16 @@ class StepTimes:
             now,
             tuple((start, end) for _, start, end in self.trainer),
             of(self.trainer, "publish"),
-            {name: of(self.generating, name) + still.get(name, ()) for name in self.instances},
-            {name: of(self.loading, name) for name in self.instances},
+            {name: of(self.generating, name) + still.get(name, ()) for name in present},
+            {name: of(self.loading, name) for name in present},
             (*self._syncs, *under_way),
+            present,
         )
         self.started = now
         self.ended_trainer, self.trainer = self.trainer, []
         self.generating = [entry for entry in self.generating if entry[2] > now]
         self.loading = [entry for entry in self.loading if entry[2] > now]
-        self._syncs = []
+        self._syncs, self.gone = [], {}
         if weights_due is not None and self._sync_began is None:
             self._sync_began = weights_due
         return interval

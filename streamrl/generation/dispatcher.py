@@ -83,6 +83,20 @@ class Dispatcher:
         self._held.discard(instance)
         await self._enter(instance)
 
+    def knows(self, instance: str) -> bool:
+        """Whether an instance has joined, held or not."""
+        return instance in self._joined
+
+    def works_on(self, instance: str) -> int:
+        """Requests that an instance has, those included that it is to give back."""
+        return sum(at == instance for at in self._at.values())
+
+    async def retire(self, instance: str) -> None:
+        """An instance that was held, and has nothing left, is gone."""
+        self._held.discard(instance)
+        self._unused.discard(instance)
+        del self._joined[instance]
+
     async def use(self, instances: Iterable[str]) -> None:
         """From now on only these get requests; what others have running is placed anew."""
         unused = self._joined.keys() - set(instances)

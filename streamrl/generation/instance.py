@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from streamrl.generation.calibrate import measure_quickly
 from streamrl.generation.engine import UNNAMED_VERSION, Engine
 from streamrl.generation.messages import request_from_wire, sample_to_wire
 from streamrl.launch.context import RoleContext
+from streamrl.launch.plan import PROCESS
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -37,7 +39,7 @@ class Instance:
         self._rate = (time.monotonic(), 0)
 
     async def run(self) -> None:
-        """Serves until the process is ended.
+        """Serves until the service retires it, or the process is ended.
 
         Raises:
             PeerLost: the service fell silent.
@@ -63,6 +65,7 @@ class Instance:
             "slots": self.pool.max_batch,
             "world_size": self.pool.gpus_per_replica,
             "curve": self.curve.to_json(),
+            "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines
         # finished samples are acknowledged once the controller has committed them: while a link is down the service's
@@ -73,9 +76,10 @@ class Instance:
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
         try:
             async with asyncio.TaskGroup() as tasks:
-                while True:
-                    delivery = await self.link.receive()
+                while (delivery := await self.link.receive()).kind != "retire":
                     tasks.create_task(self._handle(delivery))
+            delivery.ack()  # all that it has done is sent: gone once the service has passed it on
+            await self.link.flush(limits.generation_s)
         finally:
             await self.link.close()
 

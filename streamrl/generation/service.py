@@ -4,6 +4,8 @@ controller   - generate, park, resume, use ->   service   - generate, release ->
              <- samples, parked -                          <- sample, released -
              - weights ->                    (relay)       - apply_weights ->
              - sleep ->                                    - sleep ->
+             - scale ->                                    - retire ->
+             <- fleet -
              - finish ->
 
 Between the controller and a service of another site lies a link: samples go over it in batches (`uplink.py`), and all
@@ -16,22 +18,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from scheduler.cost import StepCurve
 from scheduler.policies import make_policy
-from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
+from streamrl.generation.fleet import SiteFleet
+from streamrl.generation.life_cycle import Life
 from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire
 from streamrl.generation.site_weights import SiteWeights
 from streamrl.launch.connections import connect_home, make_uplink, to_home
 from streamrl.launch.context import RoleContext
-from streamrl.launch.plan import plan_processes
 from streamrl.observe.site import write_site
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Hub
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +52,13 @@ class GenerationService:
         self.hub = Hub(context.name, self.waits, lost_after_s=self.limits.heartbeat_s)
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
-        self.instances: tuple[str, ...] = ()
         self.round = 0
         """The controller's newest round, as far as it has been told here."""
         self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)
         self.weights = SiteWeights(context, self.waits)
-        self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
-        """Expected of an instance: (kind, instance)."""
+        self.fleet = SiteFleet(context, self.hub, self.dispatcher, self.waits, self._fleet_changed)
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     async def run(self) -> None:
@@ -72,23 +70,18 @@ class GenerationService:
             RunFailed: the run has ended there, and not well.
         """
         self.hub.bind(self.context.addresses.services[self.site])
-        expected = {
-            spec.name
-            for spec in plan_processes(self.context.cluster, self.context.run, self.context.run_dir)
-            if spec.role == "instance" and spec.site == self.site
+        await self.fleet.open()
+        self.controller.meta |= {
+            "fleet": fleet_to_wire(self.fleet.instances()),
+            "passes_weights_on": self.weights.passes_on,
         }
-        await self.hub.wait_for(expected, self.limits.startup_s)
-        self.instances = tuple(sorted(expected))
-        fleet = self._fleet(self.instances)
-        for instance in fleet:
-            await self.dispatcher.join(instance.name, instance.slots, instance.curve, instance.pool)
-        self.controller.meta |= {"fleet": fleet_to_wire(fleet), "passes_weights_on": self.weights.passes_on}
         self.controller.state = self._state
         try:
             await connect_home(self.context, self.controller, self.context.addresses.controller)
             await self.weights.connect()
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
+                beside.append(self.fleet.run())
                 if self.context.remote:
                     beside.append(self._keep_telling())
                 running = [tasks.create_task(work) for work in beside]
@@ -138,6 +131,8 @@ class GenerationService:
                     await self.dispatcher.resume(delivery.body["sample_ids"], delivery.body["budget"])
                 case "use":
                     await self.dispatcher.use(delivery.body["instances"])
+                case "scale":
+                    await self.fleet.scale({str(pool): int(n) for pool, n in delivery.body["replicas"].items()})
                 case "sleep":
                     tasks.create_task(self._sleep())
                 case "weights":
@@ -148,26 +143,11 @@ class GenerationService:
                     log.warning("service ignores %r of the controller", other)
             delivery.ack()
 
-    def _fleet(self, names: Sequence[str]) -> list[SimulatedInstance]:
-        """The instances with what each measured when it started; like ones get the same step times, their mean, so
-        that plans do not take noise for a difference."""
-        metas = {name: self.hub.peers[name].meta for name in names}
-        pools = {pool.name: pool for pool in self.context.cluster.sites[self.site].generation}
-
-        def kind(name: str) -> tuple[str, int, int]:
-            pool = pools[metas[name]["pool"]]
-            return pool.gpu, pool.gpus_per_replica, pool.threads
-
-        measured = {name: StepCurve.from_json(meta["curve"]) for name, meta in metas.items()}
-        return [
-            SimulatedInstance(
-                name,
-                StepCurve.mean([measured[other] for other in names if kind(other) == kind(name)]),
-                int(metas[name]["slots"]),
-                metas[name]["pool"],
-            )
-            for name in names
-        ]
+    async def _fleet_changed(self) -> None:
+        """The controller is told; a hello of a later connection says it, too."""
+        fleet = fleet_to_wire(self.fleet.instances())
+        self.controller.meta["fleet"] = fleet
+        await self.controller.send("fleet", {"fleet": fleet, "instances": self.fleet.told()})
 
     def _produced(self, instance: str, sample_id: str) -> float:
         """As the instance's last heartbeat has told, so up to a second old."""
@@ -190,14 +170,15 @@ class GenerationService:
                         body = {"sample_id": partial.sample_id, "tokens": tokens, "round": self.round}
                         await self.controller.send("parked", body)
                     delivery.ack()
-                case "asleep":
-                    self._answered(delivery)
-                case "applied":
-                    self._answered(delivery)
+                case "asleep" | "applied":
+                    delivery.ack()
+                    self.fleet.answered(delivery)
                 case "weight_answer":
                     delivery.ack()
                     if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
                         call.set_result(None)
+                case "bye" if self.fleet.answered(delivery):
+                    pass  # it was told to leave
                 case "bye":
                     raise RunFailed(f"instance {delivery.peer} left")
                 case other:
@@ -208,63 +189,30 @@ class GenerationService:
         """Fetches a version once and has every instance of the site load it."""
         started, before = time.time(), self.weights.bytes_received
         version, source = await self.weights.fetch(int(body["number"]), str(body["content_hash"]), body["source"])
-        number, content_hash = version.number, version.content_hash
         fetched = time.time()
-        message = {"number": number, "content_hash": content_hash}
-        if self.context.run.schedule.rolling:
-            answers = [await self._update_instance(name, message) for name in self.instances]
-        else:
-            answers = await asyncio.gather(*(self._update_instance(name, message) for name in self.instances))
+        loaded = await self.fleet.update(version)
         home = self.controller.clock.to_hub_time
-        spans = {
-            name: [home(a["started"]), home(a["finished"])] for name, a in zip(self.instances, answers, strict=True)
-        }
-        self.weights.store.keep_only({number})
+        self.weights.store.keep_only({version.number})
         report = {
-            "number": number,
+            "number": version.number,
             "source": source,
             "transfer_s": self.weights.last_s,
             "bytes": self.weights.bytes_received - before,
             "started": home(started),
             "fetched": home(fetched),
-            "applied": spans,
+            "applied": {name: [home(span.started), home(span.finished)] for name, span in loaded.items()},
         }
         await self.controller.send("weights_ready", report)
 
-    async def _update_instance(self, name: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`)."""
-        on_update = self.context.run.schedule.on_update
-        held = on_update in ("wait", "abort_and_requeue")
-        if held:
-            await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue")
-        limit_s = self.limits.weights_s + (self.limits.generation_s if on_update == "wait" else 0)
-        answer = await self._ask(name, "apply_weights", message, "applied", limit_s)
-        if held:
-            await self.dispatcher.unhold(name)
-        return answer
-
     async def _sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
-        limit_s = self.limits.weights_s
-        await asyncio.gather(*(self._ask(name, "sleep", {}, "asleep", limit_s) for name in self.instances))
+        await self.fleet.sleep()
         await self.controller.send("asleep", {})
-
-    async def _ask(self, name: str, kind: str, body: dict[str, Any], answer: str, limit_s: float) -> dict[str, Any]:
-        """Sends an instance a command and waits for its answer."""
-        future = self._answers[answer, name] = asyncio.get_running_loop().create_future()
-        await self.hub.send(name, kind, body)
-        async with self.waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
-            return await future
-
-    def _answered(self, delivery: Delivery) -> None:
-        delivery.ack()
-        if (future := self._answers.pop((delivery.kind, delivery.peer), None)) is not None:
-            future.set_result(delivery.body)
 
     async def _weight_call(self, body: dict[str, Any]) -> None:
         """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
         loop = asyncio.get_running_loop()
-        instances = list(self.instances)
+        instances = self.fleet.ready
         call = str(body["call"])
         rank = int(body["payload"].get("rank_offset", 0))
         for name in instances:
@@ -280,12 +228,18 @@ class GenerationService:
                 await self._calls.pop((call, name))
         await self.controller.send("weight_answer", {"call": call})
 
-    def _instance_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What an instance's heartbeat said, without its requests' progress, which stays here."""
-        told = {key: value for key, value in state.items() if key != "produced"}
-        if told.get("busy_since"):
-            told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
-        return told
+    def _instance_states(self) -> dict[str, dict[str, Any]]:
+        """Of every instance what its heartbeat said, without its requests' progress, which stays here."""
+        states = {}
+        for name, life in self.fleet.lives.items():
+            told = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
+            told.pop("produced", None)
+            if told.get("busy_since"):
+                told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
+            if life.state is not Life.READY:
+                told["state"] = str(life.state)
+            states[name] = told
+        return states
 
     def _in_home_time(self, body: dict[str, Any]) -> dict[str, Any]:
         """A sample's times by the controller's clock; when it was queued, the controller said itself."""
@@ -310,8 +264,8 @@ class GenerationService:
             "compression": saved if uplink.choice.compressing else None,
             "congested": uplink.congested,
             "instances": {
-                name: {key: peer.state[key] for key in SHOWN_OF_INSTANCES if key in peer.state}
-                for name, peer in self.hub.peers.items()
+                name: {key: state[key] for key in SHOWN_OF_INSTANCES if key in state}
+                for name, state in self._instance_states().items()
             },
         }
 
@@ -327,5 +281,5 @@ class GenerationService:
             "congested": self.uplink.congested,
             "uplink": self.uplink.state(),
             "weights_refetched": self.weights.corrupt,
-            "instances": {name: self._instance_state(peer.state) for name, peer in self.hub.peers.items()},
+            "instances": self._instance_states(),
         }

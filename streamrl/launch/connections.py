@@ -26,6 +26,8 @@ from streamrl.weights.store import WeightStore, store_directory
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
 """Names of the hubs of the trainer's site."""
+OPERATOR = "operator"
+"""How the names of commands begin that a person gives a running job; they come and go."""
 BATCH_S = 0.05
 """Seconds that a sample waits for others before it goes over a link."""
 BATCH_BYTES = 256 * 1024

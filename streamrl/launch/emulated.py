@@ -34,7 +34,7 @@ def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
 def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
     return pool.model_copy(
         update={
-            "replicas": min(pool.replicas, options.replicas),
+            "replicas": max(pool.min_replicas, min(pool.replicas, options.replicas)),
             "gpus_per_replica": 1,
             "threads": options.threads,
             "max_batch": min(pool.max_batch, options.max_batch),

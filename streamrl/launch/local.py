@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from streamrl.emulation.namespaces import enter
-from streamrl.launch.plan import ProcessSpec
+from streamrl.errors import RunFailed
+from streamrl.launch.plan import PROCESS, ProcessSpec
 from streamrl.launch.role import LAST_WORDS, PR_SET_PDEATHSIG
 
 LOG_TAIL_LINES = 12
@@ -36,6 +37,8 @@ class LocalProcess:
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     log: Path
+    number: int = 1
+    """Of an instance's processes, one after the other, this is the one with that number."""
 
     @property
     def exit_code(self) -> int | None:
@@ -83,25 +86,33 @@ def start(
     resume: bool,
     further_env: Mapping[str, str] = MappingProxyType({}),
     namespace: str | None = None,
+    number: int = 1,
 ) -> LocalProcess:
-    """Starts a process with its output appended to logs/<name>.log, in a network namespace if one is named."""
+    """Starts a process with its output appended to logs/<name>.log, in a network namespace if one is named.
+
+    Raises:
+        RunFailed: it cannot be started.
+    """
     log = log_dir / f"{spec.name}.log"
     env = (
         os.environ
         | spec.env
         | dict(further_env)
-        | {"STREAMRL_RESUME": "1" if resume else "0", "STREAMRL_PARENT": str(os.getpid())}
+        | {"STREAMRL_RESUME": "1" if resume else "0", "STREAMRL_PARENT": str(os.getpid()), PROCESS: str(number)}
     )
-    with log.open("ab") as output:
-        output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
-        output.flush()
-        process = subprocess.Popen(
-            spec.command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-            preexec_fn=functools.partial(_in_child, namespace),
-        )
-    return LocalProcess(spec, process, log)
+    try:
+        with log.open("ab") as output:
+            output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
+            output.flush()
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                preexec_fn=functools.partial(_in_child, namespace),
+            )
+    except OSError as error:
+        raise RunFailed(f"cannot start {spec.name}: {error}") from error
+    return LocalProcess(spec, process, log, number)

@@ -21,6 +21,9 @@ cores, because whoever waits takes the core from whoever is waited for."""
 CORES = "STREAMRL_CORES"
 """Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
 
+PROCESS = "STREAMRL_PROCESS"
+"""Environment variable: number of an instance's process (`launch/instances.py`)."""
+
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Some of reasoning-gym's questions depend on the order of sets of strings: the process that asks and the one that
 verifies must agree, and a resumed run must ask the same."""
@@ -46,6 +49,8 @@ class ProcessSpec:
     """CUDA devices of this machine that the process sees (hardware: cuda)."""
     price_per_hour: float = 0.0
     """USD per hour for the whole process."""
+    index: int = 0
+    """Of an instance: its number within its pool."""
 
 
 def plan_processes(
@@ -57,8 +62,8 @@ def plan_processes(
 ) -> list[ProcessSpec]:
     """Processes of a run in the order in which they are started.
 
-    CUDA devices are numbered in order at each site: the trainer's ranks first, then every instance's; colocated ones
-    share them.
+    CUDA devices are numbered in order at each site: the trainer's ranks first, then those of every instance that a pool
+    may have; colocated ones share them.
 
     Args:
         cluster: the resolved cluster file.
@@ -79,6 +84,25 @@ def plan_processes(
 def usd_per_hour(specs: Iterable[ProcessSpec]) -> float:
     """Of all processes, by the cluster file's prices."""
     return sum(spec.price_per_hour for spec in specs)
+
+
+def instance_name(site: str, pool: str, index: int) -> str:
+    """Unique in the run."""
+    return f"{site}-{pool}-{index}"
+
+
+def possible_instances(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
+    """All instances that a site may have, those that a run begins with and those that it may be scaled to. Each has
+    its devices, so that none moves to others when the number changes."""
+    cuda, site = cluster.hardware == "cuda", cluster.sites[site_name]
+    of_trainer = site.trainer.ranks if site.trainer and run.schedule.name != "colocated" else 0
+    gpus_taken = itertools.count(of_trainer)
+    specs = []
+    for pool in site.generation:
+        for index in range(pool.most_replicas):
+            gpus = tuple(itertools.islice(gpus_taken, pool.gpus_per_replica)) if cuda else ()
+            specs.append(_instance(pool, index, site_name, gpus, cuda, run_dir))
+    return specs
 
 
 def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
@@ -120,37 +144,14 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
 
 def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
     """A site's service, instances and reward workers."""
-    cuda, site = cluster.hardware == "cuda", cluster.sites[site_name]
-    of_trainer = site.trainer.ranks if site.trainer and run.schedule.name != "colocated" else 0
-    gpus_taken = itertools.count(of_trainer)
+    site = cluster.sites[site_name]
     specs: list[ProcessSpec] = []
     if site.generation:
         command = _role_command(run_dir, "service", "--site", site_name)
         specs.append(ProcessSpec(f"service-{site_name}", "service", site_name, None, command))
-    for pool in site.generation:
-        for index in range(pool.replicas):
-            gpus = tuple(itertools.islice(gpus_taken, pool.gpus_per_replica)) if cuda else ()
-            name = f"{site_name}-{pool.name}-{index}"
-            specs.append(
-                ProcessSpec(
-                    name=name,
-                    role="instance",
-                    site=site_name,
-                    pool=pool.name,
-                    command=_role_command(
-                        run_dir, "instance", "--site", site_name, "--pool", pool.name, "--name", name
-                    ),
-                    env={"OMP_NUM_THREADS": str(pool.threads)}
-                    | PASSIVE_WAITING
-                    | _pinned(_cores_of(pool, index))
-                    | _visible(gpus, cuda),
-                    threads=pool.threads,
-                    cores=_cores_of(pool, index),
-                    gpu=pool.gpu,
-                    gpu_ids=gpus,
-                    price_per_hour=pool.price_per_hour,
-                )
-            )
+        replicas = {pool.name: pool.replicas for pool in site.generation}
+        possible = possible_instances(cluster, run, site_name, run_dir)
+        specs += [spec for spec in possible if spec.index < replicas[str(spec.pool)]]
     if site.rewards or site.trainer:
         workers = site.rewards.workers if site.rewards else 1
         command = _role_command(run_dir, "rewards", "--site", site_name)
@@ -160,10 +161,30 @@ def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_
     return specs
 
 
+def _instance(
+    pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], cuda: bool, run_dir: Path
+) -> ProcessSpec:
+    name, cores = instance_name(site, pool.name, index), _cores_of(pool, index)
+    return ProcessSpec(
+        name=name,
+        role="instance",
+        site=site,
+        pool=pool.name,
+        command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name),
+        env={"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING | _pinned(cores) | _visible(gpus, cuda),
+        threads=pool.threads,
+        cores=cores,
+        gpu=pool.gpu,
+        gpu_ids=gpus,
+        price_per_hour=pool.price_per_hour,
+        index=index,
+    )
+
+
 def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
-    """CPU cores of a pool's instance: its own share if there are enough, else all of the pool's."""
+    """CPU cores of a pool's instance: its own share if there are enough for all, else all of the pool's."""
     cores = tuple(pool.cores or ())
-    if len(cores) < pool.replicas * pool.threads:
+    if len(cores) < pool.most_replicas * pool.threads:
         return cores
     return cores[index * pool.threads : (index + 1) * pool.threads]
 

@@ -20,7 +20,8 @@ from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
 from streamrl.launch.context import Addresses
-from streamrl.launch.plan import ProcessSpec, plan_processes
+from streamrl.launch.instances import forget
+from streamrl.launch.plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
 from streamrl.weights.store import WeightStore, store_directory
 
@@ -51,8 +52,12 @@ class Share:
         return self.cluster.trainer_site in self.folders
 
     def processes(self) -> list[ProcessSpec]:
-        """What is started, the controller (else the service) first."""
+        """What is started at once, the controller (else the service) first."""
         return plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
+
+    def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
+        """What may be started at a site as its service wants it, by name."""
+        return {spec.name: spec for spec in possible_instances(self.cluster, self.run, site, self.folders[site])}
 
     def namespace(self, site: str) -> str | None:
         """Network namespace in which a site's processes run."""
@@ -89,6 +94,7 @@ def prepare(
             network = stack.enter_context(EmulatedNetwork(run_dir / "network", home, links, emulated_ports()))
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
+            forget(folder)
             choose_addresses(cluster, name, network).save(folder)
         (run_dir / "logs").mkdir(exist_ok=True)
         for store in stores:

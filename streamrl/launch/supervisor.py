@@ -17,7 +17,7 @@ from types import FrameType
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.launch.local import LocalProcess, start
+from streamrl.launch.family import Family
 from streamrl.launch.share import Share, prepare
 from streamrl.observe.live import LiveView
 from streamrl.observe.report import write_report
@@ -27,8 +27,6 @@ from streamrl.observe.status import read_status, write_status
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-STOP_S = 6.0
-"""From SIGTERM to SIGKILL; with the rest of the work a Ctrl-C takes less than 10 s."""
 SETTLE_S = 1.0
 """After a death: others that die of the same cause may say more of it."""
 
@@ -66,7 +64,7 @@ def run(
     """
     with _own(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
         (run_dir / "status.json").unlink(missing_ok=True)
-        processes: list[LocalProcess] = []
+        family = Family(share, resume)
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
         if share.network is not None:
@@ -75,29 +73,29 @@ def run(
             print(f"{len(share.folders)} sites emulated on this machine; links by {how}", flush=True)
         try:
             with view:
-                for spec in share.processes():
-                    processes.append(start(spec, run_dir / "logs", resume, share.env, share.namespace(spec.site)))
-                _watch(share, processes, view, stop)
+                family.start()
+                _watch(share, family, view, stop)
         except BaseException as error:
-            _stop(processes)
+            family.stop()
             if share.trains:
                 _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
             raise
         finally:
-            _stop(processes)
+            family.stop()
             if share.trains:
                 _report(run_dir)
         view.summary()
 
 
-def _watch(share: Share, processes: list[LocalProcess], view: LiveView | SiteView, stop: list[int]) -> None:
-    """Returns when the first process (controller, elsewhere the service) is done.
+def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[int]) -> None:
+    """Returns when the first process (controller, elsewhere the service) is done; starts and ends instances as the
+    sites' services want it.
 
     Raises:
         RunFailed: any process died before.
         Interrupted: a stop was asked for.
     """
-    first = processes[0]
+    first = family.first
     while True:
         if stop:
             raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
@@ -106,10 +104,10 @@ def _watch(share: Share, processes: list[LocalProcess], view: LiveView | SiteVie
             return
         if share.network is not None:
             share.network.check()
-        dead = [p for p in processes if p.exit_code is not None]
-        if dead:
+        family.reconcile()
+        if family.dead:
             time.sleep(SETTLE_S)
-            dead += [p for p in processes if p.exit_code is not None and p not in dead]
+            dead = family.dead
             if first.exit_code == 0:
                 return
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
@@ -124,21 +122,6 @@ def _how_to_resume(share: Share) -> str:
         return ""
     options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
     return f"\ncontinue with: streamrl launch --resume {share.run_dir}{options if share.cluster.remote_sites else ''}"
-
-
-def _stop(processes: list[LocalProcess]) -> None:
-    """Tells all to stop, the controller first (it writes what it knows), and kills who does not."""
-    deadline = time.monotonic() + STOP_S
-    for process in processes[:1]:
-        process.signal(signal.SIGTERM)
-        while process.exit_code is None and time.monotonic() < deadline - STOP_S / 2:
-            time.sleep(0.05)
-    for process in processes[1:]:
-        process.signal(signal.SIGTERM)
-    while any(p.exit_code is None for p in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()  # also what a finished process may have left behind
 
 
 @contextlib.contextmanager

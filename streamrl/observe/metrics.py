@@ -24,6 +24,7 @@ class MetricsRow(Row):
     step_time_s: float | None = Field(None, description="wall time since the previous step ended")
     generate_time_s: float | None = Field(None, description="time in which at least one sample was being generated")
     train_time_s: float | None = Field(None, description="time in which the trainer computed")
+    instances: float | None = Field(None, description="vLLM instances that could work, mean over the step")
     bubble_fraction_generation: float | None = Field(None, description="share of the step instances stood idle")
     bubble_fraction_training: float | None = Field(None, description="share of the step the trainer stood idle")
     samples_per_s: float | None = Field(None, description="trained samples per second of the step")

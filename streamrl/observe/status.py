@@ -101,6 +101,25 @@ class RemoteSite(StatusModel):
         return self.silent_s > ABSENT_AFTER_S
 
 
+class ComingInstance(StatusModel):
+    """An instance that was added to the running job; times are unix seconds, None: not yet."""
+
+    instance: str
+    asked_at: float
+    ready_at: float | None = Field(None, description="it holds the weights that are served")
+    first_sample_at: float | None = Field(None, description="its first sample is in the ledger")
+
+
+class ScalingStatus(StatusModel):
+    """How many instances each pool has; pools are named site/pool."""
+
+    wanted: dict[str, int] = Field(default_factory=dict)
+    ready: dict[str, int] = Field(default_factory=dict)
+    there: dict[str, int] = Field(default_factory=dict, description="with those that are coming or leaving")
+    coming: list[ComingInstance] = Field(default_factory=list, description="the newest ones that were added")
+    note: str = Field("", description="what the run's own elasticity has last decided, or watches")
+
+
 class RunStatus(StatusModel):
     """A whole status file; times are unix seconds."""
 
@@ -117,6 +136,7 @@ class RunStatus(StatusModel):
     hardware: str = ""
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
     sites: dict[str, RemoteSite] = Field(default_factory=dict)
+    scaling: ScalingStatus = Field(default_factory=ScalingStatus)
     progress: Progress = Field(default_factory=Progress)
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None

@@ -70,7 +70,7 @@ def play(auto: Auto, length: int, generate_s: float, train_s: float) -> None:
     end = generate_s + train_s
     spans = {"a": ((0.0, generate_s),), "b": ((0.0, generate_s),)}
     training = (generate_s, end)
-    times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, ())
+    times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, (), {"a": (0.0, end), "b": (0.0, end)})
     auto.step_done(step(length), times, [("train", *training), ("step", end, end)])
 
 

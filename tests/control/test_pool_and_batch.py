@@ -295,11 +295,12 @@ def test_step_metrics_are_what_they_say() -> None:
     )
     spans = {"here-regular-0": ((2.0, 4.0),), "idle": ()}
     nothing: dict[str, tuple[Span, ...]] = {"here-regular-0": (), "idle": ()}
-    times = Interval(0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),))
+    present = dict.fromkeys(spans, (0.0, 10.0))
+    times = Interval(0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present)
     result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
     audit = LengthAudit(128).end_step(1)
-    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 36.0)
+    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11)
     assert row.step_time_s == 10
     assert row.generate_time_s == pytest.approx(2.0)
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked

@@ -13,7 +13,7 @@ def test_covered_time_counts_overlaps_once() -> None:
 
 
 def test_nothing_counts_before_the_first_weights_are_served() -> None:
-    times = StepTimes(["a"])
+    times = StepTimes({"a": 0.0})
     times.trainer.append(("publish", 1.0, 2.0))
     times.loading.append(("a", 2.0, 3.0))
     times.weights_served(4.0)
@@ -22,7 +22,7 @@ def test_nothing_counts_before_the_first_weights_are_served() -> None:
 
 
 def test_samples_and_updates_that_cross_the_end_of_a_step_count_in_both() -> None:
-    times = StepTimes(["a", "b"])
+    times = StepTimes({"a": 0.0, "b": 0.0})
     times.weights_served(0.0)
     times.generating.append(("a", 0.0, 4.0))
     times.running = {"a": 6.0}
@@ -55,12 +55,13 @@ def test_waiting_for_weights_is_exposed_only_where_nothing_else_goes_on() -> Non
         generating={"a": ((0.0, 5.0),)},
         loading={"a": ((9.0, 10.0),)},
         syncs=((0.0, 10.0),),
+        present={"a": (0.0, 20.0)},
     )
     assert interval.exposed_sync_s == 1.0 + 1.0 + 1.0  # made, loaded, and from 8 to 9 neither works
 
 
 def test_a_sync_under_way_at_the_end_goes_on_in_the_next_step() -> None:
-    times = StepTimes(["a"])
+    times = StepTimes({"a": 0.0})
     times.weights_served(0.0)
     times.end_step(10.0, weights_due=10.0)
     assert times.end_step(15.0, weights_due=15.0).exposed_sync_s == 5.0

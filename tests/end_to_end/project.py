@@ -20,7 +20,7 @@ sites:
   here:
     trainer: {ranks: RANKS, threads: 1}
     generation:
-      - {name: regular, replicas: 1, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
+      - {name: regular, replicas: 1, max_replicas: 2, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
       - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}
     rewards: {workers: 1}
 """

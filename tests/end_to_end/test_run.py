@@ -215,3 +215,59 @@ def test_a_dead_instance_ends_the_run_with_its_name_and_last_words(tmp_path: Pat
     status = read_status(run_dir)
     assert status.state == "failed"
     assert "here-tail-0" in (status.error or "")
+
+
+def test_a_pool_grows_and_shrinks_while_the_run_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    easy = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
+    changes = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 400}}
+    process = project.start(steps=500, tasks=easy, checkpoint={"every": 1000}, **changes)
+    run_dir = project.run_dir()
+
+    def scale(*options: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        return done.returncode, done.stdout + done.stderr
+
+    def steps() -> int:
+        return len(read_metrics(run_dir / "metrics.jsonl"))
+
+    def ready() -> dict[str, int]:
+        return read_status(run_dir).scaling.ready
+
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and steps() > 0, 240, process)
+    for options, message in (
+        (("--pool", "regular", "--replicas", "0"), "must keep 1 or more, not 0"),
+        (("--pool", "regular", "--replicas", "3"), "2 instances at most, not 3"),
+        (("--pool", "regulr", "--replicas", "2"), "did you mean regular?"),
+        (("--pool", "regular", "--site", "there", "--replicas", "2"), "no pool 'regular' at a site 'there'"),
+    ):
+        code, output = scale(*options)
+        assert code == 2 and message in output, output
+    code, output = scale("--pool", "regular", "--replicas", "2")
+    assert code == 0, output + project.logs()
+    assert "here/regular: 1 -> 2 instances" in output
+    assert "here-regular-1: first sample after" in output
+    assert ready() == {"here/regular": 2, "here/tail": 1}
+    grown = steps()
+    code, output = scale("--pool", "regular", "--replicas", "1")
+    assert code == 0 and "here/regular has 1 instances" in output, output
+    assert ready() == {"here/regular": 1, "here/tail": 1}
+    assert "here-regular-1" not in read_status(run_dir).roles
+    shrunk = steps()
+    wait_for(lambda: steps() >= shrunk + 2, 100, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    rows = trained_rows(run_dir)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    by_instance = {name: [row for row in rows if row["instance"] == name] for name in {row["instance"] for row in rows}}
+    assert len(by_instance["here-regular-1"]) > 0
+    assert max(row.instances or 0 for row in metrics) > 2.1
+    assert metrics[0].instances == metrics[-1].instances == 2
+    assert shrunk > grown - 1
+    done = len(metrics)
+    ids = [row["sample_id"] for row in rows if row["t_trained"] is not None]
+    assert len(ids) == len(set(ids)) == 18 * done
+    assert {int(str(row["group_id"])) for row in rows} == set(range(6 * done))  # no prompt skipped, none repeated
+    code, output = scale("--pool", "regular", "--replicas", "2")
+    assert code == 2 and "is interrupted: only a running job can be scaled" in output

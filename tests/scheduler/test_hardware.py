@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.hardware import CATALOGUE, CPU, device, devices_from, known_devices, this_cpu
+from scheduler.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, this_cpu
 
 EXPECTED = ("H20", "H800", "H100", "H200", "A100-80", "L40S", "RTX4090", "B200", "MI300X")
 RATES = {"bf16_tflops": 100.0, "memory_gb": 48.0, "memory_bandwidth_gb_s": 900.0, "link_gb_s": 64.0}
@@ -19,6 +19,37 @@ def test_every_device_has_sources_and_a_dated_price() -> None:
     for one in devices.values():
         assert one.source and one.network_source
         assert one.price is not None and re.fullmatch(r"\d{4}-\d{2}", one.price.date) and one.price.source
+
+
+@pytest.mark.parametrize("one", CATALOGUE.values(), ids=lambda one: one.name)
+def test_every_figure_says_where_it_was_looked_up_or_that_it_was_not(one: Device) -> None:
+    assert re.search(r"https://|arXiv \d{4}\.\d{5}", one.source)
+    assert re.search(r"https://|arXiv \d{4}\.\d{5}|^assumption: |not looked up", one.network_source)
+
+
+def test_the_papers_gpus_keep_its_figures() -> None:
+    rows = {name: CATALOGUE[name] for name in ("H20", "H800")}
+    assert {
+        name: (one.bf16_tflops, one.memory_gb, one.memory_bandwidth_gb_s, one.link_gb_s) for name, one in rows.items()
+    } == {"H20": (148.0, 96.0, 4000.0, 900.0), "H800": (989.5, 80.0, 3350.0, 400.0)}
+    assert [one.price.usd_per_hour for one in rows.values() if one.price] == [1.0, 2.85]
+
+
+@pytest.mark.parametrize(
+    ("name", "sparse"),
+    [
+        ("H100", 1979.0),
+        ("H200", 1979.0),
+        ("A100-80", 624.0),
+        ("L40S", 733.0),
+        ("RTX4090", 330.4),
+        ("B200", 4500.0),
+        ("MI300X", 2614.9),
+    ],
+)
+def test_rates_are_half_of_what_vendors_print_with_sparsity(name: str, sparse: float) -> None:
+    # the L40S's table itself is not exactly twofold: 362.05 and 733
+    assert CATALOGUE[name].bf16_tflops == pytest.approx(sparse / 2, rel=0.015)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""The life of an instance, as its site's service sees it. A pure state machine: no clock, no I/O.
+
+    starting --- met ---> stale --- current ---> ready <--- heard / silent ---> suspect
+        ^                   ^                      |                              |
+        |                   +------ outdated ------+                              |
+        +--- restarted --- dead <------------- died (from any of them) -----------+
+                             |
+    (any) --- retired ---> draining --- left ---> gone
+
+Only a ready instance gets requests. One becomes ready by holding, verified, the weights that its site serves; a new
+process holds none, so it is stale first, whatever its predecessor held. A suspect one keeps what it works on and gets
+nothing new. What a dead one worked on goes on elsewhere; it is started again as long as its budget lasts, each time
+after a longer pause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Life(StrEnum):
+    """Where an instance is in its life."""
+
+    STARTING = "starting"
+    """Its process is on its way."""
+    STALE = "stale"
+    """It is there, without the weights that are served."""
+    READY = "ready"
+    SUSPECT = "suspect"
+    """No sign of life for a moment."""
+    DEAD = "dead"
+    DRAINING = "draining"
+    """It gives back what it works on and then ends."""
+    GONE = "gone"
+
+
+ALIVE = frozenset({Life.STARTING, Life.STALE, Life.READY, Life.SUSPECT})
+_ALLOWED: dict[str, tuple[frozenset[Life], Life]] = {
+    "met": (frozenset({Life.STARTING}), Life.STALE),
+    "current": (frozenset({Life.STALE}), Life.READY),
+    "outdated": (frozenset({Life.READY, Life.SUSPECT}), Life.STALE),
+    "silent": (frozenset({Life.READY}), Life.SUSPECT),
+    "heard": (frozenset({Life.SUSPECT}), Life.READY),
+    "died": (ALIVE, Life.DEAD),
+    "restarted": (frozenset({Life.DEAD}), Life.STARTING),
+    "retired": (ALIVE | {Life.DEAD}, Life.DRAINING),
+    "left": (frozenset({Life.DRAINING}), Life.GONE),
+}
+EVENTS = tuple(_ALLOWED)
+
+
+@dataclass(frozen=True)
+class RestartBudget:
+    """How often an instance may be started again."""
+
+    restarts: int = 5
+    """Within `window_s`; 0: never."""
+    window_s: float = 600.0
+    first_pause_s: float = 1.0
+    """Before the first one; twice as long before each further one of the window."""
+    longest_pause_s: float = 60.0
+
+
+@dataclass
+class InstanceLife:
+    """One instance."""
+
+    name: str
+    pool: str
+    index: int
+    process: int = 1
+    """Number of its process; each new one has the next."""
+    state: Life = Life.STARTING
+    deaths: list[float] = field(default_factory=list)
+    """When it died, seconds on the caller's clock; the newest last."""
+
+    def on(self, event: str) -> None:
+        """Takes one of `EVENTS`.
+
+        Raises:
+            ValueError: it cannot happen in this state.
+        """
+        before, after = _ALLOWED[event]
+        if self.state not in before:
+            raise ValueError(f"instance {self.name} is {self.state}: {event!r} cannot happen")
+        self.state = after
+        if event == "restarted":
+            self.process += 1
+
+    def can(self, event: str) -> bool:
+        """Whether an event can happen now."""
+        return self.state in _ALLOWED[event][0]
+
+    def died(self, now: float, budget: RestartBudget) -> float | None:
+        """It has died; when it is to be started again, or None if its budget is used up.
+
+        Args:
+            now: seconds on the caller's clock.
+            budget: how often it may be.
+        """
+        self.on("died")
+        self.deaths = [*(then for then in self.deaths if now - then < budget.window_s), now]
+        if len(self.deaths) > budget.restarts:
+            return None
+        return now + min(budget.longest_pause_s, budget.first_pause_s * 2.0 ** (len(self.deaths) - 1))

@@ -1,0 +1,122 @@
+"""The processes of one launcher: those of the plan, and of each site's instances those that its service wants."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+from streamrl.launch.instances import StartedProcess, WantedInstance, read_wanted, write_started
+from streamrl.launch.local import LocalProcess, start
+from streamrl.launch.plan import ProcessSpec
+from streamrl.launch.share import Share
+
+STOP_S = 6.0
+"""From SIGTERM to SIGKILL; with the rest of the work a Ctrl-C takes less than 10 s."""
+
+
+class Family:
+    """Starts and ends processes; `launch/instances.py` has the files by which services and launchers understand each
+    other."""
+
+    def __init__(self, share: Share, resume: bool) -> None:
+        self.share, self._resume = share, resume
+        self._processes: list[LocalProcess] = []
+        self._possible = {site: share.possible_instances(site) for site in share.folders}
+        self._leaving: dict[str, float] = {}
+        """Instances that are to end: when each is killed if it has not (monotonic seconds)."""
+        self._told: dict[str, list[StartedProcess]] = {}
+
+    def start(self) -> None:
+        """Starts what the plan begins with.
+
+        Raises:
+            RunFailed: a process cannot be started.
+        """
+        for spec in self.share.processes():
+            self._processes.append(self._start(spec))
+        self._tell()
+
+    def _start(self, spec: ProcessSpec, number: int = 1) -> LocalProcess:
+        logs, namespace = self.share.run_dir / "logs", self.share.namespace(spec.site)
+        return start(spec, logs, self._resume, self.share.env, namespace, number)
+
+    @property
+    def first(self) -> LocalProcess:
+        """The one whose end is the end of the run here: the controller, or a site's service."""
+        return self._processes[0]
+
+    @property
+    def dead(self) -> list[LocalProcess]:
+        """Those that have ended and were not to."""
+        return [p for p in self._processes if p.exit_code is not None and p.spec.name not in self._leaving]
+
+    def reconcile(self) -> None:
+        """Starts and ends instances as the sites' services want it.
+
+        Raises:
+            RunFailed: an instance cannot be started.
+        """
+        for site, folder in self.share.folders.items():
+            if (wanted := read_wanted(folder)) is not None:
+                self._reconcile(site, {one.name: one for one in wanted})
+        self._tell()
+
+    def _reconcile(self, site: str, wanted: dict[str, WantedInstance]) -> None:
+        of_site = {p.spec.name: p for p in self._processes if p.spec.role == "instance" and p.spec.site == site}
+        for name, one in wanted.items():
+            there = of_site.get(name)
+            if there is not None and there.number < one.process:
+                there.kill()
+                self._processes.remove(there)
+                there = None
+            if there is None:
+                self._leaving.pop(name, None)
+                self._processes.append(self._start(self._possible[site][name], one.process))
+            elif one.leaving:
+                self._leaving.setdefault(name, float("inf"))  # its service has a deadline for it
+        for name in of_site.keys() - wanted.keys():
+            process = of_site[name]
+            if process.exit_code is not None:
+                process.kill()  # what it may have left behind
+                self._processes.remove(process)
+                self._leaving.pop(name, None)
+            elif self._leaving.get(name, float("inf")) == float("inf"):
+                self._leaving[name] = time.monotonic() + STOP_S
+                process.signal(signal.SIGTERM)
+            elif time.monotonic() > self._leaving[name]:
+                process.kill()
+
+    def _tell(self) -> None:
+        """Writes down, for each site, what has been started and how what has ended did."""
+        for site, folder in self.share.folders.items():
+            told = [self._told_of(p) for p in self._processes if p.spec.site == site]
+            if told != self._told.get(site):
+                _write(folder, told)
+                self._told[site] = told
+
+    def _told_of(self, process: LocalProcess) -> StartedProcess:
+        spec, code = process.spec, process.exit_code
+        words = "" if code is None else process.last_words()
+        return StartedProcess(spec.name, spec.role, process.process.pid, process.number, code, words)
+
+    def stop(self) -> None:
+        """Tells all to stop, the first one first (a controller writes what it knows), and kills who does not."""
+        deadline = time.monotonic() + STOP_S
+        for process in self._processes[:1]:
+            process.signal(signal.SIGTERM)
+            while process.exit_code is None and time.monotonic() < deadline - STOP_S / 2:
+                time.sleep(0.05)
+        for process in self._processes[1:]:
+            process.signal(signal.SIGTERM)
+        while any(p.exit_code is None for p in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in self._processes:
+            process.kill()  # also what a finished process may have left behind
+
+
+def _write(folder: Path, told: list[StartedProcess]) -> None:
+    """A full disk is not what a run should end for here."""
+    with contextlib.suppress(OSError):
+        write_started(folder, told)
