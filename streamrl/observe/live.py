@@ -64,6 +64,8 @@ class PlainLines:
         self._away: dict[str, float] = {}
         self._ranker_note = ""
         self._schedule_note = ""
+        self._wanted: dict[str, int] = {}
+        self._told_instances: set[tuple[str, float, str]] = set()
         self._warned = bool(known and known[-1].length_bias_warning)
 
     def lines(
@@ -93,8 +95,23 @@ class PlainLines:
             if status.ranker.note != self._ranker_note:
                 self._ranker_note = status.ranker.note
                 found.append(status.ranker.note)
+            found += self._scaling_lines(status)
             found += self._site_lines(status)
             found += self._stale_lines(status, now)
+        return found
+
+    def _scaling_lines(self, status: RunStatus) -> list[str]:
+        """Instances that are wanted, that have come, and that have delivered their first sample."""
+        found = []
+        wanted, self._wanted = self._wanted, dict(status.scaling.wanted)
+        for pool, count in status.scaling.wanted.items():
+            if pool in wanted and wanted[pool] != count:
+                found.append(f"pool {pool}: {wanted[pool]} -> {count} instances; {status.scaling.note}".rstrip("; "))
+        for one in status.scaling.coming:
+            for what, then in (("ready", one.ready_at), ("first sample", one.first_sample_at)):
+                if then is not None and (one.instance, one.asked_at, what) not in self._told_instances:
+                    self._told_instances.add((one.instance, one.asked_at, what))
+                    found.append(f"{one.instance}: {what} {duration(then - one.asked_at)} after it was asked for")
         return found
 
     def _site_lines(self, status: RunStatus) -> list[str]:

@@ -221,6 +221,8 @@ def run_notes(
     notes = []
     if status.schedule_note:
         notes.append(("schedule", status.schedule_note, ""))
+    if scaling := scaling_note(status):
+        notes.append(("instances", scaling, ""))
     if rows and (stale := off_policy(rows[-1])):
         notes.append(("off-policy", ", ".join(stale), ""))
     if evaluations:
@@ -232,6 +234,17 @@ def run_notes(
     if rows and rows[-1].length_bias_warning:
         notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
     return notes
+
+
+def scaling_note(status: RunStatus) -> str:
+    """Pools that are not as they are wanted to be, and what the run's own elasticity says; '' where nothing is."""
+    scaling = status.scaling
+    notes = [
+        f"{pool}: {scaling.ready.get(pool, 0)} of {wanted} ready"
+        for pool, wanted in scaling.wanted.items()
+        if status.state == "running" and not wanted == scaling.ready.get(pool) == scaling.there.get(pool)
+    ]
+    return "; ".join([*notes, scaling.note] if scaling.note else notes)
 
 
 def sites_table(status: RunStatus) -> Table:

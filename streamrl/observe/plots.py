@@ -232,6 +232,26 @@ def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
     return figure
 
 
+def varies(rows: Sequence[MetricsRow], name: str) -> bool:
+    """Whether a column has different values."""
+    values = _values(rows, name)
+    return len(np.unique(values[~np.isnan(values)])) > 1
+
+
+def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Both stages beside the number of instances, of a run in which it has changed."""
+    figure, (left, right) = new(1, 2)
+    curve(left, rows, "generate_time_s", "generating", BLUE)
+    curve(left, rows, "train_time_s", "training", ORANGE)
+    left.set_ylim(0, 1.2 * left.get_ylim()[1])
+    label_axis(left, "optimizer step", "seconds", "time per step")
+    legend(left, columns=2)
+    right.step(_steps(right, rows), _values(rows, "instances"), where="mid", lw=1.6, color=GREEN)
+    right.set_ylim(0, 1.2 * right.get_ylim()[1])
+    label_axis(right, "optimizer step", "instances, mean over the step", "instances")
+    return figure
+
+
 def training_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Loss, gradient norm, entropy, log-probability gap."""
     figure, axes = new(2, 2, height=4.4)

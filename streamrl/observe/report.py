@@ -165,6 +165,10 @@ def _predictions(data: RunData) -> str:
 
 
 def _step_time(data: RunData) -> str:
+    scaled = []
+    if plots.varies(data.rows, "instances"):
+        note = "Instances were added or taken away while the run went on: both stages of each step beside their number."
+        scaled.append(figure(plots.instances_figure(data.rows), "instances", note))
     return section(
         "Step time",
         figure(
@@ -175,6 +179,7 @@ def _step_time(data: RunData) -> str:
             "need not add up to the step. Bubbles: the share of the step in which instances, or the "
             "trainer, had nothing to do.",
         ),
+        *scaled,
     )
 
 
