@@ -41,6 +41,7 @@ class FileTask(StrictModel):
     answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
     reward: str = Field("math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own")
     suffix: str = ""
+    shuffle: bool = Field(True, description="another order in every epoch; false: the file's (a curriculum)")
 
     @property
     def key(self) -> str:

@@ -128,8 +128,10 @@ class PromptSource:
         )
 
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        count = self._items[number].count
+        count, task = self._items[number].count, self._tasks[number]
         assert count is not None
+        if isinstance(task, FileTask) and not task.shuffle:
+            return np.arange(count)
         order = np.random.default_rng([derive_seed(self._seed, self._tasks[number].key), epoch])
         return order.permutation(count)
 

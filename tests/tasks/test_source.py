@@ -157,3 +157,8 @@ def test_another_process_makes_the_same_items_even_where_they_depend_on_string_h
 def test_wrong_procedural_settings_are_explained(task: ReasoningGymTask, says: str) -> None:
     with pytest.raises(UserError, match=says):
         PromptSource([task], 0)
+
+
+def test_a_file_that_is_not_shuffled_is_read_in_its_order_in_every_epoch(tmp_path: Path) -> None:
+    source = PromptSource([questions(tmp_path, 5, shuffle=False)], 3)
+    assert [source.prompt(i).text for i in range(12)] == [f"q{i % 5}" for i in range(12)]
