@@ -1,7 +1,7 @@
 """Instances that come and go in a running job: by the run's own rule as answers grow and shrink, and by hand.
 
-    .venv/bin/python experiments/elastic.py --runs-dir runs/elastic    # some 15 minutes on 2 cores; wants a quiet machine
-    .venv/bin/python experiments/elastic.py --summary-only             # tables and plot from the JSON again
+    .venv/bin/python experiments/elastic.py --runs-dir runs/elastic   # 15 minutes on 2 cores; wants a quiet machine
+    .venv/bin/python experiments/elastic.py --summary-only            # tables and plot from the JSON again
 
 The small reasoner (experiments/small_reasoner) works out sums step by step: the more terms, the longer its answers. A
 file of prompts whose terms go from 3 to 10 and back to 3, read in its order, makes the lengths of a real run grow and
@@ -18,7 +18,6 @@ Writes experiments/results/elastic.json, .md and .svg.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -127,15 +126,9 @@ def _wait(run_dir: Path, process: subprocess.Popen[bytes], steps: int, show: Any
 
 
 def _scale(run_dir: Path, replicas: int) -> str:
-    command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), "--pool", "regular"]
-    done = subprocess.run(
-        [*command, "--replicas", str(replicas)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=os.environ,
-    )
+    options = ["--pool", "regular", "--replicas", str(replicas)]
+    command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise SystemExit(f"by hand: {done.stdout}{done.stderr}")
     return done.stdout
@@ -148,15 +141,13 @@ def balance(run_dir: Path) -> dict[str, Any]:
     rows = [row for path in sorted((run_dir / "rollouts").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     trained = [row for row in rows if row["t_trained"] is not None]
     ids = Counter(row["sample_id"] for row in trained)
-    expected = {f"{group:012d}" for group in range(steps * PROMPTS)}
-    groups = {row["group_id"] for row in trained}
+    groups = {int(row["group_id"]) for row in trained}
     return {
         "steps": steps,
         "ledger": ledger.counts(),
         "trained_twice": sum(count - 1 for count in ids.values()),
-        "groups_missing": len({int(name) for name in expected} - {int(name) for name in groups}),
+        "groups_missing": len(set(range(steps * PROMPTS)) - groups),
         "by_instance": dict(Counter(row["instance"] for row in trained)),
-        "moved": sum(row["t_first_token"] is not None and len(row["weight_versions"]) > 1 for row in trained),
     }
 
 
