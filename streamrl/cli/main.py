@@ -22,6 +22,7 @@ COMMANDS = {
     "scale": "Add instances to a running job, or take some from it.",
     "report": "Write the report of a run.",
     "status": "Show where a run stands.",
+    "why-stuck": "Say in one sentence whether a run goes on, and if not, who waits for whom.",
 }
 
 

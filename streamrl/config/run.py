@@ -135,6 +135,16 @@ class ElasticityConfig(StrictModel):
     min_saving: float = Field(0.05, ge=0, lt=1, description="share of generation's time that an instance must save")
 
 
+class RecoveryConfig(StrictModel):
+    """What becomes of processes that die."""
+
+    restarts: int = Field(5, ge=0, description="of one process within `window_s`; then it stays dead")
+    window_s: float = Field(600.0, gt=0)
+    pause_s: float = Field(1.0, ge=0, description="before the first restart; twice as long before each further one")
+    longest_pause_s: float = Field(60.0, ge=0)
+    suspect_s: float = Field(5.0, gt=0, description="silence of an instance after which it gets no new requests")
+
+
 class CheckpointConfig(StrictModel):
     """When state is saved."""
 
@@ -171,6 +181,7 @@ class RunConfig(StrictModel):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
 

@@ -7,7 +7,9 @@ A request is taken off for one of these reasons, and what follows differs:
 
     moved       the policy wants it elsewhere: it goes on there
     parked      its round is over, or it has used its budget of tokens: it waits here, with its tokens, for `resume`
-    requeued    its instance loads new weights: the policy places it anew
+    requeued    its instance loads new weights, or leaves: the policy places it anew
+
+What a dead instance had goes on from what is known of its tokens (`lost`).
 
 The policy decides; here is only who has what. A request that ends while it is taken off has simply ended.
 
@@ -58,30 +60,50 @@ class Dispatcher:
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
-        self._held: set[str] = set()
+        self._held: dict[str, set[str]] = {}
+        """Instances that get nothing new, and why."""
         self._unused: set[str] = set()
         self._throttled = False
 
     async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
-        """An instance is ready for work, or ready again after `hold`."""
+        """An instance is ready for work."""
         self._joined[instance] = (slots, curve, pool)
+        if instance in self._unused:
+            self._held[instance] = {"unused"}
+            return
         self.policy.join(instance, slots, curve, pool)
         await self._dispatch()
 
-    async def hold(self, instance: str, requeue: bool) -> None:
+    async def hold(self, instance: str, requeue: bool, why: str) -> None:
         """An instance gets no more requests until `unhold`.
 
         Args:
             instance: which.
             requeue: what it has running is taken off and placed anew; else it stays there and may end.
+            why: a word; it is held until every reason has gone.
         """
-        self._held.add(instance)
-        await self._leave(instance, requeue)
+        reasons = self._held.setdefault(instance, set())
+        first = not reasons
+        reasons.add(why)
+        waiting = []
+        for sample_id in self.policy.leave(instance) if first else ():
+            if sample_id in self._moving:  # on its way here: placed anew once it has come back from where it was
+                del self._moving[sample_id]
+            elif sample_id not in self._at:  # a policy may have planned it for this instance
+                waiting.append(sample_id)
+        if requeue:
+            for sample_id in sorted(name for name, at in self._at.items() if at == instance):
+                if sample_id not in self._moving and sample_id not in self.parked:  # those are coming back already
+                    await self._send(instance, "release", {"sample_id": sample_id}, {})
+        await self._place(waiting)
 
-    async def unhold(self, instance: str) -> None:
-        """An instance that was held is ready again."""
-        self._held.discard(instance)
-        await self._enter(instance)
+    async def unhold(self, instance: str, why: str) -> None:
+        """A reason for which an instance was held has gone; of one that has left meanwhile it is no news."""
+        reasons = self._held.get(instance, set())
+        reasons.discard(why)
+        if not reasons and self._held.pop(instance, None) is not None:
+            self.policy.join(instance, *self._joined[instance])
+            await self._dispatch()
 
     def knows(self, instance: str) -> bool:
         """Whether an instance has joined, held or not."""
@@ -91,39 +113,56 @@ class Dispatcher:
         """Requests that an instance has, those included that it is to give back."""
         return sum(at == instance for at in self._at.values())
 
+    async def lost(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
+        """An instance is gone, whatever it had: its requests go on elsewhere, from what is known of their tokens.
+
+        Args:
+            instance: which.
+            kept: tokens of a request, as far as they are known.
+
+        Returns:
+            Requests that are parked because what is known uses up their budget, as `released` tells of others.
+        """
+        had = sorted(name for name, at in self._at.items() if at == instance)
+        planned = [] if self._held.pop(instance, None) else self.policy.leave(instance)
+        self._joined.pop(instance, None)
+        for sample_id in planned:
+            if self._at.get(sample_id, instance) != instance:  # on its way here
+                self._moving.pop(sample_id, None)
+        waiting = [sample_id for sample_id in planned if sample_id not in self._at]
+        parked = []
+        for sample_id in had:
+            del self._at[sample_id]
+            target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
+            found = max((kept(sample_id), request.kept), key=lambda one: len(one.completion_tokens) if one else -1)
+            self.requests[sample_id] = replace(request, kept=found)
+            if sample_id in self.parked:
+                continue
+            if found is not None and request.pause_at is not None and len(found.completion_tokens) >= request.pause_at:
+                self.parked.add(sample_id)
+                self.policy.withdraw({sample_id})
+                parked.append(found)
+            elif target is not None:
+                await self._start(sample_id, *target)
+            else:
+                waiting.append(sample_id)
+        await self._place(waiting)
+        return parked
+
     async def retire(self, instance: str) -> None:
         """An instance that was held, and has nothing left, is gone."""
-        self._held.discard(instance)
+        self._held.pop(instance, None)
         self._unused.discard(instance)
-        del self._joined[instance]
+        self._joined.pop(instance, None)
 
     async def use(self, instances: Iterable[str]) -> None:
         """From now on only these get requests; what others have running is placed anew."""
         unused = self._joined.keys() - set(instances)
         for instance in sorted(unused - self._unused):
-            self._unused.add(instance)
-            await self._leave(instance, requeue=True)
-        back, self._unused = self._unused - unused, unused
+            await self.hold(instance, requeue=True, why="unused")
+        back, self._unused = self._unused - unused, set(unused)
         for instance in sorted(back):
-            await self._enter(instance)
-
-    async def _leave(self, instance: str, requeue: bool) -> None:
-        if instance in self._held and instance in self._unused:
-            return  # it has left for the other reason already
-        waiting = []
-        for sample_id in self.policy.leave(instance):
-            if sample_id in self._moving:  # on its way here: placed anew once it has come back from where it was
-                del self._moving[sample_id]
-            elif sample_id not in self._at:  # a policy may have planned it for this instance
-                waiting.append(sample_id)
-            elif requeue:
-                await self._send(instance, "release", {"sample_id": sample_id}, {})
-        await self._place(waiting)
-
-    async def _enter(self, instance: str) -> None:
-        if instance not in self._held | self._unused:
-            self.policy.join(instance, *self._joined[instance])
-            await self._dispatch()
+            await self.unhold(instance, "unused")
 
     async def throttle(self, on: bool) -> None:
         """From now on nothing new is started (see the module's text); when it is off again, what waits is, at once."""
@@ -166,8 +205,10 @@ class Dispatcher:
         # what is still on its way back is placed when it has come
         await self._place([sample_id for sample_id in wanted if sample_id not in self._at])
 
-    async def finished(self, sample_id: str, length: int) -> None:
-        """A sample has come."""
+    async def finished(self, sample_id: str, length: int, instance: str = "") -> None:
+        """A sample has come, of an instance that may have been taken for dead: then nobody else is to go on with it."""
+        if instance and (at := self._at.get(sample_id, instance)) != instance:
+            await self._send(at, "release", {"sample_id": sample_id}, {})
         self.requests.pop(sample_id, None)
         self._forecasts.pop(sample_id, None)
         self.parked.discard(sample_id)

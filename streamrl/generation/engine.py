@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +62,8 @@ class Engine:
         """Weights that new requests meet: while an update is under way, already the coming ones."""
         self._kept: dict[str, int] = {}
         """Tokens that running requests had when they came here."""
+        self._begun: dict[str, tuple[float, float]] = {}
+        """When running requests came here, unix seconds and monotonic ones."""
         model = resolve_model(run.model.path)
         self.backend = weight_backend(run, cuda, several_sites)
         hardware: dict[str, Any] = (
@@ -134,17 +137,18 @@ class Engine:
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         self.running += 1
         self.busy_since = self.busy_since or t_dispatched
+        self._begun[request.sample_id] = t_dispatched, started
         try:
             output = await self._generate(request, min(longest, request.pause_at or longest))
         finally:
             self.running -= 1
+            del self._begun[request.sample_id]
             if self.running == 0:
                 self.busy_since = None
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
         self.tokens += len(tokens)
-        # vLLM's own times are monotonic seconds of this host
         first = output.metrics.first_token_ts if output.metrics else 0.0
         partial = PartialSample(
             sample_id=request.sample_id,
@@ -152,7 +156,7 @@ class Engine:
             logprobs=np.asarray(logprobs, dtype=np.float32),
             token_versions=_token_versions(completion.weight_versions, len(tokens)),
             t_dispatched=t_dispatched,
-            t_first_token=t_dispatched + max(0.0, first - started) if first else t_dispatched,
+            t_first_token=_first_token(t_dispatched, started, first),
         )
         if request.kept is not None:
             partial = join(request.kept, partial)
@@ -172,6 +176,11 @@ class Engine:
             text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
         )
 
+    @property
+    def begun(self) -> frozenset[str]:
+        """Requests that run here."""
+        return frozenset(self._begun)
+
     async def release(self, sample_id: str) -> None:
         """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""
         await self._llm.abort(sample_id)
@@ -184,6 +193,36 @@ class Engine:
             for state in states
             if state.detokenizer is not None
         }
+
+    def progress(self, known: Mapping[str, int]) -> list[tuple[int, PartialSample]]:
+        """What running requests have produced here: (number of its first token, the tokens from there on) of each that
+        has something new.
+
+        Args:
+            known: tokens of each request that are not wanted again; those that it came with never are.
+        """
+        found = []
+        for state in self._llm.output_processor.request_states.values():
+            sample_id = state.external_req_id
+            if sample_id not in self._begun or state.detokenizer is None or state.logprobs_processor is None:
+                continue
+            kept = self._kept.get(sample_id, 0)
+            first = max(0, known.get(sample_id, 0) - kept)
+            rows = state.logprobs_processor.logprobs or []
+            tokens = state.detokenizer.output_token_ids[: len(rows)]
+            if len(tokens) <= first:
+                continue
+            t_dispatched, started = self._begun[sample_id]
+            part = PartialSample(
+                sample_id,
+                np.asarray(tokens[first:], dtype=np.int32),
+                np.asarray([rows[n][tokens[n]].logprob for n in range(first, len(tokens))], dtype=np.float32),
+                _versions_from(state.weight_version_starts, len(tokens))[first:],
+                t_dispatched,
+                _first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
+            )
+            found.append((kept + first, part))
+        return found
 
     async def time(self, requests: list[SampleRequest], tokens: int) -> float:
         """Seconds in which all requests together produce exactly so many tokens each (for calibration)."""
@@ -323,8 +362,18 @@ def _seed_after(seed: int, produced: int) -> int:
 
 def _token_versions(spans: Any, length: int) -> np.ndarray:
     """vLLM's spans of (version, start, end) as one number per token, shape [length]."""
+    return _versions_from([(span.version, span.start) for span in spans or []], length)
+
+
+def _versions_from(starts: Sequence[tuple[str, int]], length: int) -> np.ndarray:
+    """(version, its first token) as one number per token, shape [length]."""
     versions = np.zeros(length, dtype=np.int32)
-    for span in spans or []:
+    for version, start in starts:
         # before the first version is named, vLLM calls its weights "default"
-        versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else UNNAMED_VERSION
+        versions[start:] = int(version) if version.isdecimal() else UNNAMED_VERSION
     return versions
+
+
+def _first_token(t_dispatched: float, started: float, first: float) -> float:
+    """Unix seconds of a request's first token; vLLM's own times are monotonic seconds of this host (0: none yet)."""
+    return t_dispatched + max(0.0, first - started) if first else t_dispatched

@@ -1,32 +1,45 @@
 """The instances of a site: brought in with the weights that are served, updated, and taken out with nothing lost.
 
 How many each pool is to have is told from outside (`scale`); which instances that makes stands in a file that the
-launcher follows (`launch/instances.py`). An instance's life is in `life_cycle.py`.
+launcher follows (`launch/instances.py`). An instance's life is in `life_cycle.py`: one that dies, or is silent for too
+long, is started again, while others go on with what it had, from the token journal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler.cost import StepCurve
 from scheduler.simulator import SimulatedInstance
+from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
-from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life
+from streamrl.generation.journal import TokenJournal
+from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life, RestartBudget
 from streamrl.launch.context import RoleContext
-from streamrl.launch.instances import WantedInstance, write_wanted
+from streamrl.launch.instances import WantedInstance, read_started, write_wanted
 from streamrl.launch.plan import instance_name
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.rollouts.types import PartialSample
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.wire import Arrays
 from streamrl.weights.version import WeightVersion
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """While an instance gives back what it works on."""
+WATCH_S = 0.2
+"""Between two looks at what the launcher says of processes, and at who is silent."""
+
+
+class InstanceLost(Exception):
+    """An instance died while something was expected of it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,9 @@ class SiteFleet:
         hub: Hub,
         dispatcher: Dispatcher,
         waits: WaitRegistry,
+        journal: TokenJournal,
         changed: Callable[[], Awaitable[None]],
+        parked: Callable[[PartialSample], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -54,10 +69,15 @@ class SiteFleet:
             hub: that the instances connect to.
             dispatcher: gives them their requests.
             waits: where waits for them are registered.
+            journal: what their running requests have produced.
+            parked: told of a request that has used up its budget of tokens, as an instance's death has shown.
             changed: told whenever an instance has come, or begins to leave, or has left.
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
-        self.limits = context.run.deadlines
+        self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
+        self.budget = RestartBudget(
+            self.recovery.restarts, self.recovery.window_s, self.recovery.pause_s, self.recovery.longest_pause_s
+        )
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
@@ -65,9 +85,11 @@ class SiteFleet:
         """Number of each instance's newest process, of those that are gone, too."""
         self._curves: list[tuple[str, StepCurve]] = []
         """(pool, step times as measured) of the instances that the run began with: nothing else disturbed them."""
-        self._changed = changed
+        self._changed, self._parked = changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
+        self._causes: dict[str, str] = {}
+        """Of what instances have died, the newest time."""
         self._loading = asyncio.Lock()
         """Nobody comes or goes while weights are loaded."""
         self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
@@ -81,15 +103,28 @@ class SiteFleet:
         """Names of the instances that get requests, in order."""
         return sorted(name for name, life in self.lives.items() if life.state is Life.READY)
 
+    @property
+    def holding(self) -> list[str]:
+        """Those that hold the weights that are served, whether they are heard or not, in order."""
+        return sorted(name for name, life in self.lives.items() if life.state in (Life.READY, Life.SUSPECT))
+
     async def open(self) -> None:
         """Waits for the instances that the run begins with.
 
         Raises:
             DeadlineExpired: naming those that have not come.
+            RunFailed: one has died already: it is not started again, as the next one would die of the same.
         """
         self._reconcile(bring_in=False)
         names = set(self.lives)
-        await self.hub.wait_for(names, self.limits.startup_s)
+        coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s))
+        try:
+            while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
+                for name, words in self._ended().items():
+                    raise RunFailed(words or f"{name} ended while it was starting")
+            await coming
+        finally:
+            coming.cancel()
         for name in sorted(names):
             self._curves.append((self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"])))
         for name in sorted(names):
@@ -97,7 +132,12 @@ class SiteFleet:
             await self._let_in(name)
 
     async def run(self) -> None:
-        """Until cancelled; what goes wrong while instances come and go is raised here."""
+        """Watches the instances until cancelled; what goes wrong while they come and go is raised here.
+
+        Raises:
+            RunFailed: no instance is left, and none can be started again.
+        """
+        self._begin(self._watch())
         try:
             raise await self._errors.get()
         finally:
@@ -125,8 +165,18 @@ class SiteFleet:
         return found.gpu, found.gpus_per_replica, found.threads
 
     def told(self) -> dict[str, dict[str, Any]]:
-        """Every instance's pool and where it is in its life, by name."""
-        return {name: {"pool": life.pool, "life": str(life.state)} for name, life in self.lives.items()}
+        """Every instance's pool, where it is in its life, and of what it has died last, by name."""
+        return {
+            name: {"pool": life.pool, "life": str(life.state), "detail": self._causes.get(name, "")}
+            for name, life in self.lives.items()
+        }
+
+    async def send(
+        self, name: str, kind: str, body: dict[str, Any] | None = None, arrays: Arrays | None = None
+    ) -> None:
+        """Sends an instance a message; one that has died meanwhile gets nothing."""
+        with contextlib.suppress(KeyError):
+            await self.hub.send(name, kind, body, arrays)
 
     # -- coming and going
 
@@ -150,7 +200,8 @@ class SiteFleet:
         self._write()
 
     def _write(self) -> None:
-        wanted = [WantedInstance(i.name, i.process, i.state is Life.DRAINING) for i in self.lives.values()]
+        there = [life for life in self.lives.values() if life.state is not Life.DEAD]
+        wanted = [WantedInstance(life.name, life.process, life.state is Life.DRAINING) for life in there]
         write_wanted(self.context.run_dir, wanted)
 
     def _begin(self, work: Awaitable[None]) -> None:
@@ -166,20 +217,42 @@ class SiteFleet:
 
     async def _bring_in(self, life: InstanceLife) -> None:
         """An instance that is being started gets the weights that are served, then requests."""
-        await self.hub.wait_for({life.name}, self.limits.startup_s)
-        if not life.can("met"):
-            return  # it was retired meanwhile
+        process = life.process
+        try:
+            await self._met(life)
+            async with self._loading:
+                if not (life.process == process and life.can("current")):
+                    return  # it has died, or was retired, meanwhile
+                if self._served is not None:
+                    await self._load(life.name, self._served)
+                    if self._asleep:
+                        await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
+                if life.can("current"):
+                    await self._let_in(life.name)
+            await self._changed()
+        except InstanceLost:
+            return  # whoever noticed has seen to it
+        except DeadlineExpired as error:
+            if life.process == process and life.can("died"):
+                await self._died(life, str(error))
+
+    async def _met(self, life: InstanceLife) -> None:
+        """Waits for an instance's present process; the hello of one before is not meant.
+
+        Raises:
+            InstanceLost: it was retired, or died.
+            DeadlineExpired: it did not come.
+        """
+        process = life.process
+        async with self.waits.deadline(f"{life.name} to start", self.limits.startup_s):
+            while True:
+                await self.hub.wait_for({life.name}, self.limits.startup_s)
+                if not (life.process == process and life.can("met")):
+                    raise InstanceLost
+                if self.hub.peers[life.name].meta.get("process") == process:
+                    break
+                self.hub.drop(life.name)
         life.on("met")
-        async with self._loading:
-            if not life.can("current"):
-                return
-            if self._served is not None:
-                await self._load(life.name, self._served)
-                if self._asleep:
-                    await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
-            if life.can("current"):
-                await self._let_in(life.name)
-        await self._changed()
 
     async def _let_in(self, name: str) -> None:
         life = self.lives[name]
@@ -193,19 +266,88 @@ class SiteFleet:
         name = life.name
         async with self._loading:  # it may be in the middle of that
             if self.dispatcher.knows(name):
-                await self.dispatcher.hold(name, requeue=True)
+                await self.dispatcher.hold(name, requeue=True, why="leaving")
         async with self.waits.deadline(f"{name} to give back its requests", self.limits.generation_s):
             while self.dispatcher.works_on(name):
                 await asyncio.sleep(POLL_S)
-        if self.dispatcher.knows(name):
-            await self.dispatcher.retire(name)
+        await self.dispatcher.retire(name)
         if name in self.hub.peers:
-            await self._ask(name, "retire", {}, "bye", self.limits.generation_s)
+            with contextlib.suppress(InstanceLost):
+                await self._ask(name, "retire", {}, "bye", self.limits.generation_s)
         life.on("left")
         del self.lives[name]
         log.info("%s has left", name)
         self._reconcile()
         await self._changed()
+
+    # -- dying, and coming back
+
+    def _ended(self) -> dict[str, str]:
+        """Instances whose present process has ended, as the launcher says, with its last words."""
+        return {
+            one.name: one.last_words
+            for one in read_started(self.context.run_dir)
+            if one.exit_code is not None and one.name in self.lives and one.process == self.lives[one.name].process
+        }
+
+    async def _watch(self) -> None:
+        """Notices who has died, who is silent, and who is back."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            ended = self._ended()
+            for life in list(self.lives.values()):
+                if life.name in ended and life.state not in (Life.DEAD, Life.GONE):
+                    await self._died(life, ended[life.name])
+                elif life.state in (Life.READY, Life.SUSPECT) and life.name in self.hub.peers:
+                    await self._listen(life, self.hub.silent_for(life.name))
+
+    async def _listen(self, life: InstanceLife, silent_s: float) -> None:
+        """One that has been silent for a moment gets nothing new; if it goes on, it is taken for dead."""
+        if silent_s > self.limits.heartbeat_s:
+            await self._died(life, f"{life.name} was silent for {silent_s:.0f} s")
+        elif silent_s > self.recovery.suspect_s and life.can("silent"):
+            life.on("silent")
+            await self.dispatcher.hold(life.name, requeue=False, why="silent")
+            await self._changed()
+        elif silent_s <= self.recovery.suspect_s and life.can("heard"):
+            life.on("heard")
+            await self.dispatcher.unhold(life.name, "silent")
+            await self._changed()
+
+    async def _died(self, life: InstanceLife, why: str) -> None:
+        """What it had goes on elsewhere; it is started again if its budget allows it.
+
+        Raises:
+            RunFailed: it does not, and no other instance is left.
+        """
+        name, leaving = life.name, life.state is Life.DRAINING
+        log.warning("%s has died: %s", name, why)
+        self._causes[name] = why
+        due = None if leaving else life.died(time.monotonic(), self.budget)
+        self.hub.drop(name)
+        for key in [key for key in self._answers if key[1] == name]:
+            if not (expected := self._answers.pop(key)).done():
+                expected.set_exception(InstanceLost(name))
+        for partial in await self.dispatcher.lost(name, self.journal.kept):
+            await self._parked(partial)
+        if leaving:
+            return  # `_take_out` goes on
+        if due is None and not any(other.state in ALIVE for other in self.lives.values()):
+            raise RunFailed(
+                f"{why}; it has died {len(life.deaths)} times, and no instance is left at {self.context.site}"
+            )
+        self._write()
+        if due is not None:
+            self._begin(self._restart(life, due))
+        await self._changed()
+
+    async def _restart(self, life: InstanceLife, due: float) -> None:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        if life.can("restarted"):
+            life.on("restarted")
+            self._processes[life.name] = life.process
+            self._write()
+            await self._bring_in(life)
 
     # -- weights and sleep
 
@@ -216,24 +358,28 @@ class SiteFleet:
             When each stood still.
         """
         async with self._loading:
-            names = self.ready
+            names = self.holding
             self._served = version
             if self.context.run.schedule.rolling:
                 spans = [await self._update(name, version) for name in names]
             else:
                 spans = await asyncio.gather(*(self._update(name, version) for name in names))
             self._asleep = False
-        return dict(zip(names, spans, strict=True))
+        return {name: span for name, span in zip(names, spans, strict=True) if span is not None}
 
-    async def _update(self, name: str, version: WeightVersion) -> Loaded:
-        """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`)."""
+    async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
+        """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:
+        it died over it."""
         on_update = self.context.run.schedule.on_update
         held = on_update in ("wait", "abort_and_requeue")
         if held:
-            await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue")
-        loaded = await self._load(name, version)
+            await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
+        try:
+            loaded = await self._load(name, version)
+        except InstanceLost:
+            return None
         if held:
-            await self.dispatcher.unhold(name)
+            await self.dispatcher.unhold(name, "weights")
         return loaded
 
     async def _load(self, name: str, version: WeightVersion) -> Loaded:
@@ -246,14 +392,23 @@ class SiteFleet:
     async def sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
         async with self._loading:
-            limit_s = self.limits.weights_s
-            await asyncio.gather(*(self._ask(name, "sleep", {}, "asleep", limit_s) for name in self.ready))
+            asked = (self._ask(name, "sleep", {}, "asleep", self.limits.weights_s) for name in self.holding)
+            for failed in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(failed, BaseException) and not isinstance(failed, InstanceLost):
+                    raise failed
             self._asleep = True
 
     async def _ask(self, name: str, kind: str, body: dict[str, Any], answer: str, limit_s: float) -> dict[str, Any]:
-        """Sends an instance a command and waits for its answer."""
+        """Sends an instance a command and waits for its answer.
+
+        Raises:
+            InstanceLost: it died.
+            DeadlineExpired: it did not answer in time.
+        """
+        if name not in self.hub.peers:
+            raise InstanceLost(name)
         future = self._answers[answer, name] = asyncio.get_running_loop().create_future()
-        await self.hub.send(name, kind, body)
+        await self.send(name, kind, body)
         async with self.waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
             return await future
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamrl.generation.calibrate import measure_quickly
 from streamrl.generation.engine import UNNAMED_VERSION, Engine
-from streamrl.generation.messages import request_from_wire, sample_to_wire
+from streamrl.generation.messages import progress_to_wire, request_from_wire, sample_to_wire
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import PROCESS
 from streamrl.rollouts.types import PartialSample
@@ -22,6 +22,8 @@ from streamrl.weights.vllm_plugin import BACKEND
 
 log = logging.getLogger(__name__)
 
+JOURNAL_EVERY_S = 0.5
+"""So much of what it has produced is lost, on average half of it, when an instance dies."""
 MANY = 100_000
 """Messages of an instance that may be unacknowledged when its site is away."""
 
@@ -76,8 +78,10 @@ class Instance:
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
         try:
             async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell_progress())
                 while (delivery := await self.link.receive()).kind != "retire":
                     tasks.create_task(self._handle(delivery))
+                telling.cancel()
             delivery.ack()  # all that it has done is sent: gone once the service has passed it on
             await self.link.flush(limits.generation_s)
         finally:
@@ -108,6 +112,17 @@ class Instance:
             case other:
                 log.warning("instance ignores %r", other)
                 delivery.ack()
+
+    async def _tell_progress(self) -> None:
+        """Tells the service's token journal what running requests have produced."""
+        told: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(JOURNAL_EVERY_S)
+            parts = self.engine.progress(told)
+            running = {part.sample_id: start + len(part.completion_tokens) for start, part in parts}
+            told = {sample_id: told[sample_id] for sample_id in told.keys() & self.engine.begun} | running
+            if parts:
+                await self.link.send("progress", *progress_to_wire(parts))
 
     async def _apply(self, number: int, content_hash: str) -> None:
         """Loads a version from the site's store; generation pauses for exactly this long."""

@@ -116,6 +116,31 @@ def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
     return Sample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
+def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[dict[str, Any], Arrays]:
+    """What running requests have produced since they were last asked: (number of the first token, tokens) of each."""
+    body = [
+        [part.sample_id, start, len(part.completion_tokens), part.t_dispatched, part.t_first_token]
+        for start, part in parts
+    ]
+    arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in _TOKEN_ARRAYS}
+    return {"parts": body}, arrays
+
+
+def progress_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[int, PartialSample]]:
+    """The opposite of `progress_to_wire`.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not that.
+    """
+    ends = np.cumsum([count for _, _, count, _, _ in body["parts"]], dtype=np.int64)
+    columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in _TOKEN_ARRAYS]
+    found = []
+    for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(body["parts"]):
+        tokens, logprobs, versions = (column[n] for column in columns)
+        found.append((int(start), PartialSample(sample_id, tokens, logprobs, versions, t_dispatched, t_first_token)))
+    return found
+
+
 def fleet_to_wire(fleet: Sequence[SimulatedInstance]) -> list[dict[str, Any]]:
     """A site's instances with their step times."""
     return [instance.__dict__ | {"curve": instance.curve.to_json()} for instance in fleet]

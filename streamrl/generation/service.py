@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from typing import Any
 
@@ -24,18 +25,23 @@ from scheduler.policies import make_policy
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.fleet import SiteFleet
+from streamrl.generation.journal import TokenJournal
 from streamrl.generation.life_cycle import Life
-from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire
+from streamrl.generation.messages import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
 from streamrl.generation.site_weights import SiteWeights
 from streamrl.launch.connections import connect_home, make_uplink, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.observe.site import write_site
+from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
+from streamrl.transport.wire import Arrays
 
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 1.0
+JOURNAL_S = 0.5
+"""Between two writes of the token journal."""
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
 """Of a sample: what the instance has put down by this site's clock."""
 SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
@@ -49,16 +55,19 @@ class GenerationService:
         self.site = context.site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
-        self.hub = Hub(context.name, self.waits, lost_after_s=self.limits.heartbeat_s)
+        self.hub = Hub(context.name, self.waits, lost_after_s=math.inf)  # the fleet judges silence
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
         self.round = 0
         """The controller's newest round, as far as it has been told here."""
-        self.dispatcher = Dispatcher(policy, self.hub.send, self._produced)
+        self.journal = TokenJournal(context.run_dir / "journal.sqlite")
+        self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)
         self.weights = SiteWeights(context, self.waits)
-        self.fleet = SiteFleet(context, self.hub, self.dispatcher, self.waits, self._fleet_changed)
+        self.fleet = SiteFleet(
+            context, self.hub, self.dispatcher, self.waits, self.journal, self._fleet_changed, self._tell_parked
+        )
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     async def run(self) -> None:
@@ -81,7 +90,7 @@ class GenerationService:
             await self.weights.connect()
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
-                beside.append(self.fleet.run())
+                beside += [self.fleet.run(), self._keep_journal()]
                 if self.context.remote:
                     beside.append(self._keep_telling())
                 running = [tasks.create_task(work) for work in beside]
@@ -92,6 +101,7 @@ class GenerationService:
             await self.controller.close()
             await self.weights.close()
             await self.hub.close()
+            self.journal.close()
 
     async def _throttle(self) -> None:
         """Nothing new is started while finished samples do not leave fast enough."""
@@ -143,6 +153,20 @@ class GenerationService:
                     log.warning("service ignores %r of the controller", other)
             delivery.ack()
 
+    async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        await self.fleet.send(name, kind, body, arrays)
+
+    async def _tell_parked(self, partial: PartialSample) -> None:
+        """A request has used up its budget of tokens."""
+        body = {"sample_id": partial.sample_id, "tokens": len(partial.completion_tokens), "round": self.round}
+        await self.controller.send("parked", body)
+
+    async def _keep_journal(self) -> None:
+        """Writes the token journal to its file, from time to time."""
+        while True:
+            await asyncio.sleep(JOURNAL_S)
+            self.journal.flush()
+
     async def _fleet_changed(self) -> None:
         """The controller is told; a hello of a later connection says it, too."""
         fleet = fleet_to_wire(self.fleet.instances())
@@ -162,13 +186,18 @@ class GenerationService:
                     # the instance forgets the sample only when the controller has committed it
                     await self.uplink.put(self._in_home_time(delivery.body), delivery.arrays, delivery.ack)
                     length = len(delivery.arrays["completion_tokens"])
-                    await self.dispatcher.finished(delivery.body["sample_id"], length)
+                    self.journal.forget([delivery.body["sample_id"]])
+                    await self.dispatcher.finished(delivery.body["sample_id"], length, delivery.peer)
                 case "released":
                     partial = partial_from_wire(delivery.body, delivery.arrays)
+                    self.journal.add(0, partial)
                     if await self.dispatcher.released(partial):
-                        tokens = len(partial.completion_tokens)
-                        body = {"sample_id": partial.sample_id, "tokens": tokens, "round": self.round}
-                        await self.controller.send("parked", body)
+                        await self._tell_parked(partial)
+                    delivery.ack()
+                case "progress":
+                    for start, part in progress_from_wire(delivery.body, delivery.arrays):
+                        if part.sample_id in self.dispatcher.requests:
+                            self.journal.add(start, part)
                     delivery.ack()
                 case "asleep" | "applied":
                     delivery.ack()
@@ -180,7 +209,7 @@ class GenerationService:
                 case "bye" if self.fleet.answered(delivery):
                     pass  # it was told to leave
                 case "bye":
-                    raise RunFailed(f"instance {delivery.peer} left")
+                    log.warning("%s has said goodbye", delivery.peer)  # the launcher tells why
                 case other:
                     log.warning("service ignores %r of %s", other, delivery.peer)
                     delivery.ack()
@@ -237,7 +266,7 @@ class GenerationService:
             if told.get("busy_since"):
                 told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
             if life.state is not Life.READY:
-                told["state"] = str(life.state)
+                told |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
             states[name] = told
         return states
 

@@ -49,8 +49,9 @@ class Family:
 
     @property
     def dead(self) -> list[LocalProcess]:
-        """Those that have ended and were not to."""
-        return [p for p in self._processes if p.exit_code is not None and p.spec.name not in self._leaving]
+        """Those that have ended and were not to. Instances are not among them: their site's service reads of their end,
+        and decides."""
+        return [p for p in self._processes if p.exit_code is not None and p.spec.role != "instance"]
 
     def reconcile(self) -> None:
         """Starts and ends instances as the sites' services want it.

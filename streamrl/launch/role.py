@@ -19,6 +19,7 @@ from typing import Any
 
 from streamrl.errors import RunFailed, UserError
 from streamrl.launch.plan import CORES
+from streamrl.launch.stacks import answer_requests
 
 LAST_WORDS = "LAST WORDS: "
 PR_SET_PDEATHSIG = 1
@@ -36,6 +37,16 @@ def _pin() -> None:
     """Keeps this process, and all that it starts, on the CPU cores that the cluster file gives it."""
     if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def _name(args: argparse.Namespace) -> str:
+    """Of this process, as its waits have it."""
+    match args.role:
+        case "trainer":
+            return f"trainer-{os.environ.get('RANK', '0')}"
+        case "service" | "rewards":
+            return f"{args.role}-{args.site}"
+    return str(args.name or args.role)
 
 
 def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
@@ -111,6 +122,7 @@ def main() -> int:
     args = parser.parse_args()
     _end_with_parent()
     _pin()
+    answer_requests(args.run_dir, _name(args))
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -22,8 +22,6 @@ from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, i
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-SEND_LIMIT_S = 300.0
-"""Unless told otherwise, a send waits so long for a credit, or as long as the peer may be away if that is more."""
 LINGER_MS = 500
 YIELD_EVERY = 32
 """Messages; a reader that always finds another one would otherwise never let anything else run."""

@@ -8,6 +8,8 @@ from typing import Self
 
 RESEND_S = 20.0
 """Above any commit's time. A reconnect resends at once, so this is for what got lost in no visible way."""
+SEND_LIMIT_S = 300.0
+"""A send waits so long for a credit, or as long as the peer may be away if that is more."""
 WINDOWS_BEFORE_RESEND = 4
 """So many full windows may pass on a link before something is taken for lost: slow is not lost."""
 
@@ -23,7 +25,12 @@ class Flow:
     resend_s: float = RESEND_S
     """Unacknowledged for this long while the peer is heard: sent again."""
     lost_after_s: float = 60.0
-    """Silent for this long: lost."""
+    """Silent for this long: lost. Infinite: its owner judges it by other signs."""
+
+    @property
+    def send_limit_s(self) -> float:
+        """For how long a send waits for a credit."""
+        return max(SEND_LIMIT_S, self.lost_after_s) if math.isfinite(self.lost_after_s) else SEND_LIMIT_S
 
     def __post_init__(self) -> None:
         """Raises ValueError for limits under which nothing would move."""

@@ -220,7 +220,7 @@ class Hub(Endpoint):
         """
         while not (target := self.peers[peer]).outbox.has_credit:
             target.credit.clear()
-            limit = max(base.SEND_LIMIT_S, target.flow.lost_after_s) if limit_s is None else limit_s
+            limit = target.flow.send_limit_s if limit_s is None else limit_s
             async with self.waits.deadline(f"{peer} to acknowledge messages", limit):
                 await target.credit.wait()
         _, message = self._outgoing(target.outbox, kind, body, arrays, on_ack)
@@ -359,6 +359,12 @@ class Hub(Endpoint):
             log.exception("cannot judge the hello of %r", name)
             return f"the hello cannot be judged: {type(error).__name__}", self.flow
         return reason, flow
+
+    def drop(self, name: str) -> None:
+        """Forgets a peer that its owner knows to be dead, and what is under way to it; if it lives after all, it has to
+        say hello again."""
+        if (peer := self.peers.get(name)) is not None:
+            self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
         """The end of a peer's life; who waits to send to it looks again."""

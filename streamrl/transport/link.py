@@ -147,7 +147,7 @@ class Link(Endpoint):
                 be away, if that is more).
             Refused: the hub no longer lets this process in.
         """
-        limit = max(base.SEND_LIMIT_S, self.flow.lost_after_s) if limit_s is None else limit_s
+        limit = self.flow.send_limit_s if limit_s is None else limit_s
         while not self._outbox.has_credit and self._refusal is None:
             self._credit.clear()
             async with self.waits.deadline(f"the hub at {self._address} to acknowledge messages", limit):

@@ -221,7 +221,7 @@ def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_one
             await work.join(name, 2, None, "regular")
         await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
         for name in "ab":
-            await work.hold(name, requeue=True)
+            await work.hold(name, requeue=True, why="weights")
         seen = told(sent)
         started = {sample for _, kind, sample in seen if kind == "generate"}
         assert started == {sample for _, kind, sample in seen if kind == "release"} and len(started) >= 2
@@ -229,7 +229,7 @@ def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_one
             await work.released(part(sample, 3))
         assert told(sent) == []  # nobody may work
         for name in "ab":
-            await work.unhold(name)
+            await work.unhold(name, "weights")
         running = [sample for _, _, sample in told(sent)]
         for _ in range(4):  # all of them run again, and end
             await work.finished(running.pop(), 9)
@@ -251,15 +251,15 @@ def test_instances_that_are_not_used_hand_their_requests_over_also_while_they_lo
         assert told(sent) == [("b", "release", "h.0")]
         await work.released(part("h.0", 2))
         assert told(sent) == [("a", "generate", "h.0")]
-        await work.hold("b", requeue=True)
-        await work.unhold("b")
+        await work.hold("b", requeue=True, why="weights")
+        await work.unhold("b", "weights")
         await work.submit([(requests("k.0", "k.1"), None)])
         assert {to for to, _, _ in told(sent)} == {"a"}  # loading weights does not bring it back
-        await work.hold("b", requeue=True)
+        await work.hold("b", requeue=True, why="weights")
         await work.use(["a", "b"])
         await work.submit([(requests("l.0"), None)])
         assert told(sent) == []  # a is full, b still loads
-        await work.unhold("b")
+        await work.unhold("b", "weights")
         assert told(sent) == [("b", "generate", "l.0")]
 
     asyncio.run(body())
@@ -273,12 +273,12 @@ def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
             await work.join(name, 2, None, REGULAR)
         await work.submit([(requests("g.0"), None), (requests("h.0"), None)])
         told(sent)
-        await work.hold("a", requeue=False)
+        await work.hold("a", requeue=False, why="weights")
         await work.submit([(requests("k.0", "k.1"), None)])
         assert told(sent) == [("b", "generate", "k.0")]  # the other has one slot left
         await work.finished("g.0", 5)
         assert told(sent) == [] and "g.0" not in work.requests
-        await work.unhold("a")
+        await work.unhold("a", "weights")
         assert told(sent) == [("a", "generate", "k.1")]
 
     asyncio.run(body())
@@ -328,9 +328,9 @@ def test_what_comes_back_or_is_new_while_throttled_starts_once_afterwards(policy
             await work.released(part(sample, 2))
         await work.resume(["g.1", "h.0"])
         held = at["g.3"]
-        await work.hold(held, requeue=True)
+        await work.hold(held, requeue=True, why="weights")
         await work.released(part("g.3", 3))
-        await work.unhold(held)
+        await work.unhold(held, "weights")
         assert {kind for _, kind, _ in told(sent)} == {"release"}
         await work.throttle(True)
         assert told(sent) == []

@@ -1,0 +1,501 @@
+"""Two emulated sites: the simulator's step times beside measured ones, over bandwidths, delays, encodings, schedules.
+
+    .venv/bin/python experiments/emulated_sites.py --runs-dir runs/emulated_sites   # 27 minutes on 2 cores, quiet ones
+    .venv/bin/python experiments/emulated_sites.py --arm "sync, delta, 20 Mbit/s, 10 ms"
+    .venv/bin/python experiments/emulated_sites.py --summary-only                  # tables and plot from the JSON again
+
+SmolLM2-135M (experiments/runs/demo.yaml) on one task, 4 groups of 6 samples a step, at most 32 tokens each; one site
+trains on one core, the other generates on the other one (clusters/two_sites.yaml); `streamrl launch --emulate`. Lengths
+are part of the reward, so that hardly any group has equal rewards: such a group is not trained, which the simulator
+does not know of.
+
+*Calibration.* One run of its own, `sync` with deltas over 100 Gbit/s without delay, with other prompts (seed 1, the
+others have 0). Of its steps after the warm-up: lengths, the trainer's tokens/s, seconds of the optimizer, of making,
+coding and loading a version, of the ways between, bytes of a version, and the instance's step time by batch size,
+fitted to when its samples ended: what it measures at its start is of a machine with nothing else to do.
+
+*Prediction.* `scheduler/pipeline.py` plays a run of as many steps, on whole groups drawn from the calibration's. The
+link comes in as declared: bytes / (bandwidth x weight_share), and its round trips. No time or length of the run that is
+predicted goes in. It is the mean over draws; "by chance" is their standard deviation: how far lengths alone may move a
+run's mean step. "Given its lengths" plays the run's own groups instead, which separates that chance from other errors;
+it is no prediction. "No link" is the prediction for the calibration's link: what is beyond it, the real one costs.
+
+In the simulator, generation, training and the traffic do not slow each other down. Here they share two cores and their
+caches, the processes that emulate the link included, and where they overlap (`async`) they do.
+
+*Measured* is the mean step time after the warm-up, of the same steps as in the simulation. A configuration runs once.
+Target: a median error of at most 10 % over at least 8 configurations.
+Writes experiments/results/emulated_sites.json, .md and .svg.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+import pyarrow.parquet as pq
+import yaml
+from matplotlib.figure import Figure
+from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal
+from scipy.optimize import nnls
+
+from scheduler.cost import StepCurve
+from scheduler.pipeline import Link, Pipeline, Stages
+from scheduler.policies import make_policy
+from scheduler.schedules import make_schedule
+from scheduler.simulator import SimulatedInstance, SimulatedRequest
+from streamrl.config.cluster import SiteLink
+from streamrl.observe.trace import FILE_NAME as TRACE_FILE
+from streamrl.observe.trace import read_trace, trace_origin
+
+OUT = HERE / "results"
+CLUSTER = HERE / "clusters" / "two_sites.yaml"
+RUN_FILE = HERE / "runs" / "demo.yaml"
+PROMPTS, SAMPLES, MAX_TOKENS = 4, 6, 32
+TASK = "name: chain_sum, answer: last_number, config: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
+"""Its answers have different lengths, so a group's shaped rewards differ."""
+OVERRIDES = (
+    f"batch.prompts_per_step={PROMPTS}",
+    f"batch.samples_per_prompt={SAMPLES}",
+    f"sampling.max_tokens={MAX_TOKENS}",
+    f"tasks=[{{kind: reasoning_gym, {TASK}}}]",
+    f"algorithm.overlong={{margin_tokens: {MAX_TOKENS}}}",
+    "checkpoint.every=1000",
+)
+DRAWS = 50
+"""Simulated runs per prediction."""
+WEIGHT_TRIPS, SAMPLE_TRIPS = 2.0, 1.0
+"""Round trips; each of these goes one way: a version is announced, asked for, sent, and said to be served; prompts go
+out, samples come home."""
+WITHIN, CONFIGURATIONS = 0.10, 8
+"""What is asked for: the median error, and over how many."""
+SLOTS = yaml.safe_load(CLUSTER.read_text())["sites"]["generate"]["generation"][0]["max_batch"]
+STEP_S = 15.0
+"""Of a step, roughly."""
+
+Groups = list[tuple[int, list[int]]]
+"""(prompt tokens, output lengths of all its samples) by group, in the order of issue."""
+Sample = dict[str, Any]
+"""A row of the rollouts."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A link, and what is done over it."""
+
+    schedule: Literal["sync", "stream", "async"]
+    encoding: Literal["raw", "delta"]
+    mbit_s: float
+    """10^6 bits per second."""
+    rtt_ms: float
+    steps: int = 8
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.schedule}, {self.encoding}, {self.mbit_s:g} Mbit/s, {self.rtt_ms:g} ms"
+
+    def cluster(self) -> dict[str, Any]:
+        """Its cluster file."""
+        values: dict[str, Any] = yaml.safe_load(CLUSTER.read_text())
+        values["links"][0] |= {"bandwidth_gbit_s": self.mbit_s / 1e3, "rtt_ms": self.rtt_ms}
+        return values
+
+    def link(self) -> SiteLink:
+        """The link as it is declared."""
+        return SiteLink(**self.cluster()["links"][0])
+
+    def overrides(self) -> tuple[str, ...]:
+        """Of the run file."""
+        bound = ", max_staleness: 1" if self.schedule == "async" else ""
+        own = f"schedule={{name: {self.schedule}{bound}}}", f"weights.encoding={self.encoding}", f"seed={self.seed}"
+        return (*OVERRIDES, *own)
+
+
+CALIBRATION = Arm("sync", "delta", 1e5, 0, seed=1)
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("sync", "delta", 20, 10),
+        Arm("stream", "delta", 20, 100),
+        Arm("async", "delta", 200, 100),
+        Arm("sync", "delta", 4, 100),
+        Arm("async", "delta", 4, 10),
+        Arm("sync", "raw", 200, 10, steps=6),
+        Arm("stream", "raw", 500, 100, steps=6),
+        Arm("async", "raw", 500, 10),
+        Arm("async", "raw", 200, 100),
+        Arm("async", "raw", 100, 10, steps=6),
+    )
+}
+"""A delta takes some 0.2 s to 7 s on these links, raw weights 5 s to 27 s, the rest of a step some 10 s."""
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One step of the calibration run, by its trace and rollouts. In `sync` one thing follows the other."""
+
+    fetch_s: float
+    """From when the trainer had made the version until the site had it: announced, coded, sent, verified."""
+    load_s: float
+    """From there to the first request at the instance: loaded, told, prompts sent."""
+    home_s: float
+    """From the last sample's end to the begin of training."""
+    train_s: float
+    optimizer_s: float
+    """With making the version, for which the trainer stands still."""
+    nbytes: int
+    """Of the version."""
+    groups: Groups
+    ends: list[tuple[int, float]]
+    """(output length, seconds from the first request at the instance to its end) of each sample."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What predictions are made of; see `StepFacts`."""
+
+    groups: Groups
+    curve: StepCurve
+    train_tokens_s: float
+    """Prompts included."""
+    optimizer_s: float
+    home_s: float
+    fetch_s: float
+    load_s: float
+    nbytes: dict[str, float]
+    """Of a version, by encoding."""
+
+
+def fit_curve(steps: Sequence[StepFacts], largest: int) -> StepCurve:
+    """Step time by batch size from when samples ended: non-negative least squares of
+
+        end of a sample of n tokens = prefill x prompt tokens + sum over its tokens of (base + slope x requests running)
+
+    where requests run until their last token, and a group's prompt is read in once.
+
+    Args:
+        steps: in each all requests began together.
+        largest: batch size of the curve's last point.
+    """
+    rows, seconds = [], []
+    for step in steps:
+        lengths = np.asarray([length for length, _ in step.ends])
+        running = (lengths[None, :] >= np.arange(1, lengths.max() + 1)[:, None]).sum(axis=1).cumsum()
+        prompts = sum(prompt for prompt, _ in step.groups)
+        for length, end in step.ends:
+            rows.append((prompts, length, running[length - 1]))
+            seconds.append(end)
+    (prefill, base, slope), _ = nnls(np.asarray(rows, dtype=np.float64), np.asarray(seconds))
+    points = {batch: float(base + slope * batch) for batch in (1, largest)}
+    return StepCurve.measured(points, per_prefill_token=float(prefill))
+
+
+def calibrate(steps: Sequence[StepFacts], raw_bytes: float) -> Calibration:
+    """Means over steps: what is measured is one, too.
+
+    Args:
+        steps: of the calibration run, warm.
+        raw_bytes: of a complete version.
+    """
+
+    def mean(value: Callable[[StepFacts], float]) -> float:
+        return statistics.mean(value(step) for step in steps)
+
+    return Calibration(
+        [group for step in steps for group in step.groups],
+        fit_curve(steps, SLOTS),
+        mean(lambda step: sum(prompt + n for prompt, lengths in step.groups for n in lengths))
+        / mean(lambda step: step.train_s),
+        mean(lambda step: step.optimizer_s),
+        mean(lambda step: step.home_s),
+        mean(lambda step: step.fetch_s),
+        mean(lambda step: step.load_s),
+        {"delta": mean(lambda step: step.nbytes), "raw": raw_bytes},
+    )
+
+
+def stages(found: Calibration, arm: Arm) -> Stages:
+    """What follows generation, over an arm's link.
+
+    A delta is coded before it is sent and applied after it has come, so what that takes adds to the link's time. Raw
+    weights are not coded, and written to their place as they come.
+    """
+    link = arm.link()
+    coding_s = found.fetch_s if arm.encoding == "delta" else 0.0
+    delay_s = coding_s + found.load_s + WEIGHT_TRIPS * link.rtt_s
+    return Stages(
+        found.train_tokens_s,
+        found.optimizer_s,
+        found.home_s + SAMPLE_TRIPS * link.rtt_s,
+        found.nbytes[arm.encoding] / 1e9,
+        Link(link.bandwidth_gbit_s * link.weight_share, delay_s),
+    )
+
+
+def transfer_s(found: Calibration, arm: Arm) -> float:
+    """Predicted seconds from a version's announcement until the site has it; only to be shown."""
+    after = stages(found, arm)
+    return after.link.seconds(after.weights_gb) - found.load_s - 0.5 * arm.link().rtt_s
+
+
+def simulated(found: Calibration, arm: Arm, groups: Groups, warmup: int) -> float:
+    """Mean step time of a run that generates these groups, without its first steps."""
+    requests = [
+        [SimulatedRequest(f"{g}.{n}", float(length), f"{g}", prompt) for n, length in enumerate(lengths)]
+        for g, (prompt, lengths) in enumerate(groups)
+    ]
+    policy = make_policy("least-loaded", MAX_TOKENS, affinity=SAMPLES)
+    instance = SimulatedInstance("regular-0", found.curve, SLOTS)
+    pipeline = Pipeline(policy, [instance], stages(found, arm), make_schedule(arm.schedule), PROMPTS)
+    ends = pipeline.run(requests, arm.steps).stepped
+    return (ends[-1] - ends[warmup - 1]) / (arm.steps - warmup)
+
+
+def predict(found: Calibration, arm: Arm, warmup: int) -> tuple[float, float]:
+    """(mean, standard deviation) over runs on whole groups drawn from the calibration's (a bootstrap)."""
+    drawn = np.random.default_rng(0).integers(len(found.groups), size=(DRAWS, arm.steps * PROMPTS)).tolist()
+    means = [simulated(found, arm, [found.groups[n] for n in numbers], warmup) for numbers in drawn]
+    return statistics.mean(means), statistics.stdev(means)
+
+
+@dataclass(frozen=True)
+class Run(Outcome):
+    """What is kept of one run."""
+
+    arm: str
+    groups: Groups
+
+    def step_s(self, warmup: int) -> float:
+        """Mean step time."""
+        return statistics.mean(row.step_time_s or 0.0 for row in self.rows[warmup:])
+
+    def transfer_s(self, warmup: int) -> float | None:
+        """Mean over the steps in which a version came."""
+        known = [row.weight_transfer_s for row in self.rows[warmup:] if row.weight_transfer_s is not None]
+        return statistics.mean(known) if known else None
+
+
+COLUMNS = {
+    *("step", "time", "step_time_s", "generate_time_s", "train_time_s", "weight_bytes_sent", "weight_transfer_s"),
+    *("weight_sync_exposed_s", "samples_total", "output_length_mean", "staleness_mean", "groups_no_gradient"),
+}
+"""Of metrics.jsonl, that are kept."""
+
+
+def read_samples(run_dir: Path) -> list[Sample]:
+    """All samples of a run, in the order of issue."""
+    columns = ["step", "group_id", "prompt_tokens", "output_length", "t_dispatched", "t_finished"]
+    files = sorted((run_dir / "rollouts").glob("*.parquet"))
+    samples = [row for file in files for row in pq.read_table(file, columns=columns).to_pylist()]
+    return sorted(samples, key=lambda row: str(row["group_id"]))
+
+
+def grouped(samples: Sequence[Sample]) -> Groups:
+    """By group, in their order."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    prompts = {row["group_id"]: len(row["prompt_tokens"]) for row in samples}
+    for row in samples:
+        lengths[row["group_id"]].append(row["output_length"])
+    return [(prompts[name], some) for name, some in lengths.items()]
+
+
+def read_facts(run_dir: Path, outcome: Outcome) -> list[StepFacts]:
+    """Of every step of a `sync` run but the first, for which no version is made.
+
+    Raises:
+        ValueError: the trace lacks a span.
+    """
+    events = read_trace(run_dir / TRACE_FILE)
+    origin = trace_origin(events) or 0.0
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            number = event["args"].get("step", event["args"].get("version"))
+            start = origin + event["ts"] / 1e6
+            spans[event["name"], number].append((start, start + event["dur"] / 1e6))
+    all_samples, facts = read_samples(run_dir), []
+    for row in outcome.rows[1:]:
+        (publish,), (load,) = spans["publish", row.step], spans["load weights", row.step - 1]
+        train, (step,) = spans["train", row.step], spans["step", row.step]
+        samples = [sample for sample in all_samples if sample["step"] == row.step]
+        first = min(sample["t_dispatched"] for sample in samples)
+        last = max(sample["t_finished"] for sample in samples)
+        facts.append(
+            StepFacts(
+                load[0] - publish[1],
+                first - load[0],
+                train[0][0] - last,
+                sum(end - start for start, end in train),
+                publish[1] - publish[0] + step[1] - step[0],
+                row.weight_bytes_sent or 0,
+                grouped(samples),
+                [(sample["output_length"], sample["t_finished"] - first) for sample in samples],
+            )
+        )
+    return facts
+
+
+def calibration_sheet(found: Calibration, run: Run, warmup: int) -> Sheet:
+    """What predictions are made of."""
+    lengths = [length for _, some in found.groups for length in some]
+    own, _ = predict(found, CALIBRATION, warmup)
+    few, many = 1e3 * found.curve.base([1, PROMPTS * SAMPLES])
+    rows = [
+        ("output tokens, mean", f"{statistics.mean(lengths):.1f} of {len(lengths)} samples"),
+        ("trainer, tokens/s", f"{found.train_tokens_s:.1f}"),
+        ("optimizer, making a version, s", f"{found.optimizer_s:.2f}"),
+        (f"decode step of 1, {PROMPTS * SAMPLES} requests, ms", f"{few:.1f}, {many:.1f}"),
+        ("reading a prompt, ms a token", f"{1e3 * found.curve.per_prefill_token:.2f}"),
+        ("from the last sample to training, s", f"{found.home_s:.2f}"),
+        ("delta: coding, applying, verifying, s", f"{found.fetch_s:.2f}"),
+        ("from there to the first request, s", f"{found.load_s:.2f}"),
+        ("delta, raw, MB", f"{found.nbytes['delta'] / 1e6:.2f}, {found.nbytes['raw'] / 1e6:.1f}"),
+        ("its own step, s, simulated, measured", f"{own:.2f}, {run.step_s(warmup):.2f}"),
+    ]
+    return Sheet(f"Calibration: {CALIBRATION.name}", ("what", "value"), rows)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A configuration, predicted and measured; seconds per step."""
+
+    run: Run
+    measured: float
+    predicted: float
+    chance: float
+    given: float
+    unlimited: float
+
+    def error(self, value: float) -> float:
+        """Of a prediction, as a share of the measured."""
+        return value / self.measured - 1
+
+
+def compare(found: Calibration, run: Run, warmup: int) -> Compared:
+    """One that did not fail."""
+    arm = ARMS[run.arm]
+    unlimited, _ = predict(found, replace(arm, mbit_s=CALIBRATION.mbit_s, rtt_ms=CALIBRATION.rtt_ms), warmup)
+    given = simulated(found, arm, run.groups, warmup)
+    return Compared(run, run.step_s(warmup), *predict(found, arm, warmup), given, unlimited)
+
+
+def steps_sheet(found: Calibration, compared: Sequence[Compared], warmup: int) -> Sheet:
+    """Prediction against measurement."""
+    rows = [
+        (
+            c.run.arm,
+            f"{c.measured:.2f}",
+            *(f"{c.predicted:.2f}", f"{c.error(c.predicted):+.1%}", f"{c.chance:.2f}"),
+            *(f"{c.given:.2f}", f"{c.error(c.given):+.1%}"),
+            f"{c.unlimited:.2f}",
+            f"{shown(c.run.transfer_s(warmup))} / {transfer_s(found, ARMS[c.run.arm]):.2f}",
+        )
+        for c in compared
+    ]
+    errors, given = [c.error(c.predicted) for c in compared], [abs(c.error(c.given)) for c in compared]
+    notes = []
+    if errors:
+        middle, enough = statistics.median(map(abs, errors)), len(errors) >= CONFIGURATIONS
+        met = "met" if middle <= WITHIN and enough else "MISSED" if enough else "too few configurations"
+        notes = [
+            f"median error over {len(errors)} configurations, at most {WITHIN:.0%}: {middle:.1%}: {met}",
+            f"largest error: {max(map(abs, errors)):.1%}; mean, with its sign: {statistics.mean(errors):+.1%}",
+            f"median error given its lengths: {statistics.median(given):.1%}",
+        ]
+    columns = (
+        *("schedule, weights, link", "measured s", "predicted s", "error", "by chance s", "given its lengths s"),
+        *("error", "no link s", "transfer s, measured / predicted"),
+    )
+    return Sheet("Seconds per step", columns, rows, notes)
+
+
+def draw(compared: Sequence[Compared], path: Path) -> None:
+    """Measured beside predicted, with the errors."""
+    figure = Figure(figsize=(9, 0.55 * len(compared) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(compared))
+    axes.barh(places - 0.2, [c.measured for c in compared], 0.38, color="#444444", label="measured")
+    axes.barh(places + 0.2, [c.predicted for c in compared], 0.38, color="#2f7ed8", label="predicted")
+    axes.plot(
+        [c.unlimited for c in compared], places + 0.2, "|", color="#e0801f", ms=12, mew=2, label="predicted, no link"
+    )
+    for place, c in enumerate(compared):
+        axes.text(max(c.measured, c.predicted), place, f"  {c.error(c.predicted):+.1%}", va="center", fontsize=8)
+    axes.set_yticks(places, [c.run.arm for c in compared], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds per step", title="prediction against measurement")
+    axes.margins(x=0.1, y=0.02)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3, axis="x")
+    figure.savefig(path)
+
+
+@click.command(help=__doc__)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(tuple(ARMS)), default=tuple(ARMS), help="Several.")
+@click.option("--warmup", default=2, show_default=True, type=click.IntRange(1, 4), help="First steps left out.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), help="Where runs are kept, and not run again.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
+def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path, summary_only: bool) -> None:
+    console = terminal()
+    target = out / "emulated_sites.json"
+    runs: list[Run] = []
+    facts: list[StepFacts] = []
+    on, raw_bytes = machine(), 0
+    if summary_only:
+        values = json.loads(target.read_text())
+        on, raw_bytes, runs = values["machine"], values["raw_bytes"], [Run.from_json(run) for run in values["runs"]]
+        facts = [StepFacts(**step) for step in values["facts"]]
+    else:
+        with runs_folder(runs_dir) as folder:
+            jobs, of = [], {}
+            for arm in (CALIBRATION, *(ARMS[name] for name in arms)):
+                name = arm.name.replace(", ", "-").replace("/", "").replace(" ", "_")
+                cluster = folder.resolve() / "clusters" / f"{name}.yaml"
+                cluster.parent.mkdir(parents=True, exist_ok=True)
+                cluster.write_text(yaml.safe_dump(arm.cluster()))
+                jobs.append(Job(name, cluster, RUN_FILE, arm.steps, arm.overrides(), ("--emulate",)))
+                of[name] = arm
+
+            def done(job: Job, outcome: Outcome) -> None:
+                nonlocal facts, raw_bytes
+                run_dir = folder / job.name
+                groups = [] if outcome.error else grouped(read_samples(run_dir))
+                runs.append(Run(**vars(outcome), arm=of[job.name].name, groups=groups))
+                if of[job.name] == CALIBRATION and not outcome.error:
+                    facts = read_facts(run_dir, outcome)
+                    saved = run_dir / "checkpoints" / f"step_{job.steps}"
+                    raw_bytes = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+
+            run_all(jobs, folder, console, done, step_s=STEP_S)
+    for run in runs:
+        if run.error:
+            console.print(f"{run.arm}: FAILED: {run.error}", markup=False, highlight=False)
+    if not facts:
+        raise click.ClickException("nothing can be predicted without the calibration run")
+    found = calibrate(facts[warmup - 1 :], raw_bytes)  # facts begin at step 2
+    compared = [compare(found, run, warmup) for run in runs[1:] if not run.error]
+    sheets = [calibration_sheet(found, runs[0], warmup), steps_sheet(found, compared, warmup)]
+    for sheet in sheets:
+        sheet.show(console)
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"machine": on, "warmup": warmup, "raw_bytes": raw_bytes, "facts": [asdict(step) for step in facts]}
+    record["runs"] = [run.to_json(COLUMNS) for run in runs]
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    head = f"# Emulated sites: prediction against measurement\n\nWritten by `experiments/emulated_sites.py`. {on}.\n\n"
+    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
+    draw(compared, target.with_suffix(".svg"))
+    console.print(f"written to {target}, .md and .svg beside", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

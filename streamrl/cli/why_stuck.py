@@ -1,0 +1,209 @@
+"""`streamrl why-stuck DIR`: one sentence on whether a run goes on, and who waits for whom if it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from streamrl.observe.stuck import Facts, ProcessFacts, Verdict
+
+LOOK_S = 1.5
+"""For all that is looked at: half a second to a second."""
+LONGEST_LOOK_S = 6.0
+"""On a machine under such load that all takes longer; a file system that hangs is told after `LOOK_S`."""
+PRIORITY = -10
+"""So that a run that uses all cores does not keep back who looks at it (where that is allowed)."""
+STACK_LINES = 12
+"""Shown of a process, unless all is asked for."""
+FRAMES = 4
+"""Of each of its threads."""
+WAIT_FOR_WORK = ("/threading.py", "/selectors.py", "/concurrent/futures/thread.py", "/queue.py")
+"""Where the innermost frame of a thread is that has nothing to do."""
+PIPED_WIDTH = 140
+SHOWN_OF_LOOPS = {"answers": "turns", "blocked": "BLOCKED", "none": "none yet", "unknown": "-"}
+
+
+@click.command(name="why-stuck")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option(
+    "--stacks",
+    type=click.Choice(["blocked", "all"]),
+    is_flag=False,
+    flag_value="blocked",
+    metavar="[blocked|all]",
+    help="Show what the processes of the wait chain execute (12 lines each), or all of every process.",
+)
+def command(directory: Path, stacks: str | None) -> None:
+    """Say whether the run in DIR goes on; if it does not, who waits for whom, and since when.
+
+    The first line says it in a sentence that begins with healthy, slow, stuck, starting or ended. It may be asked at
+    any time, on the machine that the run is on, and answers within two seconds.
+
+    Exit code: 3 the run is stuck, 1 it has ended and was not done, 2 there is no run in DIR, 0 anything else.
+
+    \b
+    Examples:
+      streamrl why-stuck runs/demo
+      streamrl why-stuck runs/demo --stacks
+      streamrl why-stuck runs/demo --stacks all
+    """
+    from streamrl.observe.stuck import STUCK, judge
+
+    with _ahead():
+        facts = _look(directory, stacks is not None)
+    if facts is None:
+        click.echo(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded")
+        sys.exit(STUCK)
+    verdict = judge(facts)
+    click.echo(verdict.sentence)
+    _show(facts, verdict)
+    if stacks is not None:
+        _show_stacks(facts, verdict, stacks == "all")
+    sys.exit(verdict.exit_code)
+
+
+def _look(directory: Path, threads: bool) -> Facts | None:
+    """What is seen of the run; None: that takes too long.
+
+    Raises:
+        UserError: there is no run.
+    """
+    from streamrl.launch.instances import RUNNING
+    from streamrl.launch.stacks import collect
+
+    found: list[Facts | Exception] = []
+
+    def look() -> None:
+        try:
+            if not any((directory / name).exists() for name in ("status.json", "site.json", RUNNING)):
+                raise FileNotFoundError(directory)
+            found.append(collect(directory, threads))
+        except Exception as error:
+            found.append(error)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(LOOK_S)
+    if not _waits_for_disk(looking):
+        looking.join(LONGEST_LOOK_S - LOOK_S)
+    if not found:
+        return None
+    if isinstance(found[0], Exception):
+        if not isinstance(found[0], OSError | ValueError):
+            raise found[0]
+        from streamrl.errors import UserError
+        from streamrl.observe.status import read_status
+
+        read_status(directory)  # says what is wrong with the folder
+        raise UserError(f"{directory} cannot be read: {found[0]}") from found[0]
+    return found[0]
+
+
+@contextlib.contextmanager
+def _ahead() -> Iterator[None]:
+    """Runs, and starts threads, with a higher priority if this user may have it."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, min(before, PRIORITY))
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+def _waits_for_disk(thread: threading.Thread) -> bool:
+    """Whether a thread of this process is in an uninterruptible wait (Linux; elsewhere that is not known)."""
+    try:
+        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "D"
+
+
+def _show(facts: Facts, verdict: Verdict) -> None:
+    """Details, the chain of waits, and the processes."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    for detail in verdict.details:
+        console.print(f"  {detail}", soft_wrap=True, markup=False)
+    if verdict.edges:
+        table = _table("who waits", "for", "since", "limit", "that is")
+        for edge in verdict.edges:
+            limits = (f"{edge.since_s:.0f} s", f"{edge.limit_s:.0f} s")
+            table.add_row(edge.waiter, edge.waits_for, *limits, edge.target or "-")
+        console.print("", table)
+    if any(one.pid is not None for one in facts.processes) or verdict.state != "ended":
+        table = _table("process", "pid", "state", "CPU", "event loop", "last said")
+        for one in facts.processes:
+            cpu = "-" if one.cpu is None else f"{100 * one.cpu:.0f} %"
+            loop = SHOWN_OF_LOOPS[one.loop]
+            table.add_row(one.name, str(one.pid or "-"), _state(one), cpu, loop, _said(one, facts))
+        console.print("", table)
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _state(one: ProcessFacts) -> str:
+    if one.exit_code is not None:
+        return f"ended with {one.exit_code}"
+    return "not here" if one.alive == "unknown" else one.alive
+
+
+def _said(one: ProcessFacts, facts: Facts) -> str:
+    """What its last sign of life was."""
+    if facts.run is None:
+        return one.doing or "-"
+    silent = facts.run.silent_s.get(one.site, 0.0)
+    working = f"{one.doing}, {one.running} requests" if one.running else one.doing
+    ago = facts.age if one.name == "controller" else silent
+    return f"{working}, {ago:.1f} s ago" if ago and working else working or "-"
+
+
+def busy_threads(lines: Sequence[str]) -> list[str]:
+    """Of faulthandler's text, the threads that do not wait for work, four frames of each, innermost first."""
+    threads: list[list[str]] = []
+    for line in lines:
+        if line.endswith("(most recent call first):"):
+            threads.append([line])
+        elif threads and line.strip():
+            threads[-1].append(line)
+    busy = [one for one in threads if len(one) > 1 and not any(place in one[1] for place in WAIT_FOR_WORK)]
+    return [line for one in busy for line in one[: FRAMES + 1]]
+
+
+def _show_stacks(facts: Facts, verdict: Verdict, everything: bool) -> None:
+    """Threads of those that are blocked or compute, tasks of the others."""
+    for one in facts.processes:
+        if not everything and not (one.name in verdict.involved or one.loop == "blocked"):
+            continue
+        lines = [*busy_threads(one.threads), *one.tasks]
+        if everything:
+            lines = [*one.threads, *one.tasks]
+        if not lines:
+            continue
+        click.echo(f"\n{one.name} (pid {one.pid})")
+        shown = lines if everything else lines[:STACK_LINES]
+        for line in shown:
+            click.echo(f"  {line}")
+        if len(lines) > len(shown):
+            click.echo(f"  ... {len(lines) - len(shown)} lines more: --stacks all")
