@@ -4,7 +4,7 @@
     .venv/bin/python experiments/elastic.py --summary-only            # tables and plot from the JSON again
 
 The small reasoner (experiments/small_reasoner) works out sums step by step: the more terms, the longer its answers. A
-file of prompts whose terms go from 3 to 10 and back to 3, read in its order, makes the lengths of a real run grow and
+file of prompts whose terms go from 2 to 10 and back to 2, read in its order, makes the lengths of a real run grow and
 shrink. `sync` schedule, so that generation and training do not share the two cores at the same time.
 
 *By the rule.* `elasticity` on, a pool of 1 to 2 instances. The figure has generation and training time of each step
@@ -41,9 +41,9 @@ from streamrl.rollouts.ledger import Ledger
 
 OUT = HERE / "results"
 CLUSTER, RUN_FILE = HERE / "clusters" / "elastic.yaml", HERE / "runs" / "elastic.yaml"
-TERMS = (*[3] * 5, *[6] * 4, *[8] * 4, *[10] * 8, *[8] * 3, *[6] * 3, *[3] * 12)
+TERMS = (*[2] * 6, *[6] * 4, *[8] * 4, *[10] * 16, *[8] * 4, *[6] * 4, *[2] * 24)
 """Of the sums of each step."""
-PROMPTS = 16
+PROMPTS, SAMPLES = 8, 4
 """Of a step, as in the run file."""
 HAND_STEPS, HAND_TERMS = 400, 8
 LIMIT_S = 600.0
@@ -181,7 +181,7 @@ def sheets(results: dict[str, Any]) -> list[Sheet]:
             name,
             str(some["steps"]),
             str(some["ledger"].get("trained", 0)),
-            str(some["groups_missing"] * 8),
+            str(some["groups_missing"] * SAMPLES),
             str(some["trained_twice"]),
             " ".join(f"{key}: {value}" for key, value in sorted(some["by_instance"].items())),
         )

@@ -132,6 +132,10 @@ class SiteDispatch:
             raise ValueError(f"site {site.name} has joined already")
         self._sites[site.name] = _Site(site)
 
+    def groups_of(self, site_name: str) -> list[str]:
+        """What a site has, in the order in which it was placed there."""
+        return list(self._sites[site_name].groups)
+
     def change(self, site: SiteFacts) -> None:
         """A site has more instances, fewer, or others; what it has to do stays there.
 

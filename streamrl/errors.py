@@ -1,4 +1,4 @@
-"""The two ways in which a command fails, and their exit codes."""
+"""The ways in which a command, or a process of a run, fails."""
 
 
 class UserError(Exception):
@@ -11,3 +11,7 @@ class RunFailed(Exception):
     """A run that had started and failed; the message ends with the cause (exit code 1)."""
 
     exit_code = 1
+
+
+class StartAgain(RunFailed):
+    """A process of a run cannot go on, but a new one in its place can."""

@@ -28,14 +28,16 @@ from streamrl.control.pool import GroupPool
 from streamrl.control.preparing import Preparation
 from streamrl.control.prompts import GroupSource, group_of, samples_of
 from streamrl.control.recorder import Recorder
+from streamrl.control.recovery import Recovery
+from streamrl.control.rewarding import Rewarders
 from streamrl.control.rounds import LiveRounds, make_rounds
 from streamrl.control.scaling import Scaling
 from streamrl.control.services import Services
 from streamrl.control.telemetry import Telemetry
 from streamrl.control.times import StepTimes
 from streamrl.control.trainers import DONE, Trainers
-from streamrl.errors import RunFailed
-from streamrl.launch.connections import CONTROLLER, OPERATOR, bind_home, home_hub
+from streamrl.errors import StartAgain
+from streamrl.launch.connections import CONTROLLER, bind_home, home_hub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
@@ -62,6 +64,7 @@ class Controller:
         self.limits = context.run.deadlines
         self.waits = WaitRegistry("controller")
         self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
+        self.hub.tells_hellos = True
         schedule = context.run.schedule
         self.auto: Auto | None = None
         """With `schedule: auto`: chooses the schedule."""
@@ -97,7 +100,7 @@ class Controller:
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.sites, self.telemetry.scaling = self.services.remote, self.scaling.told
         self.telemetry.processes = self.scaling.roles
-        self.rewarders = [spec.name for spec in plan if spec.role == "rewards"]
+        self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
         spending = self.scaling.spending
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending)
         self.step = 0
@@ -111,6 +114,7 @@ class Controller:
 
         Raises:
             RunFailed: something that the run needs is gone or did not answer in time.
+            StartAgain: a process hangs, or is gone, without which it cannot go on: it can from the newest checkpoint.
         """
         writing = asyncio.ensure_future(self.telemetry.keep_writing())
         try:
@@ -123,6 +127,9 @@ class Controller:
             await self._close("done")
         except asyncio.CancelledError:
             await self._close("interrupted")
+            raise
+        except StartAgain:
+            self.telemetry.close("starting")
             raise
         except BaseException as error:
             await self._close("failed", str(error))
@@ -150,8 +157,12 @@ class Controller:
             self._restore()
         addresses = self.context.addresses
         bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
-        everyone = {*self.trainers.names, *self.services.names, *self.rewarders}
+        everyone = {*self.trainers.names, *self.services.names, *self.rewarders.names}
         await self.hub.wait_for(everyone, self.context.startup_s)
+        self.recovery = Recovery(
+            *(self.hub, self.services, self.scaling, self.rewarders),
+            *(self.pool, self.evaluator, self.rounds, self.config.seed),
+        )
         self.services.joined()
         await self.scaling.begin(self.context.resume)
         if isinstance(self.config.schedule, AutoScheduleConfig):
@@ -373,7 +384,7 @@ class Controller:
         self.taking = during_change(before, self.schedule) if self._issued_before else self.schedule
         self._cores_due = setup.trainer_cores
         self.telemetry.schedule = f"auto: {setup.label}"
-        await self.services.tell("use", {"instances": setup.instances})
+        await self.services.use(setup.instances)
 
     # -- messages
 
@@ -409,7 +420,7 @@ class Controller:
             self.services.finished(group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
             self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
-            await self._ask_reward(group, sample.sample_id, sample.text)
+            await self.rewarders.ask(group, sample.sample_id, sample.text)
         if arrivals:
             self.waits.end("samples")
 
@@ -421,16 +432,12 @@ class Controller:
             self.rounds.finished(group.group_id)
         return group
 
-    async def _ask_reward(self, group: Group, sample_id: str, text: str) -> None:
-        rewarder = self.rewarders[hash(group.group_id) % len(self.rewarders)]
-        body = {"sample_id": sample_id, "task": group.task, "completion": text}
-        await self.hub.send(rewarder, "score", body | {"reward_input": group.reward_input})
-
     def _rewards(self, deliveries: list[Delivery]) -> None:
         """Rewards: groups with all of them are complete, and wait to be taken into a step."""
         scored = []
         for delivery in deliveries:
             sample_id, reward = delivery.body["sample_id"], float(delivery.body["reward"])
+            self.rewarders.answered(delivery.peer, sample_id)
             if self.evaluator.awaits(sample_id):
                 self._evaluated(sample_id, reward, delivery.body["error"])
             elif sample_id in self.pool.received:
@@ -490,10 +497,11 @@ class Controller:
                 await self.services.tell("weight_call", delivery.body)
             case "weight_answer":
                 await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
-            case "bye" if delivery.peer.startswith(OPERATOR):
-                pass
-            case "bye":
-                raise RunFailed(f"{delivery.peer} left the run")
+            case "hello":
+                await self.recovery.hello(delivery.peer, delivery.body["session"])
+            case "bye":  # its launcher decides what follows
+                if delivery.peer in self.services.names:
+                    self.services.gone(delivery.peer)
             case other:
                 log.warning("controller ignores %r of %s", other, delivery.peer)
         delivery.ack()

@@ -68,6 +68,14 @@ class Evaluator:
         assert self._evaluations is not None
         return self._evaluations.samples(group)
 
+    def open_groups(self) -> dict[str, Group]:
+        """Groups of evaluations under way, by id."""
+        return self._evaluations.open_groups() if self._evaluations else {}
+
+    def unfinished_samples(self, group: Group) -> list[EvaluationSample]:
+        """The completions of a group that generation owes."""
+        return [sample for sample in self.samples(group) if self.awaits(sample[0]) and sample[0] not in self._samples]
+
     def awaits(self, sample_id: str) -> bool:
         """Whether a sample is part of an evaluation and has no reward yet."""
         return self._evaluations is not None and self._evaluations.awaits(sample_id)

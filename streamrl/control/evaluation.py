@@ -157,6 +157,10 @@ class Evaluations:
         """Without the version: every version draws with the same numbers."""
         return derive_seed(self._seed, f"evaluation/{index}/{number}")
 
+    def open_groups(self) -> dict[str, Group]:
+        """Of all evaluations under way, by id."""
+        return {group_id: group for one in self._open.values() for group_id, group in one.groups.items()}
+
     def awaits(self, sample_id: str) -> bool:
         """Whether a sample belongs to an evaluation and is not finished yet."""
         return any(sample_id in one.waiting for one in self._open.values())

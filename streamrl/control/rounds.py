@@ -74,6 +74,11 @@ class LiveRounds:
         off = sum(self.pool.missing(group_id) for group_id in self._off)
         return off + sum(min(len(some), self.pool.missing(name)) for name, some in self._parked.items())
 
+    def resting_samples(self) -> list[str]:
+        """Those samples."""
+        used_up = [sample_id for some in self._parked.values() for sample_id in some]
+        return [*self.pool.unfinished(self._off), *used_up]
+
     def count_put_off(self) -> int:
         """Samples put off since the last call."""
         count, self.put_off = self.put_off, 0

@@ -196,6 +196,13 @@ class Scaling:
             if pool is not None and pool.min_replicas <= replicas <= pool.most_replicas != self.pools.wanted[key]:
                 await self._scale(key, replicas)
 
+    async def returned(self, service: str) -> None:
+        """A service is a new process: it has adopted the instances that it found."""
+        site = self.services.site_of(service)
+        for key, replicas in self.pools.wanted.items():
+            if key.partition("/")[0] == site:
+                await self.services.scale(site, key.partition("/")[2], replicas)
+
     # -- what becomes of it
 
     def fleet_changed(self, service: str, body: Mapping[str, Any]) -> None:

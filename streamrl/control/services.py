@@ -29,9 +29,12 @@ from streamrl.observe.status import ABSENT_AFTER_S
 from streamrl.rollouts.types import Group
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
+from streamrl.transport.wire import Arrays
 
-WEIGHTS, SLEEP = "weights", "sleep"
-"""Names of what is waited for; weights have their site's service behind."""
+WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
+"""Names of what is waited for; weights and returns have a service behind."""
+RETURN_S = 300.0
+"""For the service of the trainer's site to be started again."""
 MEASURED_BYTES = 500_000
 """A transfer of weights from this size on tells the bandwidth of its path."""
 HISTORY = 10
@@ -77,6 +80,12 @@ class Services:
         """Version that is on its way to a site's instances."""
         self._next: dict[str, dict[str, Any]] = {}
         """Announcement of what a site gets after that."""
+        self._newest: dict[str, Any] | None = None
+        """Announcement of the version that was made last."""
+        self._fleets: dict[str, list[dict[str, Any]]] = {}
+        """Instances of each service's site, as it has told."""
+        self._using: list[str] | None = None
+        """What `use` has said last."""
         self._asleep: set[str] = set()
         """Those whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -102,7 +111,54 @@ class Services:
     def joined(self) -> None:
         """All services have said hello, with their instances."""
         for name in self.names:
+            self._fleets[name] = self._hub.peers[name].meta["fleet"]
             self._dispatch.join(self._facts(name))
+
+    def gone(self, name: str) -> None:
+        """A service has said goodbye: its launcher, or a new process in its place, may bring it back."""
+        remote = self._sites[name] in self._cluster.remote_sites
+        self._waits.begin(f"{RETURN} {name}", f"{name} to come back", self._cluster.absence_s if remote else RETURN_S)
+
+    async def returned(self, name: str) -> list[str]:
+        """A service is a new process, which knows nothing: it gets the newest weights.
+
+        Returns:
+            The groups that its site has, to be sent to it again (`again`).
+        """
+        self._waits.end(f"{RETURN} {name}")
+        self._waits.end(f"{WEIGHTS} {name}")
+        self._coming.pop(name, None)
+        self._served[name].clear()
+        self._asleep.discard(name)
+        self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
+        if self._newest is not None:
+            self._next[name] = self._newest
+            await self._announce(name)
+        if self._using is not None:
+            await self._send(name, "use", {"instances": self._using})
+        return self._dispatch.groups_of(self._sites[name])
+
+    async def again(
+        self, name: str, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None
+    ) -> None:
+        """Sends a service what its site has, as `generate` did."""
+        if groups:
+            await self._send(name, "generate", *groups_to_wire(groups, samples, time.time(), budget))
+
+    async def rest(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
+        """Tells a service the number of the round under way, and which samples rest in it."""
+        await self._send(name, "resume", {"sample_ids": [], "budget": None, "round": number})
+        await self._send(name, "park", {"sample_ids": list(sample_ids)})
+
+    async def use(self, instances: Sequence[str]) -> None:
+        """From now on only these instances generate."""
+        self._using = list(instances)
+        await self.tell("use", {"instances": self._using})
+
+    async def _send(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
+        """A service that is away gets nothing: when it is back, it is told all that is open."""
+        with contextlib.suppress(KeyError):
+            await self._hub.send(name, kind, body, arrays)
 
     def _facts(self, name: str) -> SiteFacts:
         site, fleet = self._sites[name], self._fleet(name)
@@ -119,7 +175,7 @@ class Services:
 
     def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:
         """Other instances of a service's site get requests now."""
-        self._hub.peers[name].meta["fleet"] = fleet
+        self._fleets[name] = fleet
         if fleet:
             self._dispatch.change(self._facts(name))
 
@@ -130,12 +186,12 @@ class Services:
     async def scale(self, site: str, pool: str, replicas: int) -> None:
         """A pool of a site is to have so many instances."""
         for name in (name for name, other in self._sites.items() if other == site):
-            await self._hub.send(name, "scale", {"replicas": {pool: replicas}})
+            await self._send(name, "scale", {"replicas": {pool: replicas}})
 
     async def tell(self, kind: str, body: dict[str, Any]) -> None:
         """Sends all of them the same."""
         for name in self.names:
-            await self._hub.send(name, kind, body)
+            await self._send(name, kind, body)
 
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
@@ -160,7 +216,7 @@ class Services:
         for name, site in self._sites.items():
             if mine := dealt[site]:
                 body = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
-                await self._hub.send(name, "generate", *body)
+                await self._send(name, "generate", *body)
 
     def _hold_absent(self) -> None:
         """Sites that are away or congested get nothing new as long as another one can work."""
@@ -195,9 +251,10 @@ class Services:
             self._serving = dict.fromkeys(self.names, int(made["number"]))
             self._asleep.clear()
             return True
+        self._newest = {key: made[key] for key in ("number", "content_hash")}
         for name in self.names:
             if self._serving[name] < made["number"]:
-                self._next[name] = {key: made[key] for key in ("number", "content_hash")}
+                self._next[name] = self._newest
                 if name not in self._coming:
                     await self._announce(name)
         return not self._coming
@@ -208,7 +265,7 @@ class Services:
         # a site that is away gets its weights when it is back
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
         self._waits.begin(f"{WEIGHTS} {name}", f"weights {made['number']} to reach {name}", limit_s)
-        await self._hub.send(name, "weights", made)
+        await self._send(name, "weights", made)
 
     def _source(self, name: str) -> str | None:
         """The site whose relay a service is to get its next weights from; None: the trainer's."""
@@ -247,6 +304,8 @@ class Services:
         Returns:
             Whether every site now serves the newest version there is.
         """
+        if self._coming.get(name) is None:
+            return not self._coming  # of a process that has been replaced since
         self._waits.end(f"{WEIGHTS} {name}")
         source = report["source"] or self._cluster.trainer_site
         link = self._cluster.link_between(self._sites[name], source)
@@ -306,7 +365,7 @@ class Services:
             self._waits.end(SLEEP)
 
     def _fleet(self, name: str) -> list[SimulatedInstance]:
-        return fleet_from_wire(self._hub.peers[name].meta["fleet"])
+        return fleet_from_wire(self._fleets[name])
 
     def fleet(self) -> list[SimulatedInstance]:
         """All instances, as their services have told."""
@@ -336,5 +395,6 @@ class Services:
 
     def busy_since(self) -> dict[str, float]:
         """Since when each busy instance has had something to do, as the last heartbeats told (unix seconds)."""
-        states = [self._hub.peers[name].state.get("instances", {}) for name in self.names]
+        known = [self._hub.peers[name] for name in self.names if name in self._hub.peers]
+        states = [peer.state.get("instances", {}) for peer in known]
         return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}

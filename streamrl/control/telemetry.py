@@ -170,7 +170,8 @@ class Telemetry:
         states["controller"] = {"state": self.state, "detail": self.detail}
         roles = {}
         for name, role in self.processes().items():
-            known = states.get("trainer-0" if role == "trainer" else name, {})
+            speaker = "trainer-0" if role == "trainer" else name
+            known = states.get(speaker, {})
             state = str(known.get("state", "starting"))
             if self._states.get(name, ("", 0.0))[0] != state:
                 self._states[name] = (state, time.time())
@@ -180,6 +181,7 @@ class Telemetry:
                 "state": state,
                 "detail": str(known.get("detail", "")),
                 "since": self._states[name][1],
+                "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
             } | numbers
         return roles
 

@@ -19,11 +19,13 @@ from scheduler.cost import StepCurve
 from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
+from streamrl.generation.engine import weight_backend
 from streamrl.generation.journal import TokenJournal
-from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life, RestartBudget
+from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life
 from streamrl.launch.context import RoleContext
-from streamrl.launch.instances import WantedInstance, read_started, write_wanted
-from streamrl.launch.plan import instance_name
+from streamrl.launch.instances import WantedInstance, read_started, read_wanted, write_wanted
+from streamrl.launch.plan import instance_name, possible_instances
+from streamrl.launch.restarts import RestartBudget
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
@@ -75,12 +77,13 @@ class SiteFleet:
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
-        self.budget = RestartBudget(
-            self.recovery.restarts, self.recovery.window_s, self.recovery.pause_s, self.recovery.longest_pause_s
-        )
+        self.budget = RestartBudget.of(context.run.recovery)
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
+        self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
+        several = bool(context.cluster.remote_sites)
+        self._backend = weight_backend(context.run, context.cluster.hardware == "cuda", several)
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process, of those that are gone, too."""
         self._curves: list[tuple[str, StepCurve]] = []
@@ -104,17 +107,20 @@ class SiteFleet:
         return sorted(name for name, life in self.lives.items() if life.state is Life.READY)
 
     @property
-    def holding(self) -> list[str]:
-        """Those that hold the weights that are served, whether they are heard or not, in order."""
-        return sorted(name for name, life in self.lives.items() if life.state in (Life.READY, Life.SUSPECT))
+    def present(self) -> list[str]:
+        """Those that have come and not gone, heard or not, in order."""
+        there = (Life.STALE, Life.READY, Life.SUSPECT)
+        return sorted(name for name, life in self.lives.items() if life.state in there)
 
     async def open(self) -> None:
-        """Waits for the instances that the run begins with.
+        """Waits for the instances that the run begins with, or that a service before this one has left. They get no
+        requests before they have loaded weights that this service knows of.
 
         Raises:
             DeadlineExpired: naming those that have not come.
             RunFailed: one has died already: it is not started again, as the next one would die of the same.
         """
+        self._adopt()
         self._reconcile(bring_in=False)
         names = set(self.lives)
         coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s))
@@ -127,9 +133,22 @@ class SiteFleet:
             coming.cancel()
         for name in sorted(names):
             self._curves.append((self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"])))
-        for name in sorted(names):
             self.lives[name].on("met")
-            await self._let_in(name)
+            if self._backend == "nccl":
+                await self._let_in(name)  # the trainer brings their weights
+
+    def _adopt(self) -> None:
+        """Takes over the instances that a service before this one has left running."""
+        possible = {spec.name: spec for spec in self._possible}
+        for one in read_wanted(self.context.run_dir) or []:
+            spec = possible[one.name]
+            self._processes[one.name] = one.process
+            if not one.leaving:
+                self.lives[one.name] = InstanceLife(one.name, str(spec.pool), spec.index, one.process)
+        if self.lives:
+            self._wanted = {
+                pool: max(1, sum(life.pool == pool for life in self.lives.values())) for pool in self._wanted
+            }
 
     async def run(self) -> None:
         """Watches the instances until cancelled; what goes wrong while they come and go is raised here.
@@ -151,9 +170,9 @@ class SiteFleet:
         await self._changed()
 
     def instances(self) -> list[SimulatedInstance]:
-        """Those that get requests, with their step times: like ones have the same, their mean, so that plans do not
-        take noise for a difference."""
-        return [self._simulated(name) for name in self.ready]
+        """Those that are there, with their step times: like ones have the same, their mean, so that plans do not take
+        noise for a difference."""
+        return [self._simulated(name) for name in self.present]
 
     def _simulated(self, name: str) -> SimulatedInstance:
         meta, pool = self.hub.peers[name].meta, self.lives[name].pool
@@ -223,10 +242,11 @@ class SiteFleet:
             async with self._loading:
                 if not (life.process == process and life.can("current")):
                     return  # it has died, or was retired, meanwhile
-                if self._served is not None:
-                    await self._load(life.name, self._served)
-                    if self._asleep:
-                        await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
+                if self._served is None:
+                    return  # it is let in with the first weights
+                await self._load(life.name, self._served)
+                if self._asleep:
+                    await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
                 if life.can("current"):
                     await self._let_in(life.name)
             await self._changed()
@@ -358,14 +378,22 @@ class SiteFleet:
             When each stood still.
         """
         async with self._loading:
-            names = self.holding
+            names = self.present
+            processes = {name: self.lives[name].process for name in names}
             self._served = version
             if self.context.run.schedule.rolling:
                 spans = [await self._update(name, version) for name in names]
             else:
                 spans = await asyncio.gather(*(self._update(name, version) for name in names))
             self._asleep = False
-        return {name: span for name, span in zip(names, spans, strict=True) if span is not None}
+            loaded = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
+            lives = [self.lives[name] for name in loaded if self.lives[name].process == processes[name]]
+            stale = [life for life in lives if life.can("current")]
+            for life in stale:
+                await self._let_in(life.name)
+        if stale:
+            await self._changed()
+        return loaded
 
     async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
         """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:
@@ -377,6 +405,9 @@ class SiteFleet:
         try:
             loaded = await self._load(name, version)
         except InstanceLost:
+            return None
+        except DeadlineExpired as error:
+            await self._died(self.lives[name], str(error))
             return None
         if held:
             await self.dispatcher.unhold(name, "weights")
@@ -392,7 +423,7 @@ class SiteFleet:
     async def sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
         async with self._loading:
-            asked = (self._ask(name, "sleep", {}, "asleep", self.limits.weights_s) for name in self.holding)
+            asked = (self._ask(name, "sleep", {}, "asleep", self.limits.weights_s) for name in self.present)
             for failed in await asyncio.gather(*asked, return_exceptions=True):
                 if isinstance(failed, BaseException) and not isinstance(failed, InstanceLost):
                     raise failed

@@ -38,6 +38,10 @@ class Instance:
         self.waits = WaitRegistry(context.name)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
+        self._loading = asyncio.Lock()
+        self._life = 0
+        """Of the service: what was asked for by an earlier one is of no use to the present one."""
+        self._giving_up: set[asyncio.Future[None]] = set()
         self._rate = (time.monotonic(), 0)
 
     async def run(self) -> None:
@@ -75,6 +79,7 @@ class Instance:
         flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
         self.link.state = self._state
+        self.link.on_new_hub = self._orphaned
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -90,9 +95,11 @@ class Instance:
     async def _handle(self, delivery: Delivery) -> None:
         match delivery.kind:
             case "generate":
-                request = request_from_wire(delivery.body, delivery.arrays)
+                request, life = request_from_wire(delivery.body, delivery.arrays), self._life
                 delivery.ack()
                 sample = await self.engine.generate(request, delivery.body["route"])
+                if life != self._life:
+                    return
                 kind = "released" if isinstance(sample, PartialSample) else "sample"
                 await self.link.send(kind, *sample_to_wire(sample))
             case "release":
@@ -124,16 +131,26 @@ class Instance:
             if parts:
                 await self.link.send("progress", *progress_to_wire(parts))
 
+    def _orphaned(self) -> None:
+        """The service was started anew: it knows nothing of what runs here, and asks for it again."""
+        log.warning("the service is another one: what runs is given up")
+        self._life += 1
+        self.link.forget_sent()
+        for sample_id in self.engine.begun:
+            self._giving_up.add(task := asyncio.ensure_future(self.engine.release(sample_id)))
+            task.add_done_callback(self._giving_up.discard)
+
     async def _apply(self, number: int, content_hash: str) -> None:
         """Loads a version from the site's store; generation pauses for exactly this long."""
-        if self.asleep:
-            await self.engine.wake_up()
-            self.asleep = False
-        await self._pause(number)
-        started = time.time()
-        await self.engine.start_weight_update()
-        await self.engine.update_weights({"number": number, "content_hash": content_hash})
-        await self._finish(number)
+        async with self._loading:  # an earlier service may have asked, too
+            if self.asleep:
+                await self.engine.wake_up()
+                self.asleep = False
+            await self._pause(number)
+            started = time.time()
+            await self.engine.start_weight_update()
+            await self.engine.update_weights({"number": number, "content_hash": content_hash})
+            await self._finish(number)
         await self.link.send("applied", {"number": number, "started": started, "finished": time.time()})
 
     async def _weight_call(self, body: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from streamrl.launch.restarts import RestartBudget
+
 
 class Life(StrEnum):
     """Where an instance is in its life."""
@@ -48,18 +50,6 @@ _ALLOWED: dict[str, tuple[frozenset[Life], Life]] = {
     "left": (frozenset({Life.DRAINING}), Life.GONE),
 }
 EVENTS = tuple(_ALLOWED)
-
-
-@dataclass(frozen=True)
-class RestartBudget:
-    """How often an instance may be started again."""
-
-    restarts: int = 5
-    """Within `window_s`; 0: never."""
-    window_s: float = 600.0
-    first_pause_s: float = 1.0
-    """Before the first one; twice as long before each further one of the window."""
-    longest_pause_s: float = 60.0
 
 
 @dataclass
@@ -100,7 +90,4 @@ class InstanceLife:
             budget: how often it may be.
         """
         self.on("died")
-        self.deaths = [*(then for then in self.deaths if now - then < budget.window_s), now]
-        if len(self.deaths) > budget.restarts:
-            return None
-        return now + min(budget.longest_pause_s, budget.first_pause_s * 2.0 ** (len(self.deaths) - 1))
+        return budget.after_death(self.deaths, now)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from scheduler.policies import make_policy
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, StartAgain
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.fleet import SiteFleet
 from streamrl.generation.journal import TokenJournal
@@ -32,7 +32,7 @@ from streamrl.generation.site_weights import SiteWeights
 from streamrl.launch.connections import connect_home, make_uplink, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.observe.site import write_site
-from streamrl.rollouts.types import PartialSample
+from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -55,9 +55,10 @@ class GenerationService:
         self.site = context.site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
-        self.hub = Hub(context.name, self.waits, lost_after_s=math.inf)  # the fleet judges silence
+        self.hub = Hub(context.name, self.waits, flow=context.near)
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+        self._orphaned = asyncio.Event()
         self.round = 0
         """The controller's newest round, as far as it has been told here."""
         self.journal = TokenJournal(context.run_dir / "journal.sqlite")
@@ -77,7 +78,9 @@ class GenerationService:
             PeerLost: an instance, the controller or the publisher fell silent.
             Refused: the trainer's site does not let this one in.
             RunFailed: the run has ended there, and not well.
+            StartAgain: the controller is another one: it may have gone back, and asks for everything anew.
         """
+        self.weights.store.clear()  # of a service before this one: the run may have gone back since
         self.hub.bind(self.context.addresses.services[self.site])
         await self.fleet.open()
         self.controller.meta |= {
@@ -85,12 +88,13 @@ class GenerationService:
             "passes_weights_on": self.weights.passes_on,
         }
         self.controller.state = self._state
+        self.controller.on_new_hub = self._orphaned.set
         try:
             await connect_home(self.context, self.controller, self.context.addresses.controller)
             await self.weights.connect()
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
-                beside += [self.fleet.run(), self._keep_journal()]
+                beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
                 if self.context.remote:
                     beside.append(self._keep_telling())
                 running = [tasks.create_task(work) for work in beside]
@@ -133,7 +137,8 @@ class GenerationService:
                         raise RunFailed(f"the run has ended: {why}")
                     return
                 case "generate":
-                    await self.dispatcher.submit(groups_from_wire(delivery.body, delivery.arrays))
+                    groups = groups_from_wire(delivery.body, delivery.arrays)
+                    await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
                 case "park":
                     await self.dispatcher.park(delivery.body["sample_ids"])
                 case "resume":
@@ -153,6 +158,18 @@ class GenerationService:
                     log.warning("service ignores %r of the controller", other)
             delivery.ack()
 
+    def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
+        """Requests that a service before this one had go on from the tokens that it has noted, unless those are of
+        weights that the run has gone back behind."""
+        found = []
+        for request in requests:
+            kept = self.journal.kept(request.sample_id)
+            if kept is not None and int(kept.token_versions.max()) > (self.weights.version or 0):
+                self.journal.forget([request.sample_id])
+                kept = None
+            found.append(request if kept is None else replace(request, kept=kept))
+        return found
+
     async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         await self.fleet.send(name, kind, body, arrays)
 
@@ -160,6 +177,10 @@ class GenerationService:
         """A request has used up its budget of tokens."""
         body = {"sample_id": partial.sample_id, "tokens": len(partial.completion_tokens), "round": self.round}
         await self.controller.send("parked", body)
+
+    async def _end_if_orphaned(self) -> None:
+        await self._orphaned.wait()
+        raise StartAgain("the controller is another one than before")
 
     async def _keep_journal(self) -> None:
         """Writes the token journal to its file, from time to time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -87,8 +88,8 @@ class RoleContext:
 
     @property
     def near(self) -> Flow:
-        """To peers of the same site."""
-        return Flow(lost_after_s=self.run.deadlines.heartbeat_s)
+        """To peers of the same site: who is silent there is judged by the fleet (instances) or by the launcher."""
+        return Flow(lost_after_s=math.inf)
 
     def far(self, link: SiteLink, message_bytes: int) -> Flow:
         """To peers behind a link.

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from streamrl.launch.instances import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.launch.local import LocalProcess, start
 from streamrl.launch.plan import ProcessSpec
+from streamrl.launch.restarts import RestartBudget
+from streamrl.launch.role import AGAIN
 from streamrl.launch.share import Share
 
+HOME = ("controller", "trainer")
+"""Roles whose death takes a run back to its newest checkpoint."""
 STOP_S = 6.0
 """From SIGTERM to SIGKILL; with the rest of the work a Ctrl-C takes less than 10 s."""
 
@@ -27,6 +32,11 @@ class Family:
         self._leaving: dict[str, float] = {}
         """Instances that are to end: when each is killed if it has not (monotonic seconds)."""
         self._told: dict[str, list[StartedProcess]] = {}
+        self.budget = RestartBudget.of(share.run.recovery)
+        self._deaths: defaultdict[str, list[float]] = defaultdict(list)
+        """Of processes that are not instances, monotonic seconds."""
+        self._due: dict[str, float | None] = {}
+        """When those that are dead are started again; None: they are not."""
 
     def start(self) -> None:
         """Starts what the plan begins with.
@@ -49,9 +59,74 @@ class Family:
 
     @property
     def dead(self) -> list[LocalProcess]:
-        """Those that have ended and were not to. Instances are not among them: their site's service reads of their end,
-        and decides."""
-        return [p for p in self._processes if p.exit_code is not None and p.spec.role != "instance"]
+        """Those that have ended and were not to, and that nobody starts again. Instances are not among them: their
+        site's service reads of their end, and decides."""
+        return [p for p in self._processes if p.spec.role != "instance" and self._has_died(p) and self._is_final(p)]
+
+    def _has_died(self, process: LocalProcess) -> bool:
+        """All are there until the first one's work is done."""
+        return process.exit_code is not None and not (process is self.first and process.exit_code == 0)
+
+    def _is_final(self, process: LocalProcess) -> bool:
+        return process.is_final or self._due.get(process.spec.name, 0.0) is None
+
+    def revive(self) -> list[str]:
+        """Starts again what has died and may be. A service and reward workers come back alone: whoever they work for
+        tells them what is open. After the death of the controller or of the trainer everything but the instances
+        starts again, from the newest checkpoint.
+
+        Returns:
+            What there is to tell about it.
+
+        Raises:
+            RunFailed: a process cannot be started.
+        """
+        told = []
+        for process in list(self._processes):
+            name, role = process.spec.name, process.spec.role
+            if process not in self._processes or role == "instance" or not self._has_died(process):
+                continue
+            if self._is_final(process):
+                continue
+            if name not in self._due:
+                now = time.monotonic()
+                wanted = process.exit_code == AGAIN and role not in HOME
+                self._due[name] = now if wanted else self.budget.after_death(self._deaths[name], now)
+                told.append(self._story(process))
+            due = self._due[name]
+            if due is not None and time.monotonic() >= due:
+                self._again(process)
+        if told:
+            self._tell()
+        return told
+
+    def _story(self, process: LocalProcess) -> str:
+        name = process.spec.name
+        if self._due[name] is None:
+            return f"{name} has died {len(self._deaths[name])} times; it is not started again"
+        what = "everything but the instances is" if process.spec.role in HOME else "it is"
+        return f"{process.short_words()}; {what} started again"
+
+    def _again(self, process: LocalProcess) -> None:
+        home = process.spec.role in HOME
+        old = [p for p in self._processes if p.spec.role != "instance"] if home else [process]
+        for one in old:
+            one.kill()
+            self._due.pop(one.spec.name, None)
+        self._resume = self._resume or home
+        for one in old:
+            self._processes[self._processes.index(one)] = self._start(one.spec)
+
+    @property
+    def started(self) -> dict[str, float]:
+        """When each process that lives was started, unix seconds."""
+        return {process.spec.name: process.started for process in self._processes if process.exit_code is None}
+
+    def kill(self, name: str) -> None:
+        """Ends a process that hangs, as if it had died."""
+        for process in self._processes:
+            if process.spec.name == name:
+                process.kill()
 
     def reconcile(self) -> None:
         """Starts and ends instances as the sites' services want it.

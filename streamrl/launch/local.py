@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from streamrl.emulation.namespaces import enter
 from streamrl.errors import RunFailed
 from streamrl.launch.plan import PROCESS, ProcessSpec
-from streamrl.launch.role import LAST_WORDS, PR_SET_PDEATHSIG
+from streamrl.launch.role import AGAIN, LAST_WORDS, PR_SET_PDEATHSIG, UNEXPECTED
 
 LOG_TAIL_LINES = 12
+MOST_LOG_BYTES = 1 << 20
+"""Of a process's output that is searched for its last words."""
 
 
 def _in_child(namespace: str | None) -> None:
@@ -39,6 +41,10 @@ class LocalProcess:
     log: Path
     number: int = 1
     """Of an instance's processes, one after the other, this is the one with that number."""
+    log_from: int = 0
+    """Where in the log its own output begins."""
+    started: float = field(default_factory=time.time)
+    """Unix seconds."""
 
     @property
     def exit_code(self) -> int | None:
@@ -58,6 +64,10 @@ class LocalProcess:
             return
         self.process.wait(timeout=10)
 
+    def short_words(self) -> str:
+        """Why it ended, in one line."""
+        return self.last_words().partition("; the end of ")[0].splitlines()[0]
+
     def last_words(self) -> str:
         """Why it ended, from its exit code and its log."""
         code = self.exit_code
@@ -66,12 +76,28 @@ class LocalProcess:
             how = f"was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (out of memory, or somebody's kill -9)"
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        said = [line.removeprefix(LAST_WORDS) for line in lines if line.startswith(LAST_WORDS)]
+        lines = self._said()
+        said = [line for line in lines if line.startswith((LAST_WORDS, UNEXPECTED))]
         if said:
-            return f"{self.spec.name} {how}: {said[0]}"
+            words = said[0].removeprefix(LAST_WORDS).removeprefix(UNEXPECTED)
+            return f"{self.spec.name} {how}: {words}"
         tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
         return f"{self.spec.name} {how}; the end of {self.log}:\n{tail}"
+
+    def _said(self) -> list[str]:
+        """Lines of its own output, the newest ones if there are many."""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_from, size - MOST_LOG_BYTES))
+                return log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it has ended for a cause that would end the next one, too."""
+        return self.exit_code != AGAIN and any(line.startswith(LAST_WORDS) for line in self._said())
 
     @property
     def is_root_cause(self) -> bool:
@@ -102,6 +128,7 @@ def start(
     )
     try:
         with log.open("ab") as output:
+            begin = output.tell()
             output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
             output.flush()
             process = subprocess.Popen(
@@ -115,4 +142,4 @@ def start(
             )
     except OSError as error:
         raise RunFailed(f"cannot start {spec.name}: {error}") from error
-    return LocalProcess(spec, process, log, number)
+    return LocalProcess(spec, process, log, number, begin)

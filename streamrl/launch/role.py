@@ -1,7 +1,7 @@
 """Entry point of every process of a run: `python -m streamrl.launch.role ROLE --run-dir DIR ...`.
 
 A role does not know who started it. It logs to stderr (its supervisor keeps that as logs/<name>.log), ends with 0 when
-told to stop, and with 1 after an error, whose text is its last words.
+told to stop, with 75 when it wants to be started again, and with 1 after an error, whose text is its last words.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RunFailed, StartAgain, UserError
 from streamrl.launch.plan import CORES
 from streamrl.launch.stacks import answer_requests
 
 LAST_WORDS = "LAST WORDS: "
+UNEXPECTED = "LAST WORDS, unexpected: "
+"""Of an error that nobody has foreseen: the same process, started again, may be luckier."""
+AGAIN = 75
+"""Exit code of a process that wants to be started again (EX_TEMPFAIL)."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -135,8 +139,8 @@ def main() -> int:
         expected = isinstance(found, RunFailed | UserError)
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
         text = str(found) if expected else f"{type(found).__name__}: {found}"
-        print(LAST_WORDS + " ".join(text.split()), file=sys.stderr, flush=True)
-        return 1
+        print((LAST_WORDS if expected else UNEXPECTED) + " ".join(text.split()), file=sys.stderr, flush=True)
+        return AGAIN if isinstance(found, StartAgain) else 1
     return 0
 
 

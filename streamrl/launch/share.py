@@ -26,6 +26,8 @@ from streamrl.transport.curve import make_keys
 from streamrl.weights.store import WeightStore, store_directory
 
 LOOPBACK = "127.0.0.1"
+JOURNAL = "journal.sqlite"
+"""Of a site's service (`generation/journal.py`)."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """In a namespace there is no way out to find an own address by."""
 
@@ -95,6 +97,8 @@ def prepare(
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
             forget(folder)
+            for left in folder.glob(f"{JOURNAL}*"):  # another launch may go back to any step
+                left.unlink()
             choose_addresses(cluster, name, network).save(folder)
         (run_dir / "logs").mkdir(exist_ok=True)
         for store in stores:

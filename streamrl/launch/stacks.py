@@ -62,7 +62,8 @@ def answer_requests(run_dir: Path, name: str) -> None:
     tasks = folder / f"{name}.tasks.txt"
 
     def put_tasks() -> None:
-        _put(tasks, [f"tasks at {time.time():.3f}", *sorted(map(describe, asyncio.all_tasks()))])
+        known = sorted(asyncio.all_tasks(), key=lambda task: (len(task.get_name()), task.get_name()))
+        _put(tasks, [f"tasks at {time.time():.3f}", *map(describe, known)])
 
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
@@ -218,9 +219,9 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
     told = _read_json(run_dir / "status.json")
     seen = _find(run_dir, told or {})
     for one in seen:
-        one.ask_tasks()
         if threads:
-            one.ask_threads()
+            one.ask_threads()  # first: it is not to show how the other question is answered
+        one.ask_tasks()
     begun, first = time.monotonic(), [_cpu_s(one.tree) for one in seen]
     time.sleep(CPU_WINDOW_S if any(one.tree for one in seen) else 0)
     for one, before in zip(seen, first, strict=True):

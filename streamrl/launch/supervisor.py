@@ -19,6 +19,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launch.family import Family
 from streamrl.launch.share import Share, prepare
+from streamrl.launch.watchdog import Watchdog
 from streamrl.observe.live import LiveView
 from streamrl.observe.report import write_report
 from streamrl.observe.site import SiteView
@@ -95,25 +96,41 @@ def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[i
         RunFailed: any process died before.
         Interrupted: a stop was asked for.
     """
-    first = family.first
+    watchdog = Watchdog(share)
     while True:
+        first = family.first
         if stop:
             raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
         if first.exit_code == 0:
             view.refresh()
-            return
+            return _check_end(share)
         if share.network is not None:
             share.network.check()
         family.reconcile()
+        for line in family.revive():
+            view.say(line)
+        for name, silent in watchdog.hanging(family.started).items():
+            view.say(f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead")
+            family.kill(name)
         if family.dead:
             time.sleep(SETTLE_S)
             dead = family.dead
-            if first.exit_code == 0:
-                return
+            if family.first.exit_code == 0:
+                return _check_end(share)
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
             raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
         view.refresh()
         time.sleep(POLL_S)
+
+
+def _check_end(share: Share) -> None:
+    """A controller that was told to stop by somebody else has ended well, the run has not.
+
+    Raises:
+        RunFailed: the run is not done.
+    """
+    if share.trains and (status := read_status(share.run_dir)).state != "done":
+        raise RunFailed(f"the controller was told to stop; the run is {status.state}{_how_to_resume(share)}")
 
 
 def _how_to_resume(share: Share) -> str:

@@ -223,7 +223,7 @@ class LiveView:
         rows, evaluations = self._follower.rows(), self._evaluations.rows()
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations):
-                self._say(line)
+                self.say(line)
         elif status is None:
             self._live.update(Text(f"{self.run_dir.name}: the controller has not reported yet"), refresh=True)
         else:
@@ -237,31 +237,31 @@ class LiveView:
             status = read_status(self.run_dir)
         except UserError:
             status = None
-        self._say("")
+        self.say("")
         if status is not None:
             elapsed = duration(status.updated_at - status.started_at)
-            self._say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
+            self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
         if not rows:
-            self._say("  no optimizer step has finished")
+            self.say("  no optimizer step has finished")
         else:
             for what, value in headline_figures(summarise(rows)):
-                self._say(f"  {what:<28}{value}")
+                self.say(f"  {what:<28}{value}")
             if rows[-1].length_bias_warning:
-                self._say(f"  warning: {rows[-1].length_bias_warning}")
+                self.say(f"  warning: {rows[-1].length_bias_warning}")
         top = best(self._evaluations.rows())
         if top is not None:
-            self._say(f"  {'best evaluation':<28}{evaluation_line(top)}")
+            self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (
             ("report", self.run_dir / "report.html"),
             ("checkpoint", latest_checkpoint(self.run_dir)),
             ("best checkpoint", None if top is None else self.run_dir / "checkpoints" / f"step_{top.step}"),
         ):
             if path is not None and path.exists():
-                self._say(f"  {what:<28}{path}")
+                self.say(f"  {what:<28}{path}")
         if status is not None and status.error:
-            self._say(f"  error: {status.error}")
+            self.say(f"  error: {status.error}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         width = None if self._console.is_terminal else PLAIN_WIDTH
         self._console.print(Text(line), soft_wrap=True, width=width)
 

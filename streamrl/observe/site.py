@@ -109,6 +109,10 @@ class SiteView:
             self._told, self._told_at = mark, now
             self._console.print(line(status), soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher's own."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
     def summary(self) -> None:
         """What the site has done."""
         status = read_site(self.run_dir)

@@ -41,6 +41,7 @@ class RoleStatus(StatusModel):
     since: float = Field(description="unix seconds at which it got into this state")
     pid: int | None = None
     memory_gb: float | None = None
+    silent_s: float | None = Field(None, description="since its last sign of life; none: it speaks to another process")
     running: int | None = Field(None, description="requests being worked on")
     waiting: int | None = Field(None, description="requests in its queue")
     tokens_per_s: float | None = None

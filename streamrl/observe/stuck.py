@@ -22,7 +22,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Literal
@@ -248,6 +248,13 @@ class Condition:
 
 def judge(facts: Facts) -> Verdict:
     """Whether the run goes on, and if not, who waits for whom. Pure: the same facts give the same verdict."""
+    verdict = _judge(facts)
+    known = [named for one in facts.processes if (named := _name(one)) in verdict.sentence]
+    details = [text for text in verdict.details if not text.startswith(tuple(f"{name} " for name in known))]
+    return replace(verdict, details=details)
+
+
+def _judge(facts: Facts) -> Verdict:
     if facts.run is None and facts.site is not None:
         return _judge_site(facts, facts.site)
     if (over := _ended(facts)) is not None:
@@ -406,6 +413,8 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
             sites = {facts.by_name[name].site for name in named if facts.by_name[name].role == "service"}
             named += [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
         return named
+    if re.search(r"(?<![\w-])trainer-\d+(?![\w-])", text):
+        return [name for name in ("trainer",) if name in facts.by_name]  # its ranks are gone, or not seen from here
     for address, name in facts.addresses.items():
         if f"{address} " in f"{text} ":
             return [name]
@@ -466,8 +475,9 @@ def _ended(facts: Facts) -> Verdict | None:
     if run is not None and run.state in FINAL:
         how = f"ended: {run.state} at step {run.step} of {run.steps} after {_s(run.updated_at - run.started_at)}"
         left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
-        details = [f"still there: {', '.join(left)}"] if left else []
-        return Verdict("ended", f"{how}: {run.error}" if run.error else how, [], details, run.state != "done")
+        cause, *more = (run.error or "").splitlines() or [""]
+        details = [*more, f"still there: {', '.join(left)}"] if left else more
+        return Verdict("ended", f"{how}: {cause}" if cause else how, [], details, run.state != "done")
     gone = [p for p in started if p.exit_code is not None or p.alive in ("gone", "zombie")]
     if facts.age <= SILENT_AFTER_S or len(gone) < len(started) or (run is None and not started):
         return None
@@ -497,9 +507,11 @@ def _controller_silent(facts: Facts) -> str | None:
 
 
 def _unable(facts: Facts) -> str | None:
-    """The first process that cannot go on, though nobody waits for it; watchers are told among the details."""
-    for one in facts.processes:
-        if one.role not in ("launcher", "elastic", "proxy") and (why := _fatal(one, facts)):
+    """A process that cannot go on, though nobody waits for it: best one whose end is known. Watchers that are stopped
+    are told among the details."""
+    for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
+        why = _fatal(one, facts)
+        if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
             return f"{_name(one)} {why.text}"
     return None
 

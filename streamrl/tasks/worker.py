@@ -31,6 +31,8 @@ class RewardWorker:
         )
         self.scoring = 0
         self.scored = 0
+        self._life = 0
+        """Of the controller."""
 
     async def run(self) -> None:
         """Serves until the process is ended."""
@@ -45,6 +47,7 @@ class RewardWorker:
                 "running": self.scoring,
                 "detail": f"{self.scored} scored",
             }
+            link.on_new_hub = lambda: self._new_controller(link)
             await connect_home(self.context, link, self.context.addresses.controller)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -55,12 +58,17 @@ class RewardWorker:
         finally:
             self.pool.close()
 
+    def _new_controller(self, link: Link) -> None:
+        """Rewards of samples that an earlier one has sent are of no use: it may make them again, and otherwise."""
+        self._life += 1
+        link.forget_sent()
+
     async def _score(self, link: Link, delivery: Delivery) -> None:
         if delivery.kind != "score":
             log.warning("rewards ignores %r", delivery.kind)
             delivery.ack()
             return
-        body = delivery.body
+        body, life = delivery.body, self._life
         delivery.ack()  # at once: a reward may take long, and requests under way must not use up the credits
         self.scoring += 1
         try:
@@ -68,5 +76,7 @@ class RewardWorker:
         finally:
             self.scoring -= 1
         self.scored += 1
+        if life != self._life:
+            return
         answer = {"sample_id": body["sample_id"], "reward": result.reward, "error": result.error}
         await link.send("scored", answer | {"seconds": result.seconds})

@@ -72,7 +72,7 @@ class TrainerWorker:
                 if weight_backend(self.run_config, self.cuda, self.several_sites) != "nccl":
                     tasks.create_task(self.publisher.serve())
             await asyncio.to_thread(self._load)
-            link = Link(self.name, "trainer", self.waits, lost_after_s=self.limits.heartbeat_s)
+            link = Link(self.name, "trainer", self.waits, flow=self.context.near)
             link.state = lambda: {"state": self.state, "weight_version": self.version}
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
             try:

@@ -64,6 +64,15 @@ class Outbox(Generic[T]):
         self.under_way_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
+    def forget(self) -> list[T]:
+        """Gives up on what is under way; returns it, oldest first."""
+        given_up = list(self.pending.values())
+        self.pending.clear()
+        self.sent_at.clear()
+        self.sizes.clear()
+        self.under_way_bytes = 0
+        return given_up
+
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:
         """Unacknowledged messages sent at least `older_than` seconds ago, in order; counts them as sent now."""
         due = [

@@ -122,6 +122,8 @@ class Hub(Endpoint):
         self.admit: Admit | None = None
         """Asked at each hello from outside with name, role, meta (`meta["site"]` is the site of the key, or as claimed
         if there are no keys) and the site of the key (None: no keys): None, or the reason for refusing."""
+        self.tells_hellos = False
+        """Whether each new life of a peer is told to the owner, as a delivery of kind "hello"."""
         self.refused_peers = 0
         """Hellos that were refused."""
         self.misplaced = 0
@@ -325,6 +327,8 @@ class Hub(Endpoint):
                 peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
                 self._forget(known)
             self.peers[name] = peer
+            if self.tells_hellos:
+                self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
         moved, peer.last_seen, peer.lost = peer.route != route, time.monotonic(), False
         if peer.route is not None:
             self._routes.pop(peer.route, None)

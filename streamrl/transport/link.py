@@ -72,6 +72,8 @@ class Link(Endpoint):
         """Bytes of all frames from the hub."""
         self.bytes_out = 0
         """Bytes of all frames handed to libzmq."""
+        self.on_new_hub: Callable[[], None] | None = None
+        """Called when the hub is another process than before, ere anything is sent to it or received from it."""
         self.hub_state: dict[str, Any] = {}
         """What the hub's last heartbeat said."""
         self._socket = self._context.socket(zmq.DEALER)
@@ -158,6 +160,12 @@ class Link(Endpoint):
         _, message = self._outgoing(self._outbox, kind, body, arrays, on_ack)
         self._transmit(message)
 
+    def forget_sent(self) -> None:
+        """Gives up on what is not acknowledged: it was meant for another process."""
+        self._outbox.forget()
+        self._credit.set()
+        self._all_acknowledged.set()
+
     async def flush(self, limit_s: float) -> None:
         """Waits until everything sent is acknowledged.
 
@@ -213,7 +221,10 @@ class Link(Endpoint):
         if message.kind == "welcome":
             if self._hello_at is None:
                 return  # of a hello that was repeated
+            another = self._hub_session not in ("", message.session)
             self._hello_at, self._hub_session = None, message.session
+            if another and self.on_new_hub is not None:
+                self.on_new_hub()
             self._answered.set()
             for _, unacknowledged in self._outbox.to_resend(time.monotonic(), 0.0):
                 self._transmit(unacknowledged)

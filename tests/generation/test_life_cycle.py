@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from streamrl.generation.life_cycle import EVENTS, InstanceLife, Life, RestartBudget
+from streamrl.generation.life_cycle import EVENTS, InstanceLife, Life
+from streamrl.launch.restarts import RestartBudget
 
 ALLOWED = {
     ("starting", "met"): "stale",
@@ -174,7 +173,7 @@ def test_pauses_double_within_a_window_up_to_the_longest_until_the_budget_is_use
 
 
 def test_a_budget_of_very_many_restarts_only_waits_its_longest_pause() -> None:
-    budget, life = RestartBudget(restarts=5000, window_s=math.inf), InstanceLife("here-a-0", "a", 0)
+    budget, life = RestartBudget(restarts=5000, window_s=1e9), InstanceLife("here-a-0", "a", 0)
     for death in range(2000):
         again = life.died(float(death), budget)
         life.on("restarted")

@@ -174,6 +174,20 @@ def test_a_process_that_has_ended_is_told_with_its_last_words() -> None:
     )
 
 
+def test_a_dead_trainer_is_named_where_its_ranks_are_gone_with_it() -> None:
+    elastic = process("trainer", "elastic", 4709, alive="zombie", cpu=0.0)
+    processes = (elastic, *(one for one in family() if one.role != "trainer"))
+    assert "trainer (pid 4709) has died" in judge(facts(TRAINER, processes=processes)).sentence
+    assert "trainer (pid 4709) has died" in judge(facts(processes=processes)).sentence  # though nobody waits
+
+
+def test_a_process_whose_end_is_known_is_named_before_those_that_it_takes_along() -> None:
+    processes = family(service_here={"alive": "zombie"}, rewards_here={"exit_code": 1, "last_words": ""})
+    assert judge(facts(processes=processes)).sentence.startswith(
+        "stuck: rewards-here (pid 4704) ended with exit code 1"
+    )
+
+
 def test_an_instance_that_was_told_to_leave_is_no_fault() -> None:
     left = family(here_tail_0={"alive": "unknown", "exit_code": 0, "running": 0, "cpu": None})
     verdict = judge(facts(TRAINER, processes=left))
@@ -312,10 +326,13 @@ def test_a_controller_that_loads_libraries_is_starting() -> None:
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("interrupted", 1), ("failed", 1)])
 def test_a_run_that_has_ended_says_how(state: str, code: int) -> None:
-    verdict = judge(facts(SAMPLES, state=state, error=None if state == "done" else "a disk was full", age_s=900.0))
+    error = None if state == "done" else "a disk was full\nwith a traceback"
+    processes = tuple(replace(one, alive="gone") for one in family())
+    verdict = judge(facts(SAMPLES, processes=processes, state=state, error=error, age_s=900.0))
     assert (verdict.state, verdict.exit_code) == ("ended", code)
     assert verdict.sentence.startswith(f"ended: {state} at step 6 of 40")
     assert ("a disk was full" in verdict.sentence) == (state != "done")
+    assert verdict.details == ([] if state == "done" else ["with a traceback"])
 
 
 def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
@@ -337,7 +354,7 @@ def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
         ("service-here", "the publisher to send weight version 3", ["trainer-0"]),
         ("service-here", "weights 3 from here", ["service-here"]),
         ("trainer-0", "all instances to answer finish_weight_update", ["here-regular-0", "here-tail-0"]),
-        ("controller", "trainer-01 to answer", []),
+        ("controller", "the answer to everything", []),
     ],
 )
 def test_the_text_of_a_wait_names_who_is_waited_for(owner: str, text: str, found: list[str]) -> None:

@@ -1,0 +1,40 @@
+"""Samples on their way to a reward: which worker process scores each, and what is open there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.rollouts.types import Group
+from streamrl.transport.endpoint import Hub
+
+
+class Rewarders:
+    """The rewards processes of all sites."""
+
+    def __init__(self, hub: Hub, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._hub = hub
+        self._open: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+        """By process and sample: what was asked."""
+
+    async def ask(self, group: Group, sample_id: str, text: str) -> None:
+        """Has a sample scored; siblings go to the same process."""
+        name = self.names[hash(group.group_id) % len(self.names)]
+        body = {"sample_id": sample_id, "task": group.task, "completion": text, "reward_input": group.reward_input}
+        self._open[name][sample_id] = body
+        await self._send(name, body)
+
+    def answered(self, name: str, sample_id: str) -> None:
+        """A reward has come."""
+        self._open[name].pop(sample_id, None)
+
+    async def returned(self, name: str) -> None:
+        """A process was started anew: it is asked again for what it owes."""
+        for body in list(self._open[name].values()):
+            await self._send(name, body)
+
+    async def _send(self, name: str, body: dict[str, Any]) -> None:
+        if name in self._hub.peers:  # else it is asked when it is back
+            await self._hub.send(name, "score", body)
