@@ -50,7 +50,7 @@ class StepCurve:
             raise ValueError(f"a step curve's times must be positive, got {self.seconds}")
         if any(later < earlier for earlier, later in itertools.pairwise(self.seconds)):
             raise ValueError(f"a step curve's times must not fall with the batch (see `measured`), got {self.seconds}")
-        if min(self.per_context_token, self.per_prefill_token) < 0:
+        if not all(np.isfinite(rate) and rate >= 0 for rate in (self.per_context_token, self.per_prefill_token)):
             raise ValueError("a step curve's time per context or prefill token must not be negative")
 
     @classmethod

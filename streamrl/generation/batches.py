@@ -17,6 +17,7 @@ makes smaller. Deltas of token ids made it larger, runs of versions and bodies b
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
         case "zstd":
             columns = _decompressed(body, arrays)
         case other:
-            raise ValueError(f"a batch is packed raw or zstd, not {other!r}")
+            raise ValueError(f"a batch is packed raw or zstd, not {reprlib.repr(other)}")
     if columns.keys() != _COLUMNS.keys():
         raise ValueError(f"a batch has the columns {list(_COLUMNS)}, not {list(columns)}")
     for name, dtype in _COLUMNS.items():
@@ -302,7 +303,7 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
     samples, tokens, bodies = (_count(body.get(key)) for key in ("samples", "tokens", "bodies"))
     narrow = body.get("narrow")
     if not isinstance(narrow, list) or any(name not in ("completion_tokens", "token_versions") for name in narrow):
-        raise ValueError(f"columns {narrow!r} cannot be narrow")
+        raise ValueError(f"columns {reprlib.repr(narrow)} cannot be narrow")
     if arrays.keys() != {"payload"} or arrays["payload"].dtype != np.uint8 or arrays["payload"].ndim != 1:
         raise ValueError("a compressed batch has one array, its payload of bytes")
     counts = {"lengths": samples, "bodies": bodies}
@@ -323,7 +324,7 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_UNPACKED_BYTES:
-        raise ValueError(f"a batch has no {value!r} samples, tokens or bytes of bodies")
+        raise ValueError(f"a batch has no {reprlib.repr(value)} samples, tokens or bytes of bodies")
     return value
 
 

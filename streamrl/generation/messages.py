@@ -55,8 +55,12 @@ def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[Sa
     Raises:
         ValueError, KeyError, TypeError: it is no such message.
     """
-    ends = np.cumsum(arrays["prompt_lengths"])
-    prompts = np.split(np.asarray(arrays["prompt_tokens"]), ends[:-1])
+    lengths, tokens = arrays["prompt_lengths"], arrays["prompt_tokens"]
+    if not lengths.ndim == tokens.ndim == 1 or not lengths.dtype == tokens.dtype == np.int32:
+        raise ValueError("prompts are not of int32 tokens [n] and lengths [groups]")
+    if (lengths < 0).any() or lengths.sum(dtype=np.int64) != len(tokens):
+        raise ValueError(f"lengths of prompts do not add up to {len(tokens)} tokens")
+    prompts = np.split(tokens, np.cumsum(lengths)[:-1])
     found = []
     for group, prompt in zip(body["groups"], prompts, strict=True):
         requests = [
@@ -64,7 +68,7 @@ def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[Sa
             for sample_id, seed, temperature in group["samples"]
         ]
         told = group["forecast"]
-        found.append((requests, told and Forecast(tuple(told["lengths"]), tuple(told["tail"]))))
+        found.append((requests, None if told is None else Forecast(tuple(told["lengths"]), tuple(told["tail"]))))
     return found
 
 
@@ -89,7 +93,10 @@ def request_from_wire(body: dict[str, Any], arrays: Arrays) -> SampleRequest:
     if body.get("kept") is not None:
         kept = partial_from_wire(body["kept"], {n.removeprefix(_KEPT): a for n, a in arrays.items() if _KEPT in n})
     keys = {field.name for field in fields(SampleRequest)} - {"prompt_tokens", "kept"}
-    return SampleRequest(prompt_tokens=arrays["prompt_tokens"], kept=kept, **{key: body[key] for key in keys})
+    prompt = arrays["prompt_tokens"]
+    if prompt.ndim != 1:
+        raise ValueError(f"a prompt is tokens [P], not {prompt.shape}")
+    return SampleRequest(prompt_tokens=prompt, kept=kept, **{key: body[key] for key in keys})
 
 
 def partial_from_wire(body: dict[str, Any], arrays: Arrays) -> PartialSample:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from streamrl.config.run import RecoveryConfig
 
+MOST_DOUBLINGS = 60
+"""Of a pause, which is longer than any by then; a float holds no more than 1023."""
+
 
 @dataclass(frozen=True)
 class RestartBudget:
@@ -33,4 +36,4 @@ class RestartBudget:
         deaths[:] = [*(then for then in deaths if now - then < self.window_s), now]
         if len(deaths) > self.restarts:
             return None
-        return now + min(self.longest_pause_s, self.first_pause_s * 2.0 ** (len(deaths) - 1))
+        return now + min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(len(deaths) - 1, MOST_DOUBLINGS))

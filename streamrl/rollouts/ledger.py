@@ -107,7 +107,7 @@ class Ledger:
         left_out = [(step, member.sample.sample_id) for group in dropped for member in group.members()]
         ready = sum(
             self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() == ("scored",)
-            for _, sample_id in (*trained, *left_out)
+            for sample_id in {sample_id for _, sample_id in (*trained, *left_out)}
         )
         if ready != len(trained) + len(left_out):
             raise RunFailed(

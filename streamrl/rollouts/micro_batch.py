@@ -186,7 +186,12 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
 
 
 def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
-    """The micro-batch that `to_wire` described."""
+    """The micro-batch that `to_wire` described.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not one.
+    """
+    _check(body, arrays)
     groups = []
     advantages, has_reference = iter(body["advantages"]), iter(body["has_reference"])
     prompt_at = token_at = reference_at = 0
@@ -205,6 +210,16 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
         groups.append(TrainGroup(group_id, arrays["prompts"][prompt_at : prompt_at + prompt_length], sequences))
         prompt_at += prompt_length
     return groups
+
+
+def _check(body: dict[str, Any], arrays: Arrays) -> None:
+    prompts, lengths = [n for _, n, _ in body["groups"]], [n for _, _, lengths in body["groups"] for n in lengths]
+    references = [n for n, known in zip(lengths, body["has_reference"], strict=True) if known]
+    totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "reference_logprobs": references}
+    if len(body["advantages"]) != len(lengths) or any(n < 0 for n in (*prompts, *lengths)):
+        raise ValueError("a micro-batch has one advantage for each of its sequences")
+    if any(arrays[name].shape != (sum(parts),) for name, parts in totals.items()):
+        raise ValueError("lengths in a micro-batch do not add up to its arrays")
 
 
 def _joined(parts: list[Any], dtype: type) -> Any:

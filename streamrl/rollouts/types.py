@@ -14,6 +14,13 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
+    """Raises ValueError unless all have one shape [C]."""
+    shapes = {array.shape for array in arrays}
+    if len(shapes) != 1 or arrays[0].ndim != 1:
+        raise ValueError(f"sample {sample_id!r:.99}: tokens, logprobs and versions differ in shape: {shapes}")
+
+
 @dataclass(frozen=True)
 class PartialSample:
     """What a request had produced when it was taken off an instance; it goes on from there on another."""
@@ -28,6 +35,9 @@ class PartialSample:
     t_dispatched: float
     """Unix seconds at which its first instance took it."""
     t_first_token: float
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,7 @@ class Sample:
     """Decoded completion, without special tokens: what the reward sees."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.completion_tokens), len(self.logprobs), len(self.token_versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"sample {self.sample_id}: tokens, logprobs and versions differ in length: {lengths}")
+        _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
 
     @property
     def output_length(self) -> int:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import stat
+import struct
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes
         raise UserError(f"{path}: no such file; site {site!r} needs its keys: {MAKE_THEM} --site {site}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, struct.error) as error:
         raise _malformed(path, "no public key", site) from error
     return public, secret
 

@@ -8,6 +8,7 @@ frame i   bytes of the i-th array, C order, little endian
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -88,7 +89,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise MalformedMessage("envelope is not a map of v, k, s, n, b, a")
     version, kind, session, number, body, described = (envelope[key] for key in "vksnba")
     if version != PROTOCOL_VERSION:
-        raise MalformedMessage(f"protocol version {version!r}, this is {PROTOCOL_VERSION}")
+        raise MalformedMessage(f"protocol version {reprlib.repr(version)}, this is {PROTOCOL_VERSION}")
     if not isinstance(kind, str) or not isinstance(session, str) or not isinstance(body, dict):
         raise MalformedMessage("kind, session or body of a wrong type")
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:

@@ -105,7 +105,7 @@ class WeightStore:
             try:
                 manifest, buffer = self.open(number)
                 manifest.verify(buffer)
-            except (CorruptWeights, OSError, ValueError) as error:
+            except (CorruptWeights, OSError, ValueError, RecursionError) as error:
                 log.warning("deleting version %d of an earlier process: %s", number, error)
                 self._path(number).unlink(missing_ok=True)
                 continue

@@ -89,7 +89,7 @@ class Manifest:
             )
             version = WeightVersion(int(values["number"]), values["base"], str(values["content_hash"]))
             manifest = Manifest(version, int(values["nbytes"]), tensors)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptWeights(f"manifest is malformed: {error}") from error
         for t in tensors:
             if t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > manifest.nbytes:
@@ -171,7 +171,7 @@ class Part:
         try:
             number, base = int(values["number"]), None if values["base"] is None else int(values["base"])
             sizes = None if values["payloads"] is None else [(int(n), str(c)) for n, c in values["payloads"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptWeights(f"part is malformed: {error}") from error
         if sizes is None:
             if (number, base) != (manifest.version.number, None):

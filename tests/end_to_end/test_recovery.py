@@ -1,0 +1,148 @@
+"""Whole runs in which processes are killed or stopped: real vLLM, real trainer, real processes, a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.launch.instances import read_started
+from streamrl.observe.metrics import read_metrics
+from streamrl.observe.status import read_status
+from streamrl.rollouts.ledger import Ledger
+from tests.end_to_end.project import Project, trained_rows, wait_for
+
+EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
+
+
+class Running:
+    """A run of the tiny model with answers long enough to be interrupted."""
+
+    def __init__(self, folder: Path, steps: int, **changes: object) -> None:
+        self.project = Project(folder)
+        model = {"path": str(folder / "model"), "max_context": 512}
+        base = {"tasks": EASY, "model": model, "sampling": {"max_tokens": 300}, "checkpoint": {"every": 2}}
+        self.process = self.project.start(steps=steps, **(base | changes))
+        self.run_dir = self.project.run_dir()
+        self.wait(lambda: self.steps > 0)
+
+    @property
+    def steps(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return len(read_metrics(path)) if path.exists() else 0
+
+    def wait(self, condition: object) -> None:
+        wait_for(condition, 240, self.process)  # type: ignore[arg-type]
+
+    def signal(self, name: str, number: int) -> float:
+        """Sends a process a signal; returns when (unix seconds)."""
+        pid = next(one.pid for one in read_started(self.run_dir) if one.name == name and one.exit_code is None)
+        os.kill(pid, number)
+        return time.time()
+
+    def goes_on(self, steps: int = 3) -> None:
+        """Waits for so many steps more."""
+        wanted = self.steps + steps
+        self.wait(lambda: self.steps >= wanted)
+
+    def finish(self) -> str:
+        """Waits for the end of the run; its output."""
+        output, _ = self.process.communicate(timeout=280)
+        assert self.process.returncode == 0, output + self.project.logs()
+        return output
+
+
+def assert_every_sample_once(run_dir: Path, steps: int) -> None:
+    """All samples of all steps are trained, none twice, no prompt is skipped."""
+    rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
+    ids = [row["sample_id"] for row in rows]
+    assert len(ids) == len(set(ids)) == 18 * steps
+    assert {int(str(row["group_id"])) for row in rows} == set(range(6 * steps))
+    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 18 * steps}
+    assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    for row in rows:
+        lengths = {len(row[key]) for key in ("completion_tokens",)}  # type: ignore[arg-type]
+        assert lengths == {row["output_length"]}
+
+
+def test_instances_that_die_or_hang_are_replaced_and_others_go_on_with_their_tokens(tmp_path: Path) -> None:
+    run = Running(tmp_path, 12, deadlines={"heartbeat_s": 8}, recovery={"suspect_s": 2, "pause_s": 0.5})
+    run.wait(lambda: (read_status(run.run_dir).roles["here-tail-0"].running or 0) > 0)
+    killed = run.signal("here-tail-0", signal.SIGKILL)
+    run.wait(lambda: read_status(run.run_dir).roles["here-tail-0"].state in ("dead", "starting"))
+    assert time.time() - killed < 5  # noticed, and everything it had is on its way elsewhere
+    assert "was killed by SIGKILL" in read_status(run.run_dir).roles["here-tail-0"].detail
+    run.goes_on(2)
+    run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
+    run.signal("here-regular-0", signal.SIGSTOP)
+    run.wait(lambda: read_status(run.run_dir).roles["here-regular-0"].state == "suspect")
+    run.wait(lambda: read_status(run.run_dir).roles["here-regular-0"].state in ("dead", "starting"))
+    run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
+    run.finish()
+    assert_every_sample_once(run.run_dir, 12)
+    rows = trained_rows(run.run_dir)
+    assert {row["instance"] for row in rows} == {"here-regular-0", "here-tail-0"}
+
+
+def test_service_and_rewards_come_back_alone_and_are_told_what_is_open(tmp_path: Path) -> None:
+    run = Running(tmp_path, 9)
+    run.signal("rewards-here", signal.SIGKILL)
+    run.goes_on()
+    service = next(one.pid for one in read_started(run.run_dir) if one.name == "service-here")
+    run.signal("service-here", signal.SIGKILL)
+    run.goes_on()
+    assert next(one.pid for one in read_started(run.run_dir) if one.name == "service-here") != service
+    output = run.finish()
+    assert "rewards-here was killed by SIGKILL" in output and "service-here was killed by SIGKILL" in output
+    assert "it is started again" in output
+    assert_every_sample_once(run.run_dir, 9)
+
+
+@pytest.mark.parametrize("name", ["controller", "trainer"])
+def test_after_the_death_of_controller_or_trainer_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    run = Running(tmp_path, 8, schedule={"name": "async", "max_staleness": 1})
+    run.wait(lambda: run.steps >= 3)
+    instances = {one.pid for one in read_started(run.run_dir) if one.role == "instance"}
+    run.signal(name, signal.SIGKILL)
+    output = run.finish()
+    assert f"{name} was killed by SIGKILL" in output
+    assert "everything but the instances is started again" in output
+    assert {one.pid for one in read_started(run.run_dir) if one.role == "instance"} == instances
+    assert_every_sample_once(run.run_dir, 8)
+
+
+def test_a_controller_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
+    run = Running(tmp_path, 5, deadlines={"heartbeat_s": 6})
+    run.signal("controller", signal.SIGSTOP)
+    output = run.finish()
+    assert "controller has given no sign of life" in output
+    assert_every_sample_once(run.run_dir, 5)
+
+
+def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    process = project.start(steps=5)
+    started = project.run_dir() / "processes.json"
+    wait_for(lambda: started.exists() and len(read_started(started.parent)) == 6, 60, process)
+    victim = next(one for one in read_started(started.parent) if one.name == "here-tail-0")
+    os.kill(victim.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "here-tail-0 was killed by SIGKILL" in output
+    assert "here-tail-0" in (read_status(project.run_dir()).error or "")
+
+
+def test_a_controller_that_somebody_else_stops_is_no_success(tmp_path: Path) -> None:
+    run = Running(tmp_path, 50)
+    run.signal("controller", signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.process.communicate(timeout=0.01)
+    output, _ = run.process.communicate(timeout=60)
+    assert run.process.returncode == 1
+    assert "the controller was told to stop" in output
