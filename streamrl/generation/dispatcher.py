@@ -124,8 +124,8 @@ class Dispatcher:
             Requests that are parked because what is known uses up their budget, as `released` tells of others.
         """
         had = sorted(name for name, at in self._at.items() if at == instance)
-        planned = [] if self._held.pop(instance, None) else self.policy.leave(instance)
-        self._joined.pop(instance, None)
+        known, held = self._joined.pop(instance, None), self._held.pop(instance, None)
+        planned = self.policy.leave(instance) if known and not held else []
         for sample_id in planned:
             if self._at.get(sample_id, instance) != instance:  # on its way here
                 self._moving.pop(sample_id, None)

@@ -51,7 +51,8 @@ class Project:
     @property
     def env(self) -> dict[str, str]:
         """Of its commands: the folder's own reward function can be imported."""
-        return os.environ | {"PYTHONPATH": str(self.folder)}
+        paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def command(self, *extra: str, ranks: int = 1, **changes: object) -> list[str]:
         (self.folder / "cluster.yaml").write_text(CLUSTER.replace("RANKS", str(ranks)))

@@ -55,35 +55,62 @@ class Running:
         assert self.process.returncode == 0, output + self.project.logs()
         return output
 
+    def interrupt(self) -> str:
+        """Ends the run; its output."""
+        self.process.send_signal(signal.SIGINT)
+        output, _ = self.process.communicate(timeout=30)
+        assert self.process.returncode == 130, output
+        return output
 
-def assert_every_sample_once(run_dir: Path, steps: int) -> None:
+
+def assert_every_sample_once(run_dir: Path) -> None:
     """All samples of all steps are trained, none twice, no prompt is skipped."""
-    rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
-    ids = [row["sample_id"] for row in rows]
-    assert len(ids) == len(set(ids)) == 18 * steps
-    assert {int(str(row["group_id"])) for row in rows} == set(range(6 * steps))
-    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 18 * steps}
+    steps = len(read_metrics(run_dir / "metrics.jsonl"))
     assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
+    ids = [str(row["sample_id"]) for row in rows]
+    assert len(ids) == len(set(ids)) == 18 * steps
+    assert sorted(ids) == Ledger(run_dir / "ledger.sqlite").trained_ids()
+    prompts = {int(str(row["group_id"])) for row in rows}
+    assert len(prompts) == 6 * steps
     for row in rows:
-        lengths = {len(row[key]) for key in ("completion_tokens",)}  # type: ignore[arg-type]
-        assert lengths == {row["output_length"]}
+        assert len(row["completion_tokens"]) == row["output_length"]  # type: ignore[arg-type]
+        versions = list(row["weight_versions"])  # type: ignore[call-overload]
+        assert versions == sorted(versions) and versions[-1] < int(row["step"])  # type: ignore[call-overload]
+
+
+def assert_whole(run_dir: Path, steps: int) -> None:
+    """Of a run that is done: the first prompts are trained, and nothing is left open."""
+    assert_every_sample_once(run_dir)
+    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 18 * steps}
+    assert {int(str(row["group_id"])) for row in trained_rows(run_dir)} == set(range(6 * steps))
 
 
 def test_instances_that_die_or_hang_are_replaced_and_others_go_on_with_their_tokens(tmp_path: Path) -> None:
-    run = Running(tmp_path, 12, deadlines={"heartbeat_s": 8}, recovery={"suspect_s": 2, "pause_s": 0.5})
+    recovery = {"suspect_s": 2, "pause_s": 0.5}
+    run = Running(tmp_path, 500, deadlines={"heartbeat_s": 8}, recovery=recovery, schedule={"name": "async"})
+
+    def state(name: str) -> str:
+        return read_status(run.run_dir).roles[name].state
+
+    def all_ready() -> bool:
+        return read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1}
+
     run.wait(lambda: (read_status(run.run_dir).roles["here-tail-0"].running or 0) > 0)
     killed = run.signal("here-tail-0", signal.SIGKILL)
-    run.wait(lambda: read_status(run.run_dir).roles["here-tail-0"].state in ("dead", "starting"))
+    run.wait(lambda: state("here-tail-0") in ("dead", "starting"))
     assert time.time() - killed < 5  # noticed, and everything it had is on its way elsewhere
     assert "was killed by SIGKILL" in read_status(run.run_dir).roles["here-tail-0"].detail
-    run.goes_on(2)
-    run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
+    run.goes_on(1)
+    run.wait(all_ready)
     run.signal("here-regular-0", signal.SIGSTOP)
-    run.wait(lambda: read_status(run.run_dir).roles["here-regular-0"].state == "suspect")
-    run.wait(lambda: read_status(run.run_dir).roles["here-regular-0"].state in ("dead", "starting"))
-    run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
-    run.finish()
-    assert_every_sample_once(run.run_dir, 12)
+    run.wait(lambda: state("here-regular-0") in ("suspect", "dead", "starting"))
+    run.wait(lambda: state("here-regular-0") in ("dead", "starting"))
+    run.goes_on(1)
+    run.wait(all_ready)
+    run.goes_on(1)
+    run.interrupt()
+    assert_every_sample_once(run.run_dir)
     rows = trained_rows(run.run_dir)
     assert {row["instance"] for row in rows} == {"here-regular-0", "here-tail-0"}
 
@@ -99,7 +126,7 @@ def test_service_and_rewards_come_back_alone_and_are_told_what_is_open(tmp_path:
     output = run.finish()
     assert "rewards-here was killed by SIGKILL" in output and "service-here was killed by SIGKILL" in output
     assert "it is started again" in output
-    assert_every_sample_once(run.run_dir, 9)
+    assert_whole(run.run_dir, 9)
 
 
 @pytest.mark.parametrize("name", ["controller", "trainer"])
@@ -114,7 +141,7 @@ def test_after_the_death_of_controller_or_trainer_the_run_goes_on_from_its_check
     assert f"{name} was killed by SIGKILL" in output
     assert "everything but the instances is started again" in output
     assert {one.pid for one in read_started(run.run_dir) if one.role == "instance"} == instances
-    assert_every_sample_once(run.run_dir, 8)
+    assert_whole(run.run_dir, 8)
 
 
 def test_a_controller_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
@@ -122,7 +149,7 @@ def test_a_controller_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
     run.signal("controller", signal.SIGSTOP)
     output = run.finish()
     assert "controller has given no sign of life" in output
-    assert_every_sample_once(run.run_dir, 5)
+    assert_whole(run.run_dir, 5)
 
 
 def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(tmp_path: Path) -> None:

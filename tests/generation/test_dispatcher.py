@@ -366,3 +366,82 @@ def test_a_batch_is_planned_as_a_whole(known: bool) -> None:
     beside = sum(where == at["3.0"] for where in at.values()) - 1
     assert len(at) == 8
     assert (beside == 0) if known else (beside == 3)
+
+
+def test_what_a_dead_instance_had_goes_on_elsewhere_from_the_tokens_that_are_known() -> None:
+    work, sent = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        for name in ("a", "b"):
+            await work.join(name, 4, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
+        had = [b["sample_id"] for to, kind, b, _ in sent if to == "a"]
+        assert len(had) == 2
+        await work.park([had[1]])
+        sent.clear()
+        parked = await work.lost("a", lambda name: part(name, 3) if name == had[0] else None)
+        assert parked == [] and work.works_on("a") == 0 and not work.knows("a")
+        [(to, kind, b, arrays)] = sent
+        again = request_from_wire(b, arrays)
+        assert (to, kind, again.sample_id) == ("b", "generate", had[0])
+        assert again.kept is not None and again.kept.completion_tokens.tolist() == [0, 1, 2]
+        sent.clear()
+        await work.lost("a", lambda name: None)  # dead again before it had joined
+        await work.resume([had[1]])
+        assert [(to, b["sample_id"]) for to, kind, b, _ in sent] == [("b", had[1])]
+        sent.clear()
+        await work.join("a", 4, None, REGULAR)
+        await work.submit([(requests("h.0"), None)])
+        assert [to for to, *_ in sent] == ["a"]
+
+    asyncio.run(body())
+
+
+def test_a_request_that_had_used_its_budget_when_its_instance_died_is_parked() -> None:
+    work, sent = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        for name in ("a", "b"):
+            await work.join(name, 4, None, REGULAR)
+        limited = [replace(request, pause_at=3) for request in requests("g.0")]
+        await work.submit([(limited, None)])
+        [(to, *_)] = sent
+        sent.clear()
+        assert [one.sample_id for one in await work.lost(to, lambda name: part(name, 3))] == ["g.0"]
+        assert work.parked == {"g.0"} and not sent
+
+    asyncio.run(body())
+
+
+def test_a_sample_from_an_instance_that_was_taken_for_dead_ends_its_second_life() -> None:
+    work, sent = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        for name in ("a", "b"):
+            await work.join(name, 4, None, REGULAR)
+        await work.submit([(requests("g.0"), None)])
+        [(first, *_)] = sent
+        other = "b" if first == "a" else "a"
+        await work.lost(first, lambda name: None)
+        sent.clear()
+        await work.finished("g.0", 7, first)
+        assert sent == [(other, "release", {"sample_id": "g.0"}, {})]
+        assert not work.requests and work.works_on(other) == 0
+
+    asyncio.run(body())
+
+
+def test_an_instance_is_held_until_every_reason_has_gone() -> None:
+    work, sent = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        await work.join("a", 4, None, REGULAR)
+        await work.hold("a", requeue=False, why="silent")
+        await work.hold("a", requeue=True, why="weights")
+        await work.unhold("a", "silent")
+        await work.submit([(requests("g.0"), None)])
+        assert not sent
+        await work.unhold("a", "weights")
+        assert [to for to, *_ in sent] == ["a"]
+
+    asyncio.run(body())
