@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.launch.instances import read_started
 from streamrl.observe.metrics import read_metrics
-from streamrl.observe.status import read_status
+from streamrl.observe.status import RoleStatus, read_status
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
 
@@ -43,6 +43,9 @@ class Running:
         pid = next(one.pid for one in read_started(self.run_dir) if one.name == name and one.exit_code is None)
         os.kill(pid, number)
         return time.time()
+
+    def role(self, name: str) -> RoleStatus:
+        return read_status(self.run_dir).roles[name]
 
     def goes_on(self, steps: int = 3) -> None:
         """Waits for so many steps more."""
@@ -86,33 +89,32 @@ def assert_whole(run_dir: Path, steps: int) -> None:
     assert {int(str(row["group_id"])) for row in trained_rows(run_dir)} == set(range(6 * steps))
 
 
-def test_instances_that_die_or_hang_are_replaced_and_others_go_on_with_their_tokens(tmp_path: Path) -> None:
-    recovery = {"suspect_s": 2, "pause_s": 0.5}
-    run = Running(tmp_path, 500, deadlines={"heartbeat_s": 8}, recovery=recovery, schedule={"name": "async"})
-
-    def state(name: str) -> str:
-        return read_status(run.run_dir).roles[name].state
-
-    def all_ready() -> bool:
-        return read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1}
-
-    run.wait(lambda: (read_status(run.run_dir).roles["here-tail-0"].running or 0) > 0)
+def test_an_instance_that_dies_is_replaced_and_others_go_on_with_what_it_had(tmp_path: Path) -> None:
+    run = Running(tmp_path, 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
+    run.wait(lambda: (run.role("here-tail-0").running or 0) > 0)
     killed = run.signal("here-tail-0", signal.SIGKILL)
-    run.wait(lambda: state("here-tail-0") in ("dead", "starting"))
+    run.wait(lambda: run.role("here-tail-0").state in ("dead", "starting"))
     assert time.time() - killed < 5  # noticed, and everything it had is on its way elsewhere
-    assert "was killed by SIGKILL" in read_status(run.run_dir).roles["here-tail-0"].detail
+    assert "was killed by SIGKILL" in run.role("here-tail-0").detail
     run.goes_on(1)
-    run.wait(all_ready)
-    run.signal("here-regular-0", signal.SIGSTOP)
-    run.wait(lambda: state("here-regular-0") in ("suspect", "dead", "starting"))
-    run.wait(lambda: state("here-regular-0") in ("dead", "starting"))
-    run.goes_on(1)
-    run.wait(all_ready)
-    run.goes_on(1)
+    run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
+    returned = time.time()
+    run.goes_on(2)
     run.interrupt()
     assert_every_sample_once(run.run_dir)
-    rows = trained_rows(run.run_dir)
-    assert {row["instance"] for row in rows} == {"here-regular-0", "here-tail-0"}
+    ours = [row for row in trained_rows(run.run_dir) if row["instance"] == "here-tail-0"]
+    assert any(float(str(row["t_finished"])) > returned for row in ours)  # it works again
+
+
+def test_an_instance_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
+    run = Running(tmp_path, 500, deadlines={"heartbeat_s": 8}, recovery={"suspect_s": 2})
+    run.signal("here-regular-0", signal.SIGSTOP)
+    run.wait(lambda: run.role("here-regular-0").state in ("suspect", "dead", "starting"))
+    run.wait(lambda: run.role("here-regular-0").state in ("dead", "starting"))
+    assert "was silent for" in run.role("here-regular-0").detail
+    run.goes_on(2)
+    run.interrupt()
+    assert_every_sample_once(run.run_dir)
 
 
 def test_service_and_rewards_come_back_alone_and_are_told_what_is_open(tmp_path: Path) -> None:
