@@ -98,8 +98,7 @@ class Controller:
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
-        self.telemetry.sites, self.telemetry.scaling = self.services.remote, self.scaling.told
-        self.telemetry.processes = self.scaling.roles
+        self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.told)
         self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
         spending = self.scaling.spending
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending)
@@ -152,7 +151,7 @@ class Controller:
 
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
         self.groups = GroupSource(self.config, PromptSource(self.config.tasks, self.config.seed), tokenizer)
-        self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups)
+        self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups, self.checkpoints.mark_best)
         if self.context.resume:
             self._restore()
         addresses = self.context.addresses
@@ -439,7 +438,7 @@ class Controller:
             sample_id, reward = delivery.body["sample_id"], float(delivery.body["reward"])
             self.rewarders.answered(delivery.peer, sample_id)
             if self.evaluator.awaits(sample_id):
-                self._evaluated(sample_id, reward, delivery.body["error"])
+                self.evaluator.scored(sample_id, reward, delivery.body["error"], time.time())
             elif sample_id in self.pool.received:
                 one, group = self.pool.score(sample_id, reward, delivery.body["error"])
                 scored.append(one)
@@ -461,12 +460,6 @@ class Controller:
                 self.rounds.planner.dropped(group.group_id)
         elif self.rounds is not None:
             self.rounds.planner.completed(group.group_id)
-
-    def _evaluated(self, sample_id: str, reward: float, error: str | None) -> None:
-        """A sample of an evaluation has its reward; with the last one the best checkpoint may be another."""
-        best = self.evaluator.scored(sample_id, reward, error, time.time())
-        if best is not None:
-            self.checkpoints.mark_best(best.step, best.score)
 
     async def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
         """A site's instances serve the coming version."""

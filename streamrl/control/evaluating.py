@@ -3,12 +3,13 @@ written. Without an `evaluation` in the run file nothing is ever due."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from streamrl.config.run import RunConfig
 from streamrl.control.evaluation import Evaluations, EvaluationSample
 from streamrl.control.prompts import GroupSource
-from streamrl.observe.evaluations import FILE_NAME, EvaluationRow, EvaluationWriter, best, read_evaluations
+from streamrl.observe.evaluations import FILE_NAME, EvaluationWriter, best, read_evaluations
 from streamrl.rollouts.types import Group, Sample
 from streamrl.tasks.source import PromptSource
 
@@ -16,17 +17,21 @@ from streamrl.tasks.source import PromptSource
 class Evaluator:
     """The evaluations of a run, if it has any."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, groups: GroupSource) -> None:
+    def __init__(
+        self, run: RunConfig, run_dir: Path, groups: GroupSource, mark_best: Callable[[int, float], None]
+    ) -> None:
         """
         Args:
             run: the run file.
             run_dir: its folder.
             groups: knows the chat template.
+            mark_best: told of the step and the score of the version that is the best so far.
 
         Raises:
             UserError, RunFailed: there are not enough prompts.
         """
         self._evaluations: Evaluations | None = None
+        self._mark_best = mark_best
         self._samples: dict[str, Sample] = {}
         """Generated, without a reward."""
         if run.evaluation is None:
@@ -86,13 +91,14 @@ class Evaluator:
         self._samples[sample.sample_id] = sample
         return self._evaluations.group_of(sample.sample_id)
 
-    def scored(self, sample_id: str, reward: float, error: str | None, now: float) -> EvaluationRow | None:
-        """A sample has its reward. With the last one of its version the row is written; returns it if that version is
-        the best so far."""
+    def scored(self, sample_id: str, reward: float, error: str | None, now: float) -> None:
+        """A sample has its reward. With the last one of its version the row is written, and the best checkpoint may be
+        another."""
         assert self._evaluations is not None
         sample = self._samples.pop(sample_id)
         row = self._evaluations.finish(sample_id, reward, error, sample.output_length, sample.token_versions, now)
         if row is None:
-            return None
+            return
         self._writer.append(row)
-        return row if best(read_evaluations(self._path)) == row else None
+        if best(read_evaluations(self._path)) == row:
+            self._mark_best(row.step, row.score)

@@ -93,6 +93,15 @@ class Telemetry:
             },
         )
 
+    def watch_processes(
+        self,
+        processes: Callable[[], dict[str, str]],
+        sites: Callable[[], dict[str, Any]],
+        scaling: Callable[[], dict[str, Any]],
+    ) -> None:
+        """From now on shows these: all processes with their roles, sites behind links, numbers of instances."""
+        self.processes, self.sites, self.scaling = processes, sites, scaling
+
     def watch(self, batch: Batch, pool: GroupPool) -> None:
         """Shows the progress of this step from now on."""
         self.batch, self.pool = batch, pool

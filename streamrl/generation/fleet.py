@@ -62,6 +62,7 @@ class SiteFleet:
         dispatcher: Dispatcher,
         waits: WaitRegistry,
         journal: TokenJournal,
+        ensure: Callable[[WeightVersion], Awaitable[None]],
         changed: Callable[[], Awaitable[None]],
         parked: Callable[[PartialSample], Awaitable[None]],
     ) -> None:
@@ -72,6 +73,7 @@ class SiteFleet:
             dispatcher: gives them their requests.
             waits: where waits for them are registered.
             journal: what their running requests have produced.
+            ensure: sees to it that a version that was loaded before is still whole in the site's store.
             parked: told of a request that has used up its budget of tokens, as an instance's death has shown.
             changed: told whenever an instance has come, or begins to leave, or has left.
         """
@@ -88,7 +90,7 @@ class SiteFleet:
         """Number of each instance's newest process, of those that are gone, too."""
         self._curves: list[tuple[str, StepCurve]] = []
         """(pool, step times as measured) of the instances that the run began with: nothing else disturbed them."""
-        self._changed, self._parked = changed, parked
+        self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
         self._causes: dict[str, str] = {}
@@ -244,6 +246,7 @@ class SiteFleet:
                     return  # it has died, or was retired, meanwhile
                 if self._served is None:
                     return  # it is let in with the first weights
+                await self._ensure(self._served)
                 await self._load(life.name, self._served)
                 if self._asleep:
                     await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
@@ -342,6 +345,7 @@ class SiteFleet:
         """
         name, leaving = life.name, life.state is Life.DRAINING
         log.warning("%s has died: %s", name, why)
+        log.warning("%s had %d requests with %d tokens, of which %d are in the journal", name, *self._interrupted(name))
         self._causes[name] = why
         due = None if leaving else life.died(time.monotonic(), self.budget)
         self.hub.drop(name)
@@ -360,6 +364,14 @@ class SiteFleet:
         if due is not None:
             self._begin(self._restart(life, due))
         await self._changed()
+
+    def _interrupted(self, name: str) -> tuple[int, int, int]:
+        """Of a lost instance: its requests, their tokens as it has last told (in a heartbeat or to the journal), and
+        how many of them the journal has."""
+        told = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
+        kept = {one: self.journal.kept(one) for one in told if one in self.dispatcher.requests}
+        known = {one: len(part.completion_tokens) if part is not None else 0 for one, part in kept.items()}
+        return self.dispatcher.works_on(name), sum(max(told[one], n) for one, n in known.items()), sum(known.values())
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,12 +31,22 @@ CREATE TABLE IF NOT EXISTS parts (
     versions     BLOB NOT NULL,
     t_dispatched REAL NOT NULL,
     t_first      REAL NOT NULL,
+    checksum     INTEGER NOT NULL,
     PRIMARY KEY (sample_id, start)
 ) WITHOUT ROWID;
 """
 
 
 _Row = tuple[str, int, bytes, bytes, bytes, float, float]
+
+
+def _checksum(*row: object) -> int:
+    """Of a row; a byte that was changed on disk is no token of an answer."""
+    sample_id, start, *blobs, dispatched, first = row
+    found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {[len(b) for b in blobs]}".encode())  # type: ignore[arg-type]
+    for blob in blobs:
+        found = zlib.crc32(blob, found)  # type: ignore[arg-type]
+    return found
 
 
 @dataclass
@@ -68,7 +79,7 @@ class TokenJournal:
         """Not yet in the file, by request."""
         try:
             self._db = self._open(path)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, TypeError, ValueError) as error:
             log.warning("beginning the token journal %s anew: %s", path, error)
             for suffix in ("", "-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -79,9 +90,12 @@ class TokenJournal:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=OFF")
         db.executescript(_SCHEMA)
-        for sample_id, start, tokens, logprobs, versions, dispatched, first in db.execute(
-            "SELECT * FROM parts ORDER BY sample_id, start"
-        ):
+        for *row, checksum in db.execute("SELECT * FROM parts ORDER BY sample_id, start"):
+            sample_id, start, tokens, logprobs, versions, dispatched, first = row
+            if checksum != _checksum(*row):
+                # what follows it begins where nothing ends, so it is left out, too
+                log.warning("a part of the token journal of %s is damaged", sample_id)
+                continue
             arrays = (np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32))
             self._append(sample_id, start, *arrays, np.frombuffer(versions, np.int32), dispatched, first)
         return db
@@ -150,7 +164,7 @@ class TokenJournal:
 
     def flush(self) -> None:
         """Writes what is new to the file. A file that cannot be written costs what it would have saved, no more."""
-        new = [row for rows in self._new.values() for row in rows]
+        new = [(*row, _checksum(*row)) for rows in self._new.values() for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
         self._new.clear()
         self._forgotten.clear()
@@ -159,7 +173,7 @@ class TokenJournal:
         try:
             with self._db:
                 self._db.executemany("DELETE FROM parts WHERE sample_id = ?", gone)
-                self._db.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)", new)
+                self._db.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", new)
         except sqlite3.Error as error:
             log.warning("the token journal cannot be written: %s", error)
 

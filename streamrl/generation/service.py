@@ -67,7 +67,8 @@ class GenerationService:
         self.uplink = make_uplink(context, self.controller)
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
-            context, self.hub, self.dispatcher, self.waits, self.journal, self._fleet_changed, self._tell_parked
+            *(context, self.hub, self.dispatcher, self.waits, self.journal),
+            *(self.weights.ensure, self._fleet_changed, self._tell_parked),
         )
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 

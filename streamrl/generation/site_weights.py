@@ -103,6 +103,16 @@ class SiteWeights:
         self.version = found.number
         return found, source
 
+    async def ensure(self, version: WeightVersion) -> None:
+        """Sees to it that a version that was fetched a while ago is still whole in the store.
+
+        Raises:
+            DeadlineExpired, RunFailed: it is not, and cannot be had again.
+        """
+        if not await asyncio.to_thread(self.store.is_whole, version.number):
+            log.warning("weights %d are damaged in the store: fetching them again", version.number)
+            await self.home.fetch(version.number, version.content_hash)
+
     @property
     def last_s(self) -> float:
         """Seconds of the transfer that ended last."""

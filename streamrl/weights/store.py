@@ -113,6 +113,17 @@ class WeightStore:
             return number
         return None
 
+    def is_whole(self, number: int) -> bool:
+        """Whether a version is here and its bytes are what they were; one that is not is deleted."""
+        try:
+            manifest, buffer = self.open(number)
+            manifest.verify(buffer)
+        except (CorruptWeights, OSError, ValueError):
+            self._path(number).unlink(missing_ok=True)
+            self._verified.discard(number)
+            return False
+        return True
+
     def distrust(self, number: int) -> None:
         """A version turned out to be no good base: it is verified again before it is used as one."""
         self._verified.discard(number)

@@ -84,3 +84,28 @@ def test_progress_over_the_wire_is_what_was_sent() -> None:
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
         assert one.token_versions.tolist() == other.token_versions.tolist()
         assert (one.t_dispatched, one.t_first_token) == (other.t_dispatched, other.t_first_token)
+
+
+def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
+    wrong = 0
+    for seed in range(30):
+        path = tmp_path / f"{seed}.sqlite"
+        journal = TokenJournal(path)
+        for name in "abcdefgh":
+            for first in (0, 50, 100):
+                journal.add(first, part(name, first, 50))
+                journal.flush()
+        journal.close()
+        noise = np.random.default_rng(seed)
+        content = bytearray(path.read_bytes())
+        for start in noise.integers(200, len(content) - 64, size=4).tolist():
+            content[start : start + 64] = noise.bytes(64)
+        path.write_bytes(content)
+        found = TokenJournal(path)
+        for name in "abcdefgh":
+            if (kept := found.kept(name)) is not None:
+                assert_holds(found, name, len(kept.completion_tokens))
+                wrong += len(kept.completion_tokens) < 150
+            else:
+                wrong += 1
+    assert wrong > 0  # damage was done, and noticed

@@ -98,6 +98,22 @@ def test_what_an_earlier_process_left_is_verified_before_it_is_trusted(tmp_path:
     assert store.newest_verified() is None
 
 
+def test_a_version_whose_bytes_have_changed_since_is_no_version(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    manifest, buffer = lay_out(4, some_tensors().items())
+    written = store.begin(manifest)
+    written[:] = buffer
+    assert not store.is_whole(4)  # not committed
+    store.commit(manifest, written)
+    assert store.is_whole(4) and store.newest_verified() == 4
+    path = tmp_path / "version_4.bin"
+    content = bytearray(path.read_bytes())
+    content[17] ^= 4
+    path.write_bytes(content)
+    assert not store.is_whole(4)
+    assert not path.exists() and store.newest_verified() is None
+
+
 def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     _, old = put(store, 1, seed=1)
