@@ -38,8 +38,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# start processes of their own on every core, or compare numbers that another load would change
+ALONE := tests/end_to_end tests/chaos tests/generation/test_engine.py tests/generation/test_calibrate.py \
+	tests/training/test_losses_against_trl.py
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

@@ -393,7 +393,7 @@ class Controller:
         resting = self.rounds.resting if self.rounds is not None else 0
         for name, missing, limit_s in (
             ("samples", pool.running - resting + self.evaluator.unfinished, self.limits.generation_s),
-            ("rewards", len(pool.received), self.limits.reward_s * 10),
+            ("rewards", len(pool.received), self.limits.reward_s * 10 + self.limits.startup_s),
         ):
             if not missing:
                 self.waits.end(name)
