@@ -48,14 +48,19 @@ class Watchdog:
         return found
 
     def _home(self, folder: Path, started: Mapping[str, float], now: float) -> dict[str, float]:
+        if "controller" not in started:
+            return {}
+        silent = self._silent(folder / status.FILE_NAME, started["controller"], now)
         try:
             written = status.read_status(folder)
-        except (OSError, UserError):
-            return {}  # none has been written
-        if written.final or "controller" not in started:
+        except (OSError, UserError):  # none has been written
+            return {"controller": silent} if silent else {}
+        if written.final:
             return {}
-        if silent := self._silent(folder / status.FILE_NAME, started["controller"], now):
-            return {"controller": silent}  # what it says of others is old
+        if silent:
+            return {"controller": silent}
+        if (folder / status.FILE_NAME).stat().st_mtime < started["controller"]:
+            return {}  # what an earlier one says of others is old
         return {
             name: role.silent_s
             for name, role in written.roles.items()
