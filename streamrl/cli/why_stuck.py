@@ -15,7 +15,8 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from streamrl.observe.stuck import Facts, ProcessFacts, Verdict
+    from streamrl.observe.facts import Facts, ProcessFacts
+    from streamrl.observe.stuck import Verdict
 
 LOOK_S = 1.5
 """For all that is looked at: half a second to a second."""
@@ -79,7 +80,7 @@ def _look(directory: Path, threads: bool) -> Facts | None:
         UserError: there is no run.
     """
     from streamrl.launch.instances import RUNNING
-    from streamrl.launch.stacks import collect
+    from streamrl.launch.look import collect
 
     found: list[Facts | Exception] = []
 

@@ -18,9 +18,10 @@ from click.testing import CliRunner
 
 from streamrl.cli.why_stuck import command
 from streamrl.launch.instances import RUNNING, StartedProcess, write_started
-from streamrl.launch.stacks import collect
+from streamrl.launch.look import collect
+from streamrl.observe.facts import IDLE_CPU, innermost
 from streamrl.observe.status import write_status
-from streamrl.observe.stuck import IDLE_CPU, innermost, judge
+from streamrl.observe.stuck import judge
 from tests.observe.synthetic import make_status
 
 READY_S = 20.0

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from streamrl.cli.why_stuck import busy_threads, command
 from streamrl.observe import status
-from streamrl.observe.stuck import (
+from streamrl.observe.facts import (
     FINAL,
     SILENT_AFTER_S,
     Alive,
@@ -23,9 +23,8 @@ from streamrl.observe.stuck import (
     SiteFacts,
     WaitFacts,
     innermost,
-    judge,
-    targets,
 )
+from streamrl.observe.stuck import judge, targets
 from tests.observe.synthetic import RunMaker, make_status
 
 NOW = 10_000.0

@@ -1,0 +1,496 @@
+"""docs/troubleshooting.md: every message in it is provoked, and is what is printed.
+
+A message is the block below a `<!-- message: NAME -->`; `PROVOKED[NAME]` returns what was printed. `<...>`
+stands for any text of one line (`<... lines>`: of several), the same one wherever it comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, create_autospec
+
+import pytest
+import yaml
+
+from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.config.tasks import FileTask
+from streamrl.control.prompts import GroupSource
+from streamrl.errors import RunFailed
+from streamrl.generation.dispatcher import Dispatcher
+from streamrl.generation.fleet import SiteFleet
+from streamrl.generation.journal import TokenJournal
+from streamrl.generation.life_cycle import InstanceLife, Life
+from streamrl.launch import preflight, share, supervisor
+from streamrl.launch.connections import connect_home, home_hub, to_home
+from streamrl.launch.context import Addresses, RoleContext
+from streamrl.launch.instances import StartedProcess, write_started
+from streamrl.launch.local import LocalProcess, start
+from streamrl.launch.plan import ProcessSpec
+from streamrl.observe.live import PlainLines
+from streamrl.observe.panels import step_line
+from streamrl.observe.status import RunStatus, write_status
+from streamrl.rollouts.ledger import Ledger
+from streamrl.tasks.reward_pool import RewardPool
+from streamrl.tasks.source import PromptSource
+from streamrl.transport.curve import ClientSecurity, make_keys
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link
+from tests.cli.calling import streamrl
+from tests.observe.synthetic import INSTANCES, make_row, make_status
+from tests.training.conftest import free_port
+
+DOC = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+ENTRIES = 10
+"""At least so many mistakes and faults have an entry."""
+LIMIT_S = 20.0
+"""For a process of a test."""
+HERE: dict[str, Any] = {"trainer": {"threads": 1}, "generation": [{"name": "one", "kv_cache_gb": 0.05}]}
+RUN: dict[str, Any] = {
+    "name": "tiny",
+    "steps": 4,
+    "model": {"path": "model", "max_context": 64},
+    "sampling": {"max_tokens": 8},
+    "tasks": [{"kind": "file", "name": "mine", "path": "prompts.jsonl", "reward": "exact_match"}],
+    "recovery": {"restarts": 0},
+}
+SLEEP = "import time; time.sleep(60)"
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+EXPIRES = """
+import asyncio, sys
+from streamrl.launch import role
+from streamrl.transport.deadlines import WaitRegistry
+
+async def wait():
+    async with WaitRegistry("controller").deadline("weights 6 to reach service-here", 0.6):
+        await asyncio.Event().wait()
+
+role._role = lambda args: wait()
+sys.argv[1:] = ["controller", "--run-dir", "runs/tiny"]
+sys.exit(role.main())
+"""
+FAILS = """
+import sys
+from streamrl.launch import role
+
+class EngineDeadError(Exception):
+    pass
+
+async def generate():
+    raise EngineDeadError("EngineCore encountered an issue.")
+
+role._role = lambda args: generate()
+sys.argv[1:] = ["instance", "--run-dir", ".", "--name", "here-one-0"]
+sys.exit(role.main())
+"""
+REWARDS = """
+import os, time
+
+def reward(completion, *, prompt, answer):
+    match completion:
+        case "hang": time.sleep(1000)
+        case "raise": raise ValueError("not a number: 'x'")
+        case "die": os.abort()
+    return 1.0
+"""
+
+Provoke = Callable[["Place"], str]
+PROVOKED: dict[str, Provoke] = {
+    "unknown-key": lambda place: place.write_run(batch={"prompt_per_step": 4}).launch(),
+    "wrong-value": lambda place: place.launch("--set", "steps=many"),
+    "no-such-model": lambda place: place.launch("--set", "model.path=modle"),
+    "no-model-folder": lambda place: place.launch("--set", "model.path=."),
+    "too-few-gpus": lambda place: place.write_cluster(hardware="cuda", trainer={"ranks": 1000}).launch(),
+    "unknown-gpu": lambda place: place.write_cluster(generation=[{"gpu": "H1000"}]).say(
+        "plan", "--cluster", "cluster.yaml", "--model", "7b", "--lengths", "2k"
+    ),
+    "no-room-for-prompts": lambda place: place.write_run(sampling={"max_tokens": 64}).launch(),
+    "memory-warning": lambda place: place.write_cluster(generation=[{"kv_cache_gb": 1e6}]).launch(code=0),
+    "context-too-long": lambda place: place.launch("--set", "model.max_context=1024"),
+    "disk-too-small": lambda place: place.launch("--set", f"checkpoint.keep={10**9}"),
+    "reward-not-found": lambda place: place.launch("--set", "tasks.0.reward=no_such_module:score"),
+    "resume-with-changes": lambda place: (
+        place.save_run() and place.say("launch", "--resume", "runs/tiny", "--set", "seed=2")
+    ),
+    "no-run": lambda place: place.say("launch", "--resume", "runs"),
+    "key-missing": lambda place: place.write_two_sites(keys=("here",)).launch("--site", "west"),
+    "reward-timeout": lambda place: scored(place, "hang"),
+    "reward-raised": lambda place: scored(place, "raise"),
+    "reward-died": lambda place: scored(place, "die"),
+    "reward-errors": lambda place: step_line(make_row(3, reward_errors=7), None, 20, None),
+    "last-words": lambda place: place.supervise({"controller": EXPIRES}),
+    "killed": lambda place: place.supervise({"trainer": KILLED}, recovery={"restarts": 1, "pause_s": 0}),
+    "given-up": lambda place: place.supervise({"trainer": KILLED}, recovery={"restarts": 1, "pause_s": 0}),
+    "killed-for-good": lambda place: place.supervise({"trainer": KILLED}),
+}
+
+
+def provokes(function: Provoke) -> Provoke:
+    """For the message with the function's name."""
+    name = function.__name__.replace("_", "-")
+    assert PROVOKED.setdefault(name, function) is function
+    return function
+
+
+def messages() -> dict[str, str]:
+    found = re.findall(r"<!-- message: ([\w-]+) -->\n```text\n(.*?)\n```\n", DOC.read_text(), flags=re.DOTALL)
+    assert len(dict(found)) == len(found), "two messages have the same name"
+    return dict(found)
+
+
+def pattern(message: str) -> re.Pattern[str]:
+    """What a message of the file stands for."""
+    parts, seen = [], dict[str, str]()
+    for number, part in enumerate(re.split(r"<([^<>\n]+)>", message)):
+        if number % 2 == 0:
+            parts.append(re.escape(part))
+        elif part in seen:
+            parts.append(f"(?P={seen[part]})")
+        else:
+            seen[part] = f"p{number}"
+            wild = r"(?:.|\n)+?" if part.endswith(" lines") else ".+?"
+            parts.append(f"(?P<p{number}>{wild})")
+    return re.compile("".join(parts))
+
+
+@dataclass(frozen=True)
+class TinyShare(share.Share):
+    """What is planned is started, but each process runs a few lines of Python."""
+
+    scripts: Mapping[str, str] = field(default_factory=dict)
+
+    def processes(self) -> list[ProcessSpec]:
+        commands = {s.name: [sys.executable, "-c", self.scripts.get(s.name, SLEEP)] for s in super().processes()}
+        return [replace(spec, command=commands[spec.name]) for spec in super().processes()]
+
+
+class Place:
+    """A folder with all files of a run, in which commands are called and nothing real is started."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self.capfd = folder, monkeypatch, capfd
+        monkeypatch.chdir(folder)
+        self.write_cluster()
+        self.write_run()
+        (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
+        model = folder / "model"  # as much of one as is looked at before a run
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+        (model / "tokenizer.json").write_text("{}")
+        (model / "model.safetensors").write_bytes(bytes(2**20))
+
+    def write_cluster(self, hardware: str = "cpu", **here: Any) -> Place:
+        """One site."""
+        values = {"hardware": hardware, "sites": {"here": HERE | here}}
+        (self.folder / "cluster.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        return self
+
+    def write_two_sites(self, keys: tuple[str, ...] = (), **changes: Any) -> Place:
+        """The second one generates; some have keys."""
+        sites = {"here": HERE | {"port": free_port()}, "west": {"generation": HERE["generation"]}}
+        link = {"between": ["here", "west"], "bandwidth_gbit_s": 1, "rtt_ms": 1}
+        values = {"hardware": "cpu", "sites": sites, "links": [link]} | changes
+        (self.folder / "cluster.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        for site in keys:
+            make_keys(self.folder / "keys", site)
+        return self
+
+    def write_run(self, **changes: Any) -> Place:
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(RUN | changes, sort_keys=False))
+        return self
+
+    def say(self, *arguments: str, code: int = 2) -> str:
+        """Calls a command; what it prints to stderr."""
+        self.capfd.readouterr()
+        assert streamrl(self.monkeypatch, *arguments) == code
+        return self.capfd.readouterr().err
+
+    def launch(self, *arguments: str, code: int = 2) -> str:
+        """What `streamrl launch --dry-run` prints to stderr."""
+        return self.say("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--dry-run", *arguments, code=code)
+
+    def supervise(self, scripts: dict[str, str], **run: Any) -> str:
+        """What a launch prints, all of it, whose processes are scripts; it fails."""
+        self.write_run(**run)
+
+        @contextlib.contextmanager
+        def prepared(*arguments: Any) -> Iterator[share.Share]:
+            with share.prepare(*arguments) as real:
+                yield TinyShare(real.cluster, real.run, real.folders, real.network, scripts)
+
+        self.monkeypatch.setattr(supervisor, "prepare", prepared)
+        self.monkeypatch.setattr(supervisor, "SETTLE_S", 0.1)
+        self.monkeypatch.setattr(supervisor, "write_report", lambda run_dir: None)
+        self.capfd.readouterr()
+        command = ("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--plain")
+        assert streamrl(self.monkeypatch, *command) == 1
+        printed = self.capfd.readouterr()
+        return printed.out + printed.err
+
+    def resume(self, *arguments: str) -> str:
+        """What `streamrl launch --resume` prints to stderr."""
+        self.save_run()
+        return self.say("launch", "--resume", "runs/tiny", *arguments)
+
+    def save_run(self) -> Path:
+        """The folder of a run that was started before."""
+        run_dir = self.folder / "runs" / "tiny"
+        save_resolved(run_dir, load_cluster("cluster.yaml"), load_run("run.yaml"))
+        return run_dir
+
+    def process(self, name: str, script: str) -> LocalProcess:
+        """One that has ended."""
+        ended = start(ProcessSpec(name, "instance", "here", "one", [sys.executable, "-c", script]), self.folder, False)
+        ended.process.wait(timeout=LIMIT_S)
+        return ended
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Place:
+    return Place(tmp_path, monkeypatch, capfd)
+
+
+def last_words(work: Callable[[], object]) -> str:
+    """What a process of a run says at its end, when it does this."""
+    with pytest.raises(RunFailed) as failure:
+        work()
+    return str(failure.value)
+
+
+# -- bad input
+
+
+@provokes
+def model_not_fetched(place: Place) -> str:
+    place.monkeypatch.setenv("STREAMRL_CACHE", str(place.folder / "empty"))
+    return place.launch("--set", "model.path=smollm2-135m")
+
+
+@provokes
+def not_installed(place: Place) -> str:
+    place.monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    return place.launch()
+
+
+@provokes
+def port_in_use(place: Place) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return place.write_cluster(port=taken.getsockname()[1]).launch()
+
+
+@provokes
+def already_done(place: Place) -> str:
+    (place.save_run() / "checkpoints" / "step_4").mkdir(parents=True)
+    return place.resume()
+
+
+@provokes
+def in_use(place: Place) -> str:
+    with (place.save_run() / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return place.resume()
+
+
+@provokes
+def key_open(place: Place) -> str:
+    place.write_two_sites(keys=("here", "west"))
+    (place.folder / "keys" / "west.key_secret").chmod(0o644)
+    return place.launch("--site", "west")
+
+
+# -- what processes of a run say at their end
+
+
+@provokes
+def all_prompts_too_long(place: Place) -> str:
+    (place.folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+" * 40, "answer": "2"}))
+    run = load_run("run.yaml")
+    letters = SimpleNamespace(chat_template=None, encode=lambda text: [ord(letter) for letter in text])
+    return last_words(lambda: GroupSource(run, PromptSource(run.tasks, run.seed), letters).group(1))
+
+
+@provokes
+def disk_full(place: Place) -> str:
+    ledger = Ledger(place.folder / "ledger.sqlite")
+    ledger._db.execute("PRAGMA max_page_count=1")  # sqlite then does as it does on a full disk
+    return last_words(lambda: [ledger.issue([(f"{n}.{m}" * 100, f"{n}") for m in range(100)]) for n in range(100)])
+
+
+@provokes
+def deadline(place: Place) -> str:
+    async def wait() -> None:
+        async with WaitRegistry("controller").deadline("weights 6 to reach service-here", 0.05):
+            await asyncio.Event().wait()
+
+    return last_words(lambda: asyncio.run(wait()))
+
+
+@provokes
+def no_instance_left(place: Place) -> str:
+    files, addresses = (load_cluster("cluster.yaml"), load_run("run.yaml")), Addresses("", "", {})
+    context = RoleContext("service-here", "here", place.folder, *files, addresses, False)
+
+    async def watch() -> None:
+        waits, dispatcher, told = WaitRegistry("service-here"), create_autospec(Dispatcher, instance=True), AsyncMock()
+        dispatcher.works_on.return_value = 0
+        journal = TokenJournal(place.folder / "journal.sqlite")
+        hub = Hub("service-here", waits)
+        fleet = SiteFleet(context, hub, dispatcher, waits, journal, *[told] * 3)
+        fleet.lives["here-one-0"] = InstanceLife("here-one-0", "one", 0, state=Life.READY)
+        try:
+            await asyncio.wait_for(fleet.run(), LIMIT_S)
+        finally:
+            await hub.close()
+
+    died = place.process("here-one-0", FAILS)
+    started = StartedProcess("here-one-0", "instance", died.process.pid, 1, died.exit_code, died.last_words())
+    write_started(place.folder, [started])
+    return last_words(lambda: asyncio.run(watch()))
+
+
+@provokes
+def sites_differ(place: Place) -> str:
+    place.write_two_sites(security={"encryption": "none"})
+    cluster = load_cluster("cluster.yaml")
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    def context(name: str, site: str, lr: str) -> RoleContext:
+        run = load_run("run.yaml", [f"optimizer.lr={lr}"])
+        return RoleContext(name, site, place.folder, cluster, run, Addresses(address, "", {}), False)
+
+    async def meet() -> None:
+        home, west = context("controller", "here", "1e-5"), context("service-west", "west", "1e-6")
+        hub = home_hub(home, "controller", WaitRegistry("controller"), home.near)
+        hub.bind_outside(address, None)
+        link = to_home(west, "service", WaitRegistry("service-west"))
+        try:
+            await asyncio.wait_for(connect_home(west, link, address), LIMIT_S)
+        finally:
+            with contextlib.suppress(RunFailed):
+                await link.close()
+            await hub.close()
+
+    return last_words(lambda: asyncio.run(meet()))
+
+
+@provokes
+def key_unknown(place: Place) -> str:
+    place.write_two_sites(keys=("here", "west"))
+
+    async def connect() -> None:
+        link = Link("service-west", "service", WaitRegistry("service-west"))
+        try:
+            security = ClientSecurity.load(place.folder / "keys", "west", "here")
+            await link.connect(f"tcp://127.0.0.1:{free_port()}", 0.2, security)
+        finally:
+            with contextlib.suppress(RunFailed):
+                await link.close()
+
+    return last_words(lambda: asyncio.run(connect()))
+
+
+# -- rewards
+
+
+def scored(place: Place, completion: str) -> str:
+    (place.folder / "tiny_rewards.py").write_text(REWARDS)
+
+    async def score() -> str:
+        task = FileTask(kind="file", name="mine", path="prompts.jsonl", reward="tiny_rewards:reward")
+        pool = RewardPool([task], 0, workers=1, timeout_s=0.5)
+        try:
+            await pool.start()
+            return str((await pool.score("mine", completion, {"prompt": "p", "answer": None})).error)
+        finally:
+            pool.close()
+
+    return asyncio.run(score())
+
+
+# -- a run that goes on, or does not
+
+
+@provokes
+def no_sign_of_life(place: Place) -> str:
+    told, status = place.folder / "told.json", place.folder / "runs" / "tiny" / "status.json"
+    write_status(place.folder, make_status(1, 4, time.time()))
+    (place.folder / "status.json").rename(told)
+    writes_once = f"import shutil, time; shutil.copyfile({str(told)!r}, {str(status)!r}); time.sleep(60)"
+    return place.supervise({"controller": writes_once}, deadlines={"heartbeat_s": 0.5})
+
+
+@provokes
+def instance_died(place: Place) -> str:
+    lines, now = PlainLines([]), time.time()
+    status = make_status(3, 20, now)
+    lines.lines(RunStatus.model_validate(status), [], now)
+    status["roles"][INSTANCES[0]] |= {"state": "dead", "detail": place.process("here-tail-0", FAILS).last_words()}
+    return "\n".join(lines.lines(RunStatus.model_validate(status), [], now))
+
+
+@provokes
+def stuck(place: Place) -> str:
+    run_dir, now = place.folder, time.time()
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as child:
+        try:
+            os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            write_started(run_dir, [StartedProcess("here-tail-0", "instance", child.pid)])
+            wait = {"owner": "controller", "waiting_for": "here-tail-0 to answer apply_weights"}
+            write_status(run_dir, make_status(3, 20, now, waits=[wait | {"since": now - 40, "limit_s": 300}]))
+            place.capfd.readouterr()
+            assert streamrl(place.monkeypatch, "why-stuck", str(run_dir)) == 3
+            return place.capfd.readouterr().out.splitlines()[0]
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("name", list(messages()))
+def test_the_message_is_what_is_printed(name: str, place: Place) -> None:
+    message, printed = messages()[name], PROVOKED[name](place)
+    lines = printed.splitlines()
+    height = len(message.splitlines())
+    found = pattern(message)
+    # a message is whole lines of the output; only its end may be several, in `<... lines>`
+    starts = range(len(lines)) if " lines>" in message else range(len(lines) - height + 1)
+    ends = {at: (len(lines) if " lines>" in message else at + height) for at in starts}
+    assert any(found.fullmatch("\n".join(lines[at:end])) for at, end in ends.items()), f"{message}\n---\n{printed}"
+
+
+def test_every_message_is_provoked_and_every_entry_has_one() -> None:
+    assert set(PROVOKED) == set(messages())
+    entries = re.split(r"^## ", DOC.read_text(), flags=re.MULTILINE)[1:]
+    assert [entry.partition(".")[0] for entry in entries] == [str(n) for n in range(1, len(entries) + 1)]
+    assert len(entries) >= ENTRIES
+    for entry in entries:
+        parts = [entry.find(mark) for mark in ("<!-- message: ", "**Why.**", "**Do.**")]
+        assert -1 < parts[0] < parts[1] < parts[2], entry.partition("\n")[0]
+
+
+def test_a_limit_that_is_changed_in_the_folders_config_yaml_is_that_of_the_resumed_run(place: Place) -> None:
+    config, launched = place.save_run() / "config.yaml", list[Any]()
+    config.write_text(config.read_text().replace("weights_s: 300", "weights_s: 900"))
+    place.monkeypatch.setattr(supervisor, "run", lambda *given: launched.append(given))
+    place.say("launch", "--resume", "runs/tiny", code=0)
+    assert launched[0][1].deadlines.weights_s == 900
+
+
+def test_a_placeholder_stands_for_text_of_one_line_and_always_for_the_same() -> None:
+    assert pattern("a <x> b").fullmatch("a 1 2 b") and not pattern("a <x> b").fullmatch("a 1 c")
+    assert not pattern("a <x> b").fullmatch("a 1\n2 b") and pattern("a\n<its lines>\nb").fullmatch("a\n1\n2\nb")
+    assert pattern("<x>, <x>").fullmatch("1, 1") and not pattern("<x>, <x>").fullmatch("1, 2")
+    assert not pattern("(limit <x> s).").fullmatch("(limit 3 s)!")
