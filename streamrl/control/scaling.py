@@ -193,7 +193,9 @@ class Scaling:
             return
         for key, replicas in json.loads(self._file.read_text()).items():
             pool = self.pools.configs.get(key)
-            if pool is not None and pool.min_replicas <= replicas <= pool.most_replicas != self.pools.wanted[key]:
+            if pool is None or replicas == self.pools.wanted[key]:
+                continue
+            if pool.min_replicas <= replicas <= pool.most_replicas:
                 await self._scale(key, replicas)
 
     async def returned(self, service: str) -> None:

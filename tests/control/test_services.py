@@ -120,6 +120,33 @@ def test_a_slow_site_skips_versions_and_the_run_goes_by_the_oldest_that_is_serve
     asyncio.run(play())
 
 
+def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(wire: Wire, services: Services) -> None:
+    async def play() -> None:
+        await services.spread(version(0))
+        for name in ("service-home", "service-far"):
+            await services.ready(name, {"number": 0, "bytes": 100} | QUICK)
+        groups, samples = some_groups(0, 6)
+        await services.generate(groups, samples)
+        had = wire.groups("service-far")
+        assert had
+        await services.spread(version(1))
+        assert wire.weights("service-far") == [0, 1]
+        peer = wire.peers.pop("service-far")  # it says goodbye
+        services.gone("service-far")
+        await services.tell("use", {"instances": []})  # who is away is told nothing, and that is no error
+        wire.peers["service-far"] = peer
+        assert await services.returned("service-far") == had
+        assert wire.weights("service-far") == [0, 1, 1]
+        assert not await services.ready("service-home", {"number": 1, "bytes": 1} | QUICK)
+        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
+        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)  # of the one before: no news
+        again = [(group, some) for group, some in zip(groups, samples, strict=True) if group.group_id in had]
+        await services.again("service-far", [g for g, _ in again], [s for _, s in again], None)
+        assert wire.groups("service-far") == had + had
+
+    asyncio.run(play())
+
+
 def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services: Services) -> None:
     async def play() -> None:
         await services.spread(version(0))

@@ -44,6 +44,20 @@ def test_samples_and_updates_that_cross_the_end_of_a_step_count_in_both() -> Non
     assert times.end_step(21.0, None).exposed_sync_s == 0.0
 
 
+def test_instances_count_for_as_long_as_they_are_there() -> None:
+    times = StepTimes({"a": 0.0, "b": 0.0})
+    times.weights_served(0.0)
+    times.there_are(["a", "c"], 4.0)  # b has left, c has come
+    times.generating += [("a", 0.0, 10.0), ("b", 0.0, 4.0), ("c", 4.0, 7.0)]
+    first = times.end_step(10.0, None)
+    assert first.present == {"a": (0.0, 10.0), "b": (0.0, 4.0), "c": (4.0, 10.0)}
+    assert first.instances == pytest.approx((10 + 4 + 6) / 10)
+    assert first.generation_bubble == pytest.approx(3 / 20)
+    second = times.end_step(20.0, None)
+    assert second.present == {"a": (10.0, 20.0), "c": (10.0, 20.0)}
+    assert (second.instances, second.generation_bubble) == (2.0, 1.0)
+
+
 def test_waiting_for_weights_is_exposed_only_where_nothing_else_goes_on() -> None:
     # weights are under way from 0 to 10 and take 1 s to make and 1 s to load; 'a' generates until 5, the trainer
     # trains from 4 to 8

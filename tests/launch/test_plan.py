@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch import preflight
 from streamrl.launch.local import LocalProcess, start
-from streamrl.launch.plan import ProcessSpec, plan_processes
+from streamrl.launch.plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.launch.supervisor import run
 
 
@@ -52,6 +52,29 @@ def test_every_process_is_planned_once_and_gpus_do_not_overlap() -> None:
     trainer = specs[1]
     assert "--nproc-per-node=2" in trainer.command
     assert sum(spec.price_per_hour for spec in specs) == 2 * 3.0 + 2 * 6.0
+
+
+def test_every_instance_that_may_come_has_its_gpus_from_the_start() -> None:
+    values = cluster().model_dump()
+    values["sites"]["here"]["generation"][0]["max_replicas"] = 3
+    grown = ClusterConfig.model_validate(values)
+    possible = {spec.name: spec.gpu_ids for spec in possible_instances(grown, RunConfig(), "here", Path("runs/x"))}
+    assert possible == {
+        "here-regular-0": (2, 3),
+        "here-regular-1": (4, 5),
+        "here-regular-2": (6, 7),
+        "here-tail-0": (8,),
+    }
+    begun = {spec.name: spec.gpu_ids for spec in plan_processes(grown, RunConfig(), Path("runs/x"))}
+    assert "here-regular-2" not in begun and begun["here-tail-0"] == (8,)
+
+
+@pytest.mark.parametrize("limits", [{"min_replicas": 3}, {"max_replicas": 1}, {"replicas": 5, "max_replicas": 4}])
+def test_replicas_lie_between_their_limits(limits: dict[str, int]) -> None:
+    values = cluster().model_dump()
+    values["sites"]["here"]["generation"][0] |= limits
+    with pytest.raises(ValueError, match="min_replicas <= replicas <= max_replicas"):
+        ClusterConfig.model_validate(values)
 
 
 def test_more_gpus_than_there_are_is_said() -> None:

@@ -24,6 +24,24 @@ def near(name: str, curve: StepCurve = PAPER_7B_H800, count: int = 4, slots: int
     return SiteFacts(name, ((slots, curve),) * count, **facts)
 
 
+def test_a_site_with_more_instances_gets_more_and_keeps_what_it_has() -> None:
+    policy = dispatch(near("a", LINEAR, 1), near("b", LINEAR, 1))
+    policy.submit(known([100.0] * 20))
+    before = Counter(site for _, site in policy.decide())
+    assert before["a"] == before["b"] == 10
+    had = policy.groups_of("a")
+    policy.change(near("a", LINEAR, 3))
+    assert policy.groups_of("a") == had
+    policy.submit([SiteGroup(f"more{n}", 4, Forecast.exactly(100.0)) for n in range(40)])
+    after = Counter(site for _, site in policy.decide())
+    assert before["a"] + after["a"] == pytest.approx(3 * (before["b"] + after["b"]), rel=0.25)
+    policy.change(near("a", LINEAR, 1))
+    for group_id in had:
+        for _ in range(4):
+            policy.finished(group_id, 100.0)
+    assert set(policy.groups_of("a")).isdisjoint(had)
+
+
 def known(lengths: Sequence[float], size: int = 4, prompt: int = 0) -> list[SiteGroup]:
     return [SiteGroup(f"g{n}", size, Forecast.exactly(length), prompt) for n, length in enumerate(lengths)]
 
