@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from streamrl.launch.instances import read_started
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import RoleStatus, read_status
@@ -66,6 +68,7 @@ def assert_every_sample_once(run_dir: Path) -> None:
         assert versions == sorted(versions) and versions[-1] < int(row["step"])  # type: ignore[call-overload]
 
 
+@pytest.mark.timeout(600)
 def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
     run = Running(tmp_path, 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
     run.wait(lambda: (run.role("here-tail-0").running or 0) > 0)
@@ -90,6 +93,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     assert any(float(str(row["t_finished"])) > returned for row in ours)  # it works again
 
 
+@pytest.mark.timeout(600)
 def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = Running(tmp_path, 8, schedule={"name": "async"}, deadlines={"heartbeat_s": 15})
     run.wait(lambda: run.steps >= 3)

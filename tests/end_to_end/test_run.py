@@ -198,6 +198,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_says_so(tmp_path: Path) -
     assert f"--resume {run_dir.relative_to(project.folder)}" in output
 
 
+@pytest.mark.timeout(600)
 def test_a_pool_grows_and_shrinks_while_the_run_goes_on_and_loses_nothing(tmp_path: Path) -> None:
     project = Project(tmp_path)
     easy = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
