@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from streamrl.observe.metrics import MetricsRow, MetricsWriter
 from streamrl.observe.status import write_status
 from streamrl.observe.trace import TraceWriter
 from streamrl.transport.endpoint import Hub
+
+log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 MEMORY_EVERY_S = 5.0
@@ -60,7 +63,10 @@ class Telemetry:
             if time.monotonic() - measured > MEMORY_EVERY_S:
                 measured = time.monotonic()
                 self.memory_gb = await asyncio.to_thread(_family_memory_gb)
-            self.write()
+            try:
+                self.write()
+            except OSError as error:  # a full disk is noticed where it matters, in the ledger
+                log.warning("the status cannot be written: %s", error)
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self) -> None:
@@ -166,9 +172,11 @@ class Telemetry:
     def close(self, state: str, error: str | None = None) -> None:
         """Writes the last status."""
         self.state, self.error = state, error
-        self.write()
-        self.trace.close()
-        self.metrics.close()
+        for work in (self.write, self.trace.close, self.metrics.close):
+            try:
+                work()
+            except OSError as problem:  # the error that the run ends with says more
+                log.warning("at the end of the run: %s", problem)
 
     def _roles(self) -> dict[str, Any]:
         """Every process with what its last heartbeat said."""

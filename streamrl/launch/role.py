@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -26,6 +27,8 @@ UNEXPECTED = "LAST WORDS, unexpected: "
 """Of an error that nobody has foreseen: the same process, started again, may be luckier."""
 AGAIN = 75
 """Exit code of a process that wants to be started again (EX_TEMPFAIL)."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+"""Of an OSError that a new process would meet, too: the disk is full, or cannot be written."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -136,7 +139,7 @@ def main() -> int:
         asyncio.run(_until_told_to_stop(_role(args)))
     except BaseException as error:
         found = cause(error)
-        expected = isinstance(found, RunFailed | UserError)
+        expected = isinstance(found, RunFailed | UserError) or getattr(found, "errno", None) in DISK
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
         text = str(found) if expected else f"{type(found).__name__}: {found}"
         print((LAST_WORDS if expected else UNEXPECTED) + " ".join(text.split()), file=sys.stderr, flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -221,3 +223,27 @@ def test_the_files_between_service_and_launcher_are_read_as_they_were_written(tm
     assert read_wanted(tmp_path) == wanted and read_started(tmp_path) == started
     forget(tmp_path)
     assert read_wanted(tmp_path) is None and read_started(tmp_path) == []
+
+
+def test_a_disk_that_is_full_is_no_reason_to_try_again(tmp_path: Path) -> None:
+    from streamrl.launch.role import DISK
+
+    code = "import errno; raise OSError(errno.ENOSPC, 'No space left on device')"
+    assert errno.ENOSPC in DISK
+    done = subprocess.run(
+        [sys.executable, "-c", ROLE_THAT_FAILS.format(code=code)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "LAST WORDS: OSError: [Errno 28] No space left on device" in done.stderr
+
+
+ROLE_THAT_FAILS = """
+import sys
+from streamrl.launch import role
+async def fails():
+    {code}
+role._role = lambda args: fails()
+role.answer_requests = lambda *args: None
+sys.argv = ["role", "controller", "--run-dir", "."]
+sys.exit(role.main())
+"""
