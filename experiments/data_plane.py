@@ -1,32 +1,35 @@
-"""What the way of a finished sample carries, from instance to trainer: samples/s, MB/s, memory, back-pressure; and a peer.
+"""What the way of a finished sample carries, instance to trainer: samples/s, MB/s, memory, back-pressure; and a peer.
 
-    .venv/bin/python experiments/data_plane.py --seconds 60 --peer-python PATH   # 12 minutes; PATH: see below
+    .venv/bin/python experiments/data_plane.py --peer-python PATH     # 12 minutes; PATH: see below
     .venv/bin/python experiments/data_plane.py --seconds 12 --arm ceiling
-    .venv/bin/python experiments/data_plane.py --summary-only                    # tables and plot from the JSON again
+    .venv/bin/python experiments/data_plane.py --summary-only         # tables and plot from the JSON again
 
-Processes of their own, over ZeroMQ on loopback, made of the system's own parts: synthetic instances (`Link`), a service
-(`Hub`, `Uplink`), a controller (`Hub`, `arrived`, `Ledger`, groups, `Trainers`) and a trainer that turns micro-batches
-into numpy arrays and answers. Samples have lognormal lengths (mean about 1000 tokens, at most 8192): token ids and
-versions int32, log-probabilities float32, 4 bytes of text a token. An instance has a few of them ready and sends them
-again under new ids: the generator's own time is not in the figures. Requests go down as ids only: prompts are not
-measured. The controller issues groups of 8 as long as at most 4096 samples are ahead of the trainer (that stands for
-admission), the service gives an instance at most 128 samples at a time and none while its uplink is congested. "Near" is
-the form inside a site: a sample a message, unless several wait. "Far" is the form over a link: batches of up to 256 KB or
-50 ms; the link is declared as 1 Gbit/s and 20 ms and is loopback in truth. A commit is one SQLite transaction with
-synchronous=FULL for all that has come; groups are scored (0) at once, and every 64 trained ones are a step.
+Processes of their own, over ZeroMQ on loopback, made of the system's own parts: synthetic instances (`Link`), a
+service (`Hub`, `Uplink`), a controller (`Hub`, `arrived`, `Ledger`, groups, `Trainers`) and a trainer that turns
+micro-batches into numpy arrays and answers. Samples have lognormal lengths (mean about 1000 tokens, at most 8192):
+token ids and versions int32, log-probabilities float32, 4 bytes of text a token. An instance has 64 of them ready and
+sends them again under new ids: making them is not in the figures. Requests go down as ids only: prompts are not
+measured. The controller issues groups of 8 as long as at most 2048 samples are ahead of the trainer (that stands for
+admission); the service gives an instance at most 128 samples at a time, and none while its uplink is congested. "Near"
+is the form inside a site: a sample a message, unless several wait. "Far" is the form over a link: batches of up to 256
+KB or 50 ms; the link is declared as 1 Gbit/s and 20 ms and is loopback in truth. A commit is one SQLite transaction
+with synchronous=FULL for all that has come; groups are scored (0) at once in a second one, and every 64 trained groups
+are a step. The ledger is on the disk of the results' folder: a commit takes as long as that disk's fsync does, and
+"commit ms" says how long the first one was.
 
 *steady*: 50,000 samples a minute are offered. Latency is from the instance's send to the commit. Slopes of memory are
-least-squares lines over the whole time. *ceiling*: as many as go, also without the ledger. CPU is of one core: what is
-near 100 % is what bounds it, or all cores together are. *backpressure*: the same offer in five equal parts: free, trainer
-at a tenth, free, commits at a tenth, free. The uplink's high mark is here the smallest there is (4 MB, of a slow link):
-inside a site it is 256 MB, and 128 samples for each of a few instances never reach it.
+least-squares lines over the whole time. *ceiling*: as many as go, also without the ledger. CPU is percent of one core:
+what is near 100 % bounds it, or all cores together do, or the disk. *backpressure*: the same offer in five equal
+parts: free, trainer at a tenth, free, commits at a tenth, free. The uplink's high mark is here the smallest there is
+(4 MB, of a slow link): inside a site it is 256 MB, and 128 samples for each of a few instances never reach it.
 
-*peer*: TransferQueue (`pip install transferqueue` into a virtual environment of its own, whose Python is PATH), with its
-default store (SimpleStorage, two units, ZeroMQ, memory) on a local Ray: as many producer actors put the same arrays, one
-or 32 samples a put; a consumer asks for 32 at a time, turns them into numpy and clears them. It keeps samples in memory
-only: no ledger, no acknowledgement by the receiver, no sample comes again; a put beyond a set capacity raises, and by
-default there is none, so a producer that is faster is not held. In exchange it is addressable by column and key, which
-this path is not. "No ledger" is thus the row to compare with. Writes experiments/results/data_plane.json, .md and .svg.
+*peer*: TransferQueue (`pip install transferqueue` into a virtual environment of its own, whose Python is PATH), with
+its default store (SimpleStorage, two units, ZeroMQ, memory) on a local Ray: as many producer actors put the same
+arrays, one or 32 samples a put; a consumer asks for 32 at a time, turns them into numpy and clears them. It keeps
+samples in memory only: no ledger, no acknowledgement by the receiver, and what a dead consumer had fetched does not
+come again. A put beyond a set capacity raises; by default there is none, and a producer that is faster than the
+consumer is not held. It gives in exchange what this path does not: reads by column and key, several consumers of one
+sample. So "no ledger" is the row to compare it with. Writes experiments/results/data_plane.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import subprocess
 import tempfile
@@ -53,7 +57,6 @@ import psutil
 from running import HERE, ROOT, Sheet, machine, terminal
 
 from streamrl.control.arrivals import arrived
-from streamrl.control.controller import MOST_EVENTS_AT_ONCE
 from streamrl.control.trainers import Trainers
 from streamrl.generation.batches import CompressionChoice, SampleBatcher
 from streamrl.generation.messages import sample_to_wire
@@ -69,18 +72,22 @@ OUT = HERE / "results"
 RATE = 50_000 / 60
 """Samples per second that are asked of it."""
 GROUP, STEP_GROUPS, MICRO_TOKENS = 8, 64, 16384
-AHEAD, SLOTS, POOL = 4096, 128, 64
+AHEAD, SLOTS, POOL = 2048, 128, 64
 BATCH_BYTES, BATCH_SAMPLES, BATCH_S = 256 * 1024, 256, 0.05
 """Of the uplink's batcher, as `launch/connections.py` has them (which would load torch)."""
 LINK_BYTES_PER_S, LINK_RTT_S = 125e6, 0.02
 NEAR = Flow(lost_after_s=float("inf"))
 FAR = Flow.over(LINK_BYTES_PER_S, LINK_RTT_S, 600, BATCH_BYTES)
+MOST_EVENTS_AT_ONCE = 512
+"""In one transaction, as `control/controller.py` has it (which would load torch)."""
 TICK_S, ISSUE_S, WARM_S = 0.25, 0.02, 3.0
 LIMIT_S = 120.0
-"""Of a start, a send, an end."""
+"""Seconds, for a start, and for what the peer does beside the measurement."""
 SLOW = 0.1
 PHASES = ("free", "trainer at a tenth", "free again", "commits at a tenth", "free at last")
 PEER_BATCHES = (1, 32)
+
+COUNTS = ("issued", "committed", "trained", "nbytes", "commits", "commit_s")
 
 Row = tuple[str, float, dict[str, Any]]
 
@@ -102,10 +109,11 @@ class Work:
     rows: Any
     """Queue of what they report."""
     stop: Any
-    """Event."""
+    """Event: all end."""
     train_pace: Any
     """Shared number: samples per second that the trainer takes; 0: as many as it can."""
     commit_pace: Any
+    """The same for the commits."""
 
 
 def made_samples(count: int, seed: int) -> list[tuple[Any, Any, Any, str]]:
@@ -131,7 +139,7 @@ async def serve(work: Work, name: str, tasks: Sequence[Coroutine[Any, Any, None]
             work.rows.put((name, time.time(), told()))
             await asyncio.sleep(TICK_S)
             for task in running:
-                if task.done():
+                if task.done() and not work.stop.is_set():  # at the end, others may be gone before this one
                     task.result()
     for task in running:
         task.cancel()
@@ -162,8 +170,9 @@ async def instance(work: Work, number: int) -> None:
             request.ack()
             for sample_id in request.body["samples"]:
                 tokens, logprobs, versions, text = made[sent % POOL]
-                about = ("stop", "home", name, "pool", "regular", *[time.time()] * 4, text)
-                sample = Sample(sample_id, request.body["group"], tokens, logprobs, versions, *about)
+                now = time.time()
+                about = (request.body["group"], tokens, logprobs, versions, "stop", "home", name, "pool", "regular")
+                sample = Sample(sample_id, *about, now, now, now, now, text)
                 await link.send("sample", *sample_to_wire(sample), limit_s=work.limit_s, on_ack=acked)
                 sent += 1
 
@@ -236,13 +245,17 @@ class Control:
         self.ready: deque[Group] = deque()
         self.training: list[Group] = []
         self.trained_groups: list[Group] = []
-        self.issued = self.committed = self.trained = self.nbytes = self.steps = 0
+        self.issued = self.committed = self.trained = self.nbytes = self.steps = self.commits = 0
+        self.commit_s = 0.0
         self.latencies: list[float] = []
+        self.late: deque[Delivery] = deque()
+        """Samples that wait for their commit, while commits are to be slow."""
+        self.allowed, self.allowed_at = 0.0, time.monotonic()
 
     def told(self) -> dict[str, Any]:
         """Counts since the start; latencies since the last time, in seconds."""
         latencies, self.latencies = self.latencies, []
-        counts = {key: getattr(self, key) for key in ("issued", "committed", "trained", "nbytes")}
+        counts = {key: getattr(self, key) for key in COUNTS}
         return counts | {"latencies": latencies}
 
     async def issue(self) -> None:
@@ -257,7 +270,7 @@ class Control:
             if count < 1:
                 continue
             owed -= count * GROUP
-            groups = []
+            groups: list[dict[str, Any]] = []
             for number in range(self.issued // GROUP, self.issued // GROUP + count):
                 group = Group(f"g{number}", 1, number, f"p{number}", "made", 0, "", np.zeros(64, np.int32), GROUP)
                 self.open[group.group_id] = group
@@ -271,25 +284,43 @@ class Control:
     async def receive(self) -> None:
         """Takes what has come, as `Controller._receive` does."""
         while True:
-            pace = self.work.commit_pace.value
-            most = max(1, int(pace * TICK_S)) if pace else MOST_EVENTS_AT_ONCE
-            deliveries = [await self.hub.receive()]
-            while len(deliveries) < most and (more := self.hub.receive_now()) is not None:
+            deliveries = [await self.hub.receive()] if not self.late else [*await self._within(TICK_S)]
+            while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
                 deliveries.append(more)
-            count = self._commit([d for d in deliveries if d.kind == "samples"])
+            self.late += [delivery for delivery in deliveries if delivery.kind == "samples"]
+            self._commit(self._due())
             for delivery in deliveries:
                 if delivery.kind == "train_done":
                     delivery.ack()
                     self.trainers.answered(delivery)
                     self._trained()
             await self._feed()
-            if pace:
-                await asyncio.sleep(count / pace)
 
-    def _commit(self, deliveries: Sequence[Delivery]) -> int:
+    async def _within(self, seconds: float) -> list[Delivery]:
+        """The next message, if it comes in time."""
+        try:
+            return [await asyncio.wait_for(self.hub.receive(), seconds)]
+        except TimeoutError:
+            return []
+
+    def _due(self) -> list[Delivery]:
+        """What is to be committed now: all that has come, unless commits are to be slow."""
+        pace, now = self.work.commit_pace.value, time.monotonic()
+        self.allowed = min(self.allowed + pace * (now - self.allowed_at), pace) if pace else 0.0
+        self.allowed_at = now
+        due = []
+        while self.late and (not pace or self.allowed >= 1):
+            due.append(self.late.popleft())
+            self.allowed -= len(due[-1].arrays["lengths"])
+        return due
+
+    def _commit(self, deliveries: Sequence[Delivery]) -> None:
         arrivals = arrived(deliveries)
+        began = time.perf_counter()
         if self.ledger is not None and arrivals and len(self.ledger.finish(arrivals)) != len(arrivals):
             raise AssertionError("a sample came twice, or was not asked for")
+        self.commit_s += time.perf_counter() - began
+        self.commits += bool(arrivals)
         for delivery in deliveries:
             delivery.ack()
         now = time.time()
@@ -305,7 +336,6 @@ class Control:
         self.latencies += [now - sample.t_finished for sample, _ in arrivals]
         self.committed += len(arrivals)
         self.nbytes += sum(len(content) for _, content in arrivals)
-        return len(arrivals)
 
     def _trained(self) -> None:
         self.trained += GROUP * len(self.training)
@@ -408,6 +438,7 @@ class Series:
             "trained_per_s": self.rate("trained", start, end),
             "mb_per_s": self.rate("nbytes", start, end) / 1e6,
             "latency_ms": [float(np.percentile(latencies, q)) for q in (50, 99)] if latencies else None,
+            "commit_ms": 1e3 * self.rate("commit_s", start, end) / max(1e-9, self.rate("commits", start, end)),
             "ahead_most": max(ahead),
             "backlog_most": max(told["backlog_samples"] for told in up),
             "backlog_mb_most": max(told["backlog_bytes"] for told in up) / 1e6,
@@ -490,7 +521,7 @@ def _drained(rows: Any, seconds: float) -> list[Row]:
     while (left := until - time.monotonic()) > 0:
         try:
             found.append(rows.get(timeout=left))
-        except Exception:  # multiprocessing's queue raises queue.Empty
+        except queue.Empty:
             break
     return found
 
@@ -546,7 +577,6 @@ def peer_main(told: dict[str, Any]) -> None:
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
     client = transfer_queue.get_client()
 
-    @ray.remote(num_cpus=0)
     class Producer:
         def __init__(self, number: int) -> None:
             transfer_queue.init()
@@ -568,7 +598,8 @@ def peer_main(told: dict[str, Any]) -> None:
                 count += batch
             return count
 
-    producers = [Producer.remote(number) for number in range(instances)]
+    remote = ray.remote(num_cpus=0)(Producer)
+    producers = [remote.remote(number) for number in range(instances)]
     ray.get([producer.ready.remote() for producer in producers], timeout=told["limit_s"])
     watched = {
         process: process.name().removeprefix("ray::")
@@ -616,7 +647,10 @@ def measure_peer(python: Path | None, seconds: float, instances: int) -> dict[st
     if python is None:
         return {"skipped": "no --peer-python was given"}
     source = "from __future__ import annotations\nimport json, sys\nfrom typing import Any\n"
-    source += "\n".join(map(inspect.getsource, (made_samples, peer_main))) + "\npeer_main(json.loads(sys.argv[1]))\n"
+    source += (
+        "\n".join(inspect.getsource(some) for some in (made_samples, peer_main))
+        + "\npeer_main(json.loads(sys.argv[1]))\n"
+    )
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         told = {"seconds": seconds, "instances": instances, "folder": folder, "limit_s": LIMIT_S + seconds}
         told |= {"pool": POOL, "batches": PEER_BATCHES, "get": 32}
@@ -650,13 +684,10 @@ def cpu_text(cpu: Sequence[tuple[str, float]]) -> str:
     )
 
 
-def process_cpu(figures: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(name, values["cpu"]) for name, values in figures["processes"].items()]
-
-
 def steady_sheets(found: dict[str, Any]) -> list[Sheet]:
     """The offered rate."""
-    rows, processes = [], []
+    rows: list[tuple[str, ...]] = []
+    processes: list[tuple[str, ...]] = []
     for name, some in found.items():
         p50, p99 = some["latency_ms"] or (float("nan"), float("nan"))
         reached = some["samples_per_s"] >= 0.98 * RATE
@@ -665,7 +696,7 @@ def steady_sheets(found: dict[str, Any]) -> list[Sheet]:
                 f"{name}{'' if reached else ' (MISSED)'}",
                 f"{60 * some['samples_per_s']:,.0f}",
                 f"{60 * some['trained_per_s']:,.0f}",
-                *(f"{some['mb_per_s']:.1f}", f"{p50:.0f}", f"{p99:.0f}"),
+                *(f"{some['mb_per_s']:.1f}", f"{p50:.0f}", f"{p99:.0f}", f"{some['commit_ms']:.1f}"),
                 *(str(some[key]) for key in ("ahead_most", "backlog_most", "under_way_most")),
             )
         )
@@ -673,7 +704,16 @@ def steady_sheets(found: dict[str, Any]) -> list[Sheet]:
             (f"{name}, {who}", f"{100 * v['cpu']:.0f}", *(f"{v[k]:.1f}" for k in ("first_mb", "last_mb", "mb_per_min")))
             for who, v in some["processes"].items()
         ]
-    columns = ("", "committed/min", "trained/min", "MB/s", "latency p50 ms", "p99 ms", "ahead of the trainer, most")
+    columns: tuple[str, ...] = (
+        "",
+        "committed/min",
+        "trained/min",
+        "MB/s",
+        "latency p50 ms",
+        "p99 ms",
+        "commit ms",
+        "ahead of the trainer, most",
+    )
     columns += ("at the service, most", "under way of an instance, most")
     title = f"{60 * RATE:,.0f} samples a minute offered"
     return [
@@ -684,28 +724,49 @@ def steady_sheets(found: dict[str, Any]) -> list[Sheet]:
 
 def ceiling_sheet(found: dict[str, Any], peer: dict[str, Any] | None) -> Sheet:
     """As many as go."""
-    rows = [
-        (name, f"{some['samples_per_s']:.0f}", f"{some['mb_per_s']:.1f}", cpu_text(process_cpu(some)))
+    rows: list[tuple[str, ...]] = [
+        (
+            name,
+            *(f"{some['samples_per_s']:.0f}", f"{some['mb_per_s']:.1f}", f"{some['commit_ms']:.1f}"),
+            *(f"{100 * some[key]:.0f} %" for key in ("uplink_held", "instances_held")),
+            cpu_text([(who, told["cpu"]) for who, told in some["processes"].items()]),
+        )
         for name, some in found.items()
     ]
     notes = []
     if peer is not None and "results" in peer:
         for some in peer["results"]:
             label = f"TransferQueue {peer['version']}, {some['batch']} a put; memory only"
-            rows.append((label, f"{some['samples_per_s']:.0f}", f"{some['mb_per_s']:.1f}", cpu_text(some["cpu"])))
+            rows.append(
+                (label, f"{some['samples_per_s']:.0f}", f"{some['mb_per_s']:.1f}", "-", "-", "-", cpu_text(some["cpu"]))
+            )
             first, last = some["memory_mb"]
             said = f"{some['put_per_s']:.0f} samples/s put, all its memory {first:.0f} -> {last:.0f} MB"
             notes.append(f"TransferQueue, {some['batch']} a put: {said}")
     elif peer is not None:
         notes.append(f"TransferQueue: skipped, {peer['skipped']}")
-    return Sheet("As many as go", ("", "samples/s", "MB/s", "% of a core"), rows, notes)
+    return Sheet(
+        "As many as go",
+        ("", "samples/s", "MB/s", "commit ms", "uplink out of credit", "instances out of credit", "% of a core"),
+        rows,
+        notes,
+    )
 
 
 def pressure_sheet(phases: dict[str, Any]) -> Sheet:
     """Something slow."""
-    columns = ("", "issued/s", "committed/s", "trained/s", "ahead, most", "at the service, most", "MB", "congested")
+    columns: tuple[str, ...] = (
+        "",
+        "issued/s",
+        "committed/s",
+        "trained/s",
+        "ahead, most",
+        "at the service, most",
+        "MB",
+        "congested",
+    )
     columns += ("uplink out of credit", "instances out of credit", "RSS MB, first", "last")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, some in phases.items():
         memory = [sum(v[key] for v in some["processes"].values()) for key in ("first_mb", "last_mb")]
         rows.append(
