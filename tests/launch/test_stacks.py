@@ -169,7 +169,8 @@ def test_a_process_that_is_not_prepared_is_not_asked(tmp_path: Path, start: Star
     (tmp_path / "stacks" / "here-tail-0.txt").write_text(f"pid {forged} at {time.time() + 60}\n")
     for _ in range(2):
         processes = collect(tmp_path, threads=True).processes
-        assert [(one.loop, one.alive) for one in processes] == [("unknown", "sleeping")] * 2
+        assert [one.loop for one in processes] == ["unknown"] * 2
+        assert {one.alive for one in processes} <= {"sleeping", "running"}
 
 
 def test_the_answers_of_an_earlier_process_are_not_taken_for_its_own(tmp_path: Path, start: Start) -> None:
