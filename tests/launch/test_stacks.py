@@ -109,7 +109,8 @@ def write(folder: Path, wait: tuple[str, str, float, float], **changes: Any) -> 
 def test_a_process_whose_loop_turns_tells_what_its_tasks_await(tmp_path: Path, start: Start) -> None:
     pid = start("here-tail-0")
     (one,) = collect(tmp_path).processes
-    assert (one.name, one.pid, one.loop, one.alive) == ("here-tail-0", pid, "answers", "sleeping")
+    assert (one.name, one.pid, one.loop) == ("here-tail-0", pid, "answers")
+    assert one.alive in ("sleeping", "running")
     (line,) = [line for line in one.tasks if line.startswith("weights:")]
     chain = [part.split(" (")[0] for part in line.removeprefix("weights: ").split(" > ")]
     assert chain[:3] == ["Worker.wait_for_weights", "Worker.arrival", "Event.wait"]
