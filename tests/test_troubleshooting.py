@@ -346,7 +346,7 @@ def no_instance_left(place: Place) -> str:
 
     async def watch() -> None:
         waits, dispatcher, told = WaitRegistry("service-here"), create_autospec(Dispatcher, instance=True), AsyncMock()
-        dispatcher.works_on.return_value = 0
+        dispatcher.works_on.return_value = []
         journal = TokenJournal(place.folder / "journal.sqlite")
         hub = Hub("service-here", waits)
         fleet = SiteFleet(context, hub, dispatcher, waits, journal, *[told] * 3)

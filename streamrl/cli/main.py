@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "Write the report of a run.",
     "status": "Show where a run stands.",
     "why-stuck": "Say in one sentence whether a run goes on, and if not, who waits for whom.",
+    "chaos": "Inject faults into a live run, and audit what became of its samples.",
 }
 
 

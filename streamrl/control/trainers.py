@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from streamrl.errors import StartAgain
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.wire import Arrays
 
 WAIT = "trainer"
 DONE = "_done"
@@ -32,7 +34,7 @@ class Trainers:
         """Sends every rank a command."""
         self._expect(command)
         for name in self.names:
-            await self._hub.send(name, command, body)
+            await self._send(name, command, body)
 
     async def train(self, shares: Sequence[list[TrainGroup]], is_last: bool) -> None:
         """Sends every rank its share of a micro-batch.
@@ -52,7 +54,17 @@ class Trainers:
         self._expect(command)
         for name, groups in zip(self.names, shares, strict=True):
             body, arrays = to_wire(groups)
-            await self._hub.send(name, command, body | about, arrays)
+            await self._send(name, command, body | about, arrays)
+
+    async def _send(self, name: str, command: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
+        """
+        Raises:
+            StartAgain: the rank has gone.
+        """
+        try:
+            await self._hub.send(name, command, body, arrays)
+        except KeyError:
+            raise StartAgain(f"{name} has gone") from None
 
     def answered(self, delivery: Delivery) -> list[dict[str, Any]] | None:
         """A rank has answered; with the last one, all answers with their arrays by name, rank 0's first."""

@@ -109,9 +109,9 @@ class Dispatcher:
         """Whether an instance has joined, held or not."""
         return instance in self._joined
 
-    def works_on(self, instance: str) -> int:
+    def works_on(self, instance: str) -> list[str]:
         """Requests that an instance has, those included that it is to give back."""
-        return sum(at == instance for at in self._at.values())
+        return [sample_id for sample_id, at in self._at.items() if at == instance]
 
     async def lost(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
         """An instance is gone, whatever it had: its requests go on elsewhere, from what is known of their tokens.

@@ -120,16 +120,21 @@ class SiteFleet:
 
         Raises:
             DeadlineExpired: naming those that have not come.
-            RunFailed: one has died already: it is not started again, as the next one would die of the same.
+            RunFailed: one that the run begins with has died: the next one would die of the same.
         """
-        self._adopt()
+        adopted = self._adopt()
         self._reconcile(bring_in=False)
         names = set(self.lives)
         coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s))
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
                 for name, words in self._ended().items():
-                    raise RunFailed(words or f"{name} ended while it was starting")
+                    if not adopted:
+                        raise RunFailed(words or f"{name} ended while it was starting")
+                    for event in ("died", "restarted"):
+                        self.lives[name].on(event)
+                    self._processes[name] = self.lives[name].process
+                    self._write()
             await coming
         finally:
             coming.cancel()
@@ -139,8 +144,9 @@ class SiteFleet:
             if self._backend == "nccl":
                 await self._let_in(name)  # the trainer brings their weights
 
-    def _adopt(self) -> None:
-        """Takes over the instances that a service before this one has left running."""
+    def _adopt(self) -> bool:
+        """Takes over the instances that a service before this one has left, whether they still live or not; whether
+        there are any."""
         possible = {spec.name: spec for spec in self._possible}
         for one in read_wanted(self.context.run_dir) or []:
             spec = possible[one.name]
@@ -151,6 +157,7 @@ class SiteFleet:
             self._wanted = {
                 pool: max(1, sum(life.pool == pool for life in self.lives.values())) for pool in self._wanted
             }
+        return bool(self.lives)
 
     async def run(self) -> None:
         """Watches the instances until cancelled; what goes wrong while they come and go is raised here.
@@ -344,9 +351,11 @@ class SiteFleet:
             RunFailed: it does not, and no other instance is left.
         """
         name, leaving = life.name, life.state is Life.DRAINING
+        if not leaving and not life.can("died"):
+            return  # somebody else has noticed
         log.warning("%s has died: %s", name, why)
         log.warning("%s had %d requests with %d tokens, of which %d are in the journal", name, *self._interrupted(name))
-        self._causes[name] = why
+        self._causes[name] = why = why.partition("; the end of ")[0]
         due = None if leaving else life.died(time.monotonic(), self.budget)
         self.hub.drop(name)
         for key in [key for key in self._answers if key[1] == name]:
@@ -369,9 +378,9 @@ class SiteFleet:
         """Of a lost instance: its requests, their tokens as it has last told (in a heartbeat or to the journal), and
         how many of them the journal has."""
         told = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
-        kept = {one: self.journal.kept(one) for one in told if one in self.dispatcher.requests}
+        kept = {one: self.journal.kept(one) for one in self.dispatcher.works_on(name)}
         known = {one: len(part.completion_tokens) if part is not None else 0 for one, part in kept.items()}
-        return self.dispatcher.works_on(name), sum(max(told[one], n) for one, n in known.items()), sum(known.values())
+        return len(known), sum(max(told.get(one, 0), n) for one, n in known.items()), sum(known.values())
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))

@@ -104,8 +104,11 @@ class Family:
         name = process.spec.name
         if self._due[name] is None:
             return f"{name} has died {len(self._deaths[name])} times; it is not started again"
-        what = "everything but the instances is" if process.spec.role in HOME else "it is"
-        return f"{process.short_words()}; {what} started again"
+        if process.spec.role not in HOME:
+            return f"{process.short_words()}; it is started again"
+        # a controller that gives up says so because of another one
+        dead = [p for p in self._processes if p.spec.role in HOME and p.exit_code not in (None, AGAIN)]
+        return f"{(dead or [process])[0].short_words()}; everything but the instances is started again"
 
     def _again(self, process: LocalProcess) -> None:
         home = process.spec.role in HOME

@@ -380,7 +380,7 @@ def test_what_a_dead_instance_had_goes_on_elsewhere_from_the_tokens_that_are_kno
         await work.park([had[1]])
         sent.clear()
         parked = await work.lost("a", lambda name: part(name, 3) if name == had[0] else None)
-        assert parked == [] and work.works_on("a") == 0 and not work.knows("a")
+        assert parked == [] and work.works_on("a") == [] and not work.knows("a")
         [(to, kind, b, arrays)] = sent
         again = request_from_wire(b, arrays)
         assert (to, kind, again.sample_id) == ("b", "generate", had[0])
@@ -426,7 +426,7 @@ def test_a_sample_from_an_instance_that_was_taken_for_dead_ends_its_second_life(
         sent.clear()
         await work.finished("g.0", 7, first)
         assert sent == [(other, "release", {"sample_id": "g.0"}, {})]
-        assert not work.requests and work.works_on(other) == 0
+        assert not work.requests and work.works_on(other) == []
 
     asyncio.run(body())
 

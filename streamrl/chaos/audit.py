@@ -1,0 +1,234 @@
+"""Whether a run has trained every sample once, from what it has left on disk. Pure.
+
+Prompts are numbered in the order in which they are first issued, and a group's id is its prompt's number. So of all
+numbers up to the largest one that was trained, each must be
+
+    trained or dropped     all samples of its group, in one step
+    open                   in the ledger, without a step; or in the newest checkpoint's list of prompts to be issued
+                           again, as long as that list has not been used up
+    too long               skipped when it was drawn; the metrics tell how many
+
+and every other one is lost. The list is used up once a prompt has been issued that the checkpoint did not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streamrl.rollouts.types import FloatArray, IntArray
+
+OPEN = frozenset({"issued", "finished", "scored"})
+SETTLED = frozenset({"trained", "dropped"})
+MOST_EXAMPLES = 8
+"""Of ids named in a fault's text."""
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One sample of the ledger."""
+
+    sample_id: str
+    group_id: str
+    step: int | None
+    state: str
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One sample of the rollouts."""
+
+    sample_id: str
+    group_id: str
+    step: int
+    reward: float
+    trained: bool
+    """False: its group was dropped."""
+    output_length: int
+    tokens: IntArray
+    """Shape [C]."""
+    logprobs: FloatArray
+    """Shape [C]."""
+    versions: IntArray
+    """Weight version of each token, shape [C]."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Of the newest checkpoint."""
+
+    next_index: int = 0
+    """Number of the next new prompt."""
+    again: frozenset[int] = frozenset()
+    """Prompts that were open, and that a resumed run issues first."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """All that an audit looks at."""
+
+    ledger: Sequence[LedgerRow]
+    step_sizes: Mapping[int, int]
+    """Samples that each step trained, as the ledger says."""
+    rollouts: Sequence[RolloutRow]
+    metric_steps: Sequence[int]
+    """Steps in the order of metrics.jsonl."""
+    too_long: int = 0
+    """Prompts skipped."""
+    position: Position = field(default_factory=Position)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found."""
+
+    steps: int
+    prompts: int
+    """Numbers looked at."""
+    samples: int
+    """Trained."""
+    open: int
+    """Prompts that are neither trained nor lost."""
+    lost: int
+    """Samples that were issued, or should have been, and are neither trained nor open."""
+    twice: int
+    """Samples that were trained more than once."""
+    malformed: int
+    """Samples with something else wrong."""
+    faults: tuple[str, ...] = ()
+    """In words."""
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is wrong."""
+        return not self.faults
+
+
+def audit(account: Account) -> Audit:
+    """Compares ledger, rollouts and metrics."""
+    faults: list[str] = []
+    trained = [row for row in account.rollouts if row.trained]
+    size = max(Counter(row.group_id for row in account.ledger).values(), default=0)
+    settled = {int(row.group_id) for row in account.ledger if row.state in SETTLED}
+    missing, opened = _missing_prompts(account, settled)
+    lost = max(0, len(missing) - account.too_long) * size
+    if lost:
+        faults.append(f"prompts neither trained nor open: {_some(missing)} ({account.too_long} were too long)")
+    gone = _missing_samples(account, trained, size)
+    if gone:
+        faults.append(f"samples missing in a trained group or its rollouts: {_some(gone)}")
+    again = _twice(trained)
+    if again:
+        faults.append(f"samples trained twice: {_some(again)}")
+    faults += _steps(account, trained)
+    malformed = sorted({row.sample_id for row in account.rollouts if _malformed(row)})
+    if malformed:
+        worst = next(row for row in account.rollouts if row.sample_id == malformed[0])
+        faults.append(f"malformed samples: {_some(malformed)}; the first: {_malformed(worst)}")
+    return Audit(
+        steps=len(account.metric_steps),
+        prompts=max(settled, default=-1) + 1,
+        samples=len(trained),
+        open=opened,
+        lost=lost + len(gone),
+        twice=len(again),
+        malformed=len(malformed),
+        faults=tuple(faults),
+    )
+
+
+def _missing_prompts(account: Account, settled: set[int]) -> tuple[list[int], int]:
+    """Numbers that are not accounted for, and how many are open."""
+    known = {int(row.group_id) for row in account.ledger}
+    used_up = any(number >= account.position.next_index for number in known)
+    waiting = frozenset() if used_up else account.position.again
+    numbers = range(max(settled, default=-1) + 1)
+    missing = [number for number in numbers if number not in known and number not in waiting]
+    return missing, sum(number not in settled for number in numbers) - len(missing)
+
+
+def _missing_samples(account: Account, trained: Sequence[RolloutRow], size: int) -> list[str]:
+    """Siblings that a trained group lacks, and samples of which ledger and rollouts disagree."""
+    groups: defaultdict[str, set[str]] = defaultdict(set)
+    for row in account.ledger:
+        if row.state == "trained":
+            groups[row.group_id].add(row.sample_id)
+    short = [f"{name} has {len(ids)} of {size}" for name, ids in sorted(groups.items()) if len(ids) < size]
+    in_ledger = {sample_id for ids in groups.values() for sample_id in ids}
+    return [*short, *sorted(in_ledger ^ {row.sample_id for row in trained})]
+
+
+def _twice(trained: Iterable[RolloutRow]) -> list[str]:
+    counts = Counter(row.sample_id for row in trained)
+    return sorted(name for name, count in counts.items() if count > 1)
+
+
+def _steps(account: Account, trained: Sequence[RolloutRow]) -> list[str]:
+    """Steps that are missing, repeated, or of another size than the ledger says."""
+    faults = []
+    if list(account.metric_steps) != list(range(1, len(account.metric_steps) + 1)):
+        faults.append(f"metrics.jsonl has the steps {_some(account.metric_steps)}")
+    found = Counter(row.step for row in trained)
+    differ = sorted(step for step, count in account.step_sizes.items() if found[step] != count)
+    if differ or set(found) - set(account.step_sizes):
+        faults.append(f"ledger and rollouts differ in the samples of steps {_some(differ or sorted(found))}")
+    if len(account.step_sizes) != len(account.metric_steps):
+        faults.append(f"{len(account.step_sizes)} steps in the ledger, {len(account.metric_steps)} in metrics.jsonl")
+    return faults
+
+
+def _malformed(row: RolloutRow) -> str:
+    """What is wrong with a sample; '': nothing."""
+    lengths = {len(row.tokens), len(row.logprobs), len(row.versions), row.output_length}
+    if len(lengths) > 1:
+        return f"tokens, log-probabilities, versions and output_length have lengths {sorted(lengths)}"
+    if not row.output_length:
+        return "it has no token"
+    if (row.tokens < 0).any():
+        return "a token id is negative"
+    if not np.isfinite(row.logprobs).all() or (row.logprobs > 1e-3).any():
+        return "a log-probability is not one"
+    if (np.diff(row.versions) < 0).any():
+        return "a token's weight version is older than the one before"
+    if row.versions[0] < 0 or row.versions[-1] >= row.step:
+        return f"step {row.step} trained tokens of weight versions {row.versions[0]} to {row.versions[-1]}"
+    return ""
+
+
+def _some(values: Sequence[object]) -> str:
+    more = len(values) - MOST_EXAMPLES
+    return ", ".join(map(str, values[:MOST_EXAMPLES])) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean reward of a run's first and last steps."""
+
+    steps: int
+    """At each end."""
+    first: float
+    last: float
+    deviation: float
+    """Of the rewards' means over all steps: what one step differs by anyway."""
+
+
+def reward_curve(rewards: Sequence[float], most: int = 10) -> Curve | None:
+    """Compares both ends of a curve.
+
+    Args:
+        rewards: mean of each step.
+        most: steps at each end; fewer if there are not twice as many.
+
+    Returns:
+        None if there are fewer than two steps.
+    """
+    ends = min(most, len(rewards) // 2)
+    if not ends:
+        return None
+    mean = math.fsum(rewards) / len(rewards)
+    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in rewards) / len(rewards))
+    return Curve(ends, math.fsum(rewards[:ends]) / ends, math.fsum(rewards[-ends:]) / ends, deviation)

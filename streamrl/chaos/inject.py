@@ -1,0 +1,305 @@
+"""Does a fault to a run, by process id, and undoes it.
+
+Only processes that the run's launchers have written down are touched, and their children, and only while they are still
+what was started. What is killed is killed by SIGKILL, without a chance to say anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from streamrl.chaos.follow import Seen, SeenProcess
+from streamrl.chaos.look import folders_of, processes_of
+from streamrl.chaos.plan import Fault, Inventory, Kind
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.emulation.network import set_link_in
+from streamrl.errors import RunFailed
+from streamrl.generation.engine import weight_backend
+from streamrl.launch.share import JOURNAL
+from streamrl.weights.store import store_directory
+from streamrl.weights.vllm_plugin import BACKEND
+
+ROLE_MODULE = "streamrl.launch.role"
+ELASTIC_MODULE = "torch.distributed.run"
+ENGINE = "EngineCore"
+LINK_S = 15.0
+"""For which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is told, and less than any
+`absence_s` that makes sense."""
+SLOWER, LOSS = 10.0, 0.05
+PAUSE_MORE_S, PAUSE_SHARE = 4.0, 0.5
+"""A pause is so much longer than `suspect_s`, and at most that share of `heartbeat_s`."""
+DAMAGED_PLACES, DAMAGED_BYTES = 64, 64
+"""Of a file that is damaged."""
+LOADED_S = 2.0
+"""After which those who are there have loaded a version."""
+DIES_S = 5.0
+"""For a killed process to be gone."""
+POLL_S = 0.01
+ROOM_BYTES = 32 * 1024
+"""Beyond the controller's log, which is to have room for its last words."""
+
+
+class NotPossible(Exception):
+    """A fault cannot be injected just now; the text says why."""
+
+
+@dataclass
+class Injected:
+    """What was done."""
+
+    replaced: frozenset[str]
+    """Names of the processes that somebody must start again."""
+    lasts_s: float = 0.0
+    """After which it is to be undone; 0: it was done at once."""
+    undo: Callable[[], None] = field(default=lambda: None)
+    """May be called more than once."""
+    note: str = ""
+    keep_on: Callable[[], None] = field(default=lambda: None)
+    """To be called again and again until somebody notices, or the run has recovered."""
+    damaged: dict[int, float] = field(default_factory=dict)
+    """Weight versions that were damaged, and when (unix seconds)."""
+
+
+class Injector:
+    """For one run."""
+
+    def __init__(
+        self, run_dir: Path, cluster: ClusterConfig, run: RunConfig, seed: int, kill_launcher: Callable[[], None] | None
+    ) -> None:
+        """
+        Args:
+            run_dir: the run's folder.
+            cluster: as it was resolved.
+            run: as it was resolved.
+            seed: of the places in files and of the ranks.
+            kill_launcher: None: the launcher is somebody else's.
+        """
+        self.run_dir, self.cluster, self.run = run_dir, cluster, run
+        self._draw = random.Random(seed)
+        self._kill_launcher = kill_launcher
+
+    def inventory(self) -> Inventory:
+        """What the run consists of, on this machine."""
+        found, home = processes_of(self.run_dir), self.cluster.trainer_site
+        of = {role: tuple(sorted(n for n, one in found.items() if one.role == role)) for role in _roles(found)}
+        remote = tuple(site for site in folders_of(self.run_dir) if site)
+        several = bool(self.cluster.remote_sites)
+        return Inventory(
+            home=home,
+            instances=of.get("instance", ()),
+            services=of.get("service", ()),
+            rewards=of.get("rewards", ()),
+            remote_sites=remote,
+            emulated_links=remote if (self.run_dir / "network").is_dir() else (),
+            trains_here="controller" in of,
+            owns_launcher=self._kill_launcher is not None,
+            limits_files=hasattr(resource, "prlimit"),
+            shares_weights=weight_backend(self.run, self.cluster.hardware == "cuda", several) == BACKEND,
+        )
+
+    def inject(self, fault: Fault, seen: Seen) -> Injected:
+        """Does it, and returns at once.
+
+        Raises:
+            NotPossible: there is nothing to do it to.
+        """
+        target = fault.target
+        match fault.kind:
+            case Kind.INSTANCE_KILL | Kind.SERVICE_KILL | Kind.REWARDS_KILL | Kind.CONTROLLER_KILL:
+                return self._killed(target, seen)
+            case Kind.INSTANCE_PAUSE:
+                limits = self.run.deadlines.heartbeat_s * PAUSE_SHARE
+                lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
+                undo = self._stop(target, seen)
+                return Injected(frozenset(), lasts_s, undo, f"for {lasts_s:.1f} s")
+            case Kind.INSTANCE_HANG:
+                return Injected(frozenset({target}), 0.0, self._stop(target, seen))
+            case Kind.ENGINE_KILL:
+                children = self._process(target, seen).children(recursive=True)
+                engines = [one for one in children if ENGINE in _command(one)]
+                _kill(engines or _nothing(f"{target} has no process {ENGINE}"))
+                return Injected(frozenset({target}))
+            case Kind.TRAINER_KILL:
+                children = self._process(target, seen).children(recursive=True)
+                ranks = [one for one in children if f"{ROLE_MODULE} trainer" in _command(one)]
+                rank = self._draw.choice(ranks or _nothing("the trainer has no ranks"))
+                _kill([rank])
+                return Injected(frozenset({target}), note=f"rank with pid {rank.pid}")
+            case Kind.SITE_KILL:
+                names = frozenset(name for name, one in seen.processes.items() if one.site == target)
+                _kill([self._process(name, seen) for name in sorted(names)] or _nothing(f"{target} has no process"))
+                return Injected(names)
+            case Kind.LINK_CUT | Kind.LINK_SLOW | Kind.LINK_LOSSY:
+                return self._link(fault.kind, target)
+            case Kind.WEIGHTS_CORRUPT:
+                return self._damage_weights(target, seen)
+            case Kind.JOURNAL_CORRUPT:
+                return self._damage_journal(target, seen)
+            case Kind.DISK_FULL:
+                return self._fill(target, seen)
+            case Kind.LAUNCHER_KILL:
+                if self._kill_launcher is None:
+                    raise NotPossible("the launcher is somebody else's")
+                self._kill_launcher()
+                return Injected(frozenset({"controller"}))
+
+    def _process(self, name: str, seen: Seen) -> psutil.Process:
+        """A process of the run, by its launcher's own words.
+
+        Raises:
+            NotPossible: it has ended, or its id is now another process's.
+        """
+        started = seen.processes.get(name)
+        if started is None or started.exit_code is not None:
+            raise NotPossible(f"{name} is not running")
+        try:
+            process = psutil.Process(started.pid)
+            if ROLE_MODULE not in (command := _command(process)) and ELASTIC_MODULE not in command:
+                raise NotPossible(f"process {started.pid} is not {name} any more")
+        except psutil.Error as error:
+            raise NotPossible(f"{name}: {error}") from error
+        return process
+
+    def _killed(self, name: str, seen: Seen) -> Injected:
+        _kill([self._process(name, seen)])
+        return Injected(frozenset({name}))
+
+    def _stop(self, name: str, seen: Seen) -> Callable[[], None]:
+        """Stops a process and its children; returns what lets them go on."""
+        process = self._process(name, seen)
+        family = [process, *process.children(recursive=True)]
+
+        def go_on() -> None:
+            for one in family:
+                with contextlib.suppress(psutil.Error):  # psutil knows whether the id is still the same process's
+                    one.send_signal(signal.SIGCONT)
+
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGSTOP)
+        return go_on
+
+    def _link(self, kind: Kind, site: str) -> Injected:
+        link = self.cluster.link(site)
+        if link is None:
+            raise NotPossible(f"no link to {site}")
+        folder, whole = self.run_dir / "network", link.bytes_per_s
+
+        def undo() -> None:
+            set_link_in(folder, site, down=False, bandwidth_bytes_per_s=whole, loss=link.loss)
+
+        try:
+            if kind is Kind.LINK_CUT:
+                set_link_in(folder, site, down=True)
+            elif kind is Kind.LINK_SLOW:
+                set_link_in(folder, site, bandwidth_bytes_per_s=whole / SLOWER)
+            else:
+                set_link_in(folder, site, loss=LOSS)
+        except RunFailed as error:
+            raise NotPossible(str(error)) from error
+        return Injected(frozenset(), LINK_S, undo, f"for {LINK_S:.0f} s")
+
+    def _folder(self, name: str, seen: Seen) -> Path:
+        """Of the site that a process belongs to."""
+        return folders_of(self.run_dir)[seen.processes[name].site]
+
+    def _damage_weights(self, instance: str, seen: Seen) -> Injected:
+        """Kills an instance, and damages every version of its site once it is some seconds old until another process
+        is there in its place, which has to load one of them."""
+        process = self._process(instance, seen)
+        store = store_directory(self._folder(instance, seen))
+        done = Injected(frozenset({instance}))
+
+        def damage() -> None:
+            for path in store.glob("version_*.bin"):
+                number = int(path.stem.split("_")[1])
+                with contextlib.suppress(OSError):  # a newer one has taken its place
+                    if number not in done.damaged and time.time() - path.stat().st_mtime > LOADED_S:
+                        _damage(path, self._draw)
+                        done.damaged[number] = time.time()
+
+        if not any(store.glob("version_*.bin")):
+            raise NotPossible(f"{store} holds no version")
+        done.keep_on = damage
+        _kill([process])
+        return done
+
+    def _damage_journal(self, service: str, seen: Seen) -> Injected:
+        """Kills a service and damages its journal before the next one reads it."""
+        process, folder = self._process(service, seen), self._folder(service, seen)
+        _kill([process])
+        files = [path for path in sorted(folder.glob(f"{JOURNAL}*")) if not path.name.endswith("-shm")]
+        damaged = [path.name for path in files if path.stat().st_size]
+        for path in files:
+            _damage(path, self._draw)
+        return Injected(frozenset({service}), note=", ".join(damaged) or "an empty journal")
+
+    def _fill(self, name: str, seen: Seen) -> Injected:
+        """Lets no file of a process grow beyond what its log may need. Writing fails with EFBIG, where a full disk has
+        ENOSPC; both are an OSError to whoever writes."""
+        process = self._process(name, seen)
+        log = self.run_dir / "logs" / f"{name}.log"
+        before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size + ROOM_BYTES, before[1]))
+
+        def undo() -> None:
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.is_running():
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
+
+        return Injected(frozenset({name}), undo=undo)
+
+
+def _roles(found: dict[str, SeenProcess]) -> set[str]:
+    return {one.role for one in found.values()}
+
+
+def _nothing(why: str) -> list[psutil.Process]:
+    raise NotPossible(why)
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join([process.name(), *process.cmdline()])
+    return ""
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL, and waits until they are gone or only their launcher has to notice."""
+    killed = list(processes)
+    for one in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    end = time.monotonic() + DIES_S
+    while any(_lives(one) for one in killed) and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _damage(path: Path, draw: random.Random) -> None:
+    """Overwrites some places of a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        for _ in range(DAMAGED_PLACES if size else 0):
+            file.seek(draw.randrange(max(1, size - DAMAGED_BYTES)))
+            file.write(draw.randbytes(min(DAMAGED_BYTES, size)))

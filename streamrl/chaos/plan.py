@@ -1,0 +1,160 @@
+"""Which fault comes when. Pure: the same seed on the same run gives the same faults.
+
+Faults come in rounds. A round has every kind that is possible once, in random order, so that after any number of faults
+no kind is more than one ahead of another. A kind's targets take turns, also in random order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 6.0
+"""Between a run's first step after a fault and the next fault: longer than a heartbeat, so that a fault meets the run
+at any place of a step."""
+
+
+class Kind(StrEnum):
+    """What is done to a run."""
+
+    INSTANCE_KILL = "instance-kill"
+    INSTANCE_PAUSE = "instance-pause"
+    INSTANCE_HANG = "instance-hang"
+    ENGINE_KILL = "engine-kill"
+    SERVICE_KILL = "service-kill"
+    REWARDS_KILL = "rewards-kill"
+    CONTROLLER_KILL = "controller-kill"
+    TRAINER_KILL = "trainer-kill"
+    SITE_KILL = "site-kill"
+    LINK_CUT = "link-cut"
+    LINK_SLOW = "link-slow"
+    LINK_LOSSY = "link-lossy"
+    WEIGHTS_CORRUPT = "weights-corrupt"
+    JOURNAL_CORRUPT = "journal-corrupt"
+    DISK_FULL = "disk-full"
+    LAUNCHER_KILL = "launcher-kill"
+
+
+WHAT = {
+    Kind.INSTANCE_KILL: "SIGKILL of a generation instance",
+    Kind.INSTANCE_PAUSE: "SIGSTOP of an instance, SIGCONT before it is taken for dead",
+    Kind.INSTANCE_HANG: "SIGSTOP of an instance until it is replaced",
+    Kind.ENGINE_KILL: "SIGKILL of the EngineCore process of an instance",
+    Kind.SERVICE_KILL: "SIGKILL of a site's generation service",
+    Kind.REWARDS_KILL: "SIGKILL of a rewards process",
+    Kind.CONTROLLER_KILL: "SIGKILL of the controller",
+    Kind.TRAINER_KILL: "SIGKILL of a trainer rank",
+    Kind.SITE_KILL: "SIGKILL of all processes of a site that does not train",
+    Kind.LINK_CUT: "nothing passes over a link",
+    Kind.LINK_SLOW: "a link has a tenth of its bandwidth",
+    Kind.LINK_LOSSY: "a link loses 5 % of its segments",
+    Kind.WEIGHTS_CORRUPT: "SIGKILL of an instance, and weights in its site's store overwritten until another is there",
+    Kind.JOURNAL_CORRUPT: "bytes of a token journal overwritten, and its service killed, which must read it",
+    Kind.DISK_FULL: "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed",
+    Kind.LAUNCHER_KILL: "SIGKILL of the launcher; the run is resumed once its processes have ended",
+}
+"""What is injected, in words."""
+
+OF_INSTANCES = frozenset({Kind.INSTANCE_KILL, Kind.INSTANCE_PAUSE, Kind.INSTANCE_HANG, Kind.ENGINE_KILL})
+OF_LINKS = frozenset({Kind.LINK_CUT, Kind.LINK_SLOW, Kind.LINK_LOSSY})
+ENDS_RUN = frozenset({Kind.DISK_FULL, Kind.LAUNCHER_KILL})
+"""After these nobody is left who would start the run again."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault to be injected."""
+
+    number: int
+    """1, 2, ..."""
+    kind: Kind
+    target: str
+    """A process's, a site's or a link's name."""
+    pause_s: float
+    """To wait before it, once the run has recovered from the one before."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a run consists of."""
+
+    home: str
+    """The site that trains."""
+    instances: tuple[str, ...] = ()
+    services: tuple[str, ...] = ()
+    rewards: tuple[str, ...] = ()
+    remote_sites: tuple[str, ...] = ()
+    """Sites that do not train and whose processes are on this machine."""
+    emulated_links: tuple[str, ...] = ()
+    """Remote ends of links that can be changed."""
+    trains_here: bool = True
+    owns_launcher: bool = True
+    """Whether the launcher is a child of who injects, who can start it again."""
+    limits_files: bool = True
+    """Whether another process's largest file can be limited (Linux)."""
+    shares_weights: bool = True
+    """Whether instances load weights from a store on this machine."""
+
+
+def targets(found: Inventory) -> tuple[dict[Kind, tuple[str, ...]], dict[Kind, str]]:
+    """What each kind can be done to, and why kinds that cannot be done are left out."""
+    home = ("controller",) if found.trains_here else ()
+    ended = "the launcher is not one of this command's processes, so nobody would start the run again"
+    remote = "the run has one site on this machine"
+    links = "the run has no emulated link"
+    here = "the site that trains is elsewhere"
+    wanted: dict[Kind, tuple[tuple[str, ...], str]] = {
+        Kind.INSTANCE_KILL: (found.instances, "there is no instance"),
+        Kind.INSTANCE_PAUSE: (found.instances, "there is no instance"),
+        Kind.INSTANCE_HANG: (found.instances, "there is no instance"),
+        Kind.ENGINE_KILL: (found.instances, "there is no instance"),
+        Kind.SERVICE_KILL: (found.services, "there is no service"),
+        Kind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
+        Kind.CONTROLLER_KILL: (home, here),
+        Kind.TRAINER_KILL: (("trainer",) if home else (), here),
+        Kind.SITE_KILL: (found.remote_sites, remote),
+        Kind.LINK_CUT: (found.emulated_links, links),
+        Kind.LINK_SLOW: (found.emulated_links, links),
+        Kind.LINK_LOSSY: (found.emulated_links, links),
+        Kind.WEIGHTS_CORRUPT: (found.instances if found.shares_weights else (), "weights do not go through a store"),
+        Kind.JOURNAL_CORRUPT: (found.services, "there is no service"),
+        Kind.DISK_FULL: (
+            home if found.owns_launcher and found.limits_files else (),
+            ended if not found.owns_launcher else "this system cannot limit another process's files",
+        ),
+        Kind.LAUNCHER_KILL: (("launcher",) if found.owns_launcher else (), ended),
+    }
+    possible = {kind: names for kind, (names, _) in wanted.items() if names}
+    return possible, {kind: why for kind, (names, why) in wanted.items() if not names}
+
+
+def schedule(seed: int, possible: Mapping[Kind, Sequence[str]], kinds: Collection[Kind] = ()) -> Iterator[Fault]:
+    """Faults without end.
+
+    Args:
+        seed: of order, targets and pauses.
+        possible: targets of each kind (`targets`).
+        kinds: only these; empty: all that are possible.
+
+    Raises:
+        ValueError: none of the kinds is possible.
+    """
+    chosen = [kind for kind in Kind if kind in possible and (not kinds or kind in kinds)]
+    if not chosen:
+        raise ValueError("no kind of fault is possible")
+    return _faults(random.Random(seed), {kind: list(possible[kind]) for kind in chosen})
+
+
+def _faults(draw: random.Random, possible: Mapping[Kind, list[str]]) -> Iterator[Fault]:
+    left: dict[Kind, list[str]] = {kind: [] for kind in possible}
+    number = 0
+    while True:
+        kinds = list(possible)
+        draw.shuffle(kinds)
+        for kind in kinds:
+            if not left[kind]:
+                left[kind] = draw.sample(possible[kind], len(possible[kind]))
+            number += 1
+            yield Fault(number, kind, left[kind].pop(), round(draw.uniform(LEAST_PAUSE_S, MOST_PAUSE_S), 1))

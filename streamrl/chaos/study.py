@@ -1,0 +1,344 @@
+"""One fault after the other in a run that goes on, until the time is over.
+
+    wait for a first step -> pause -> inject -> follow until the run has recovered and done a step -> audit -> pause ...
+
+A fault that the run does not recover from within a limit is a hang: what `streamrl why-stuck` would say is kept, and
+what was done is undone. If the run then goes on, so does the study. A run that has ended is resumed, if this process
+has started it; only a full disk and a killed launcher may end one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.chaos.audit import Audit, audit
+from streamrl.chaos.follow import Following, Seen
+from streamrl.chaos.inject import Injected, Injector, NotPossible
+from streamrl.chaos.launcher import Launcher
+from streamrl.chaos.look import Logs, interrupted, look, read_account
+from streamrl.chaos.plan import ENDS_RUN, OF_INSTANCES, Fault, Kind
+from streamrl.errors import RunFailed
+from streamrl.generation.instance import JOURNAL_EVERY_S
+from streamrl.launch.look import collect
+from streamrl.observe.status import FINAL_STATES as ENDED
+from streamrl.observe.stuck import judge
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+BUSY_S = 15.0
+"""For an instance that is to be lost to have requests: losing an idle one shows little."""
+RATES = 10
+"""Newest looks of which an instance's rate is the highest: one heartbeat's is an average over a second, in which
+requests may have begun."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one fault. Times are seconds since its injection; None: not seen."""
+
+    number: int
+    kind: Kind
+    target: str
+    at: float
+    """Unix seconds."""
+    step: int
+    """Steps done when it was injected."""
+    noticed_s: float | None = None
+    serving_s: float | None = None
+    recovered_s: float | None = None
+    stepped_s: float | None = None
+    requests: int | None = None
+    """At the instance that was lost; None: none was, or its service has not told."""
+    tokens: int | None = None
+    """Of these requests, as last told."""
+    kept: int | None = None
+    """Of these tokens, in the journal."""
+    unseen: int | None = None
+    """Tokens that the instance has produced, on average, since it last told: its rate times half the interval."""
+    lost: int = 0
+    """Samples, by the audit after it less the one before."""
+    twice: int = 0
+    hang: str = ""
+    """Who waited for whom when the limit was over."""
+    ended: str = ""
+    """Why the run has ended over it, if it has."""
+    unnoticed: bool = False
+    """Damaged weights were loaded, and nobody noticed."""
+    note: str = ""
+
+    @property
+    def regenerated(self) -> int | None:
+        """Tokens that had to be made again, with those that nobody was told of."""
+        if self.tokens is None or self.kept is None:
+            return None
+        return self.tokens - self.kept + (self.unseen or 0)
+
+    @property
+    def harmless(self) -> bool:
+        """The run went on with every sample."""
+        unexpected = bool(self.ended) and self.kind not in ENDS_RUN
+        return not (self.lost or self.twice or self.hang or unexpected or self.unnoticed)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a study; seconds."""
+
+    minutes: float
+    faults: int | None
+    """Most faults; None: as many as the time allows."""
+    recovery_s: float
+    """For a run to recover and to do one more step."""
+    first_step_s: float
+
+
+class Study:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        injector: Injector,
+        faults: Iterator[Fault],
+        launcher: Launcher | None,
+        limits: Limits,
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            run_dir: the run's folder.
+            injector: of the run.
+            faults: to be injected, in this order.
+            launcher: None: the run is somebody else's, and is only watched.
+            limits: when it ends.
+            say: is told a line about each fault.
+        """
+        self.run_dir, self.injector, self.faults = run_dir, injector, faults
+        self.launcher, self.limits, self.say = launcher, limits, say
+        self.results: list[Result] = []
+        self.ended = ""
+        """Why the study ended before its time."""
+        self._logs = Logs(run_dir)
+        self._rates: dict[str, deque[float]] = {}
+        """Tokens per second of each process, of the newest looks."""
+        self._audit: Audit | None = None
+
+    def run(self) -> None:
+        """Injects faults until the time is over, or the run cannot go on."""
+        began = time.monotonic()
+        self._audit = self._audited()
+        while time.monotonic() - began < 60 * self.limits.minutes and not self.ended:
+            if self.limits.faults is not None and len(self.results) >= self.limits.faults:
+                return
+            fault = next(self.faults)
+            self._idle(fault.pause_s)
+            if self.ended or not self._may_begin(fault):
+                continue
+            try:
+                result = self._one(fault)
+            except NotPossible as error:
+                self.say(f"{fault.number:3d} {fault.kind} of {fault.target} is left out: {error}")
+                continue
+            self.results.append(result)
+            self.say(line(result, time.monotonic() - began))
+
+    def _look(self) -> Seen:
+        seen = look(self.run_dir, self._logs.read(), self.launcher is None or self.launcher.runs)
+        for name, one in seen.instances.items():
+            self._rates.setdefault(name, deque(maxlen=RATES)).append(one.tokens_per_s)
+        return seen
+
+    def _idle(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.ended:
+            if self._is_over(self._look()):
+                return
+            time.sleep(POLL_S)
+
+    def _is_over(self, seen: Seen) -> bool:
+        """Whether the run has ended although nothing was done to it."""
+        if seen.state == "done":
+            self.ended = "the run has done all its steps"
+        elif not seen.launched or seen.state in ENDED:
+            self.ended = f"the run has ended by itself: {self._cause(seen)}"
+        return bool(self.ended)
+
+    def _cause(self, seen: Seen) -> str:
+        words = seen.error or (self.launcher.last_words() if self.launcher is not None else "") or seen.state
+        return (words.splitlines() or ["nobody says why"])[0].partition("; the end of ")[0]
+
+    def _may_begin(self, fault: Fault) -> bool:
+        """Waits until the run is healthy and, for the loss of an instance, until that has something to lose."""
+        end, busy = time.monotonic() + self.limits.recovery_s, time.monotonic() + BUSY_S
+        while time.monotonic() < end:
+            seen = self._look()
+            if self._is_over(seen):
+                return False
+            one = seen.roles.get(fault.target)
+            works = fault.kind not in OF_INSTANCES or one is None or one.running > 0 or time.monotonic() > busy
+            if seen.healthy() and works:
+                return True
+            time.sleep(POLL_S)
+        self.ended = f"the run was not healthy before fault {fault.number}: {self._sentence()}"
+        return False
+
+    def _one(self, fault: Fault) -> Result:
+        """One fault.
+
+        Raises:
+            NotPossible: it cannot be injected just now.
+        """
+        before = self._look()
+        self._logs.lines.clear()
+        at = time.time()
+        injected = self.injector.inject(fault, before)
+        rate = sum(max(self._rates[name]) for name in injected.replaced & self._rates.keys())
+        following = Following(fault, before, injected.replaced, at)
+        hang = ended = ""
+        try:
+            ended = self._follow(following, injected, at)
+            if not following.done:
+                hang = self._sentence()
+        finally:
+            injected.undo()
+        if hang:
+            following.over = True
+            self._follow(following, injected, time.time())
+            if not following.done:
+                self.ended = f"the run hangs: {hang}"
+        return self._result(following, injected, rate, hang, ended)
+
+    def _follow(self, following: Following, injected: Injected, since: float) -> str:
+        """Watches until the run has recovered and done a step, or the limit is over; resumes it if it ends.
+
+        Args:
+            following: the fault.
+            injected: what was done.
+            since: from when on the limit counts, unix seconds.
+
+        Returns:
+            Why the run has ended meanwhile; '': it has not.
+        """
+        ended = ""
+        while not following.done and time.time() - since < self.limits.recovery_s:
+            if not following.over and time.time() - following.at >= injected.lasts_s:
+                if injected.lasts_s:
+                    injected.undo()
+                following.over = True
+            seen = self._look()
+            following.see(seen)
+            if following.noticed is None and following.recovered is None:
+                following.weights_loaded(seen, following.fault.target, injected.damaged)
+                injected.keep_on()
+            if not seen.launched:
+                if following.fault.kind is not Kind.LAUNCHER_KILL:
+                    ended = ended or self._cause(seen)
+                self._resume(following)
+            elif self.launcher is None and seen.state in ENDED:
+                return self._cause(seen)
+            time.sleep(POLL_S)
+        return ended
+
+    def _resume(self, following: Following) -> None:
+        """Starts the run again, once all that was left of it has ended."""
+        assert self.launcher is not None
+        if left := self.launcher.wait_for_end():
+            log.warning("killed what had not ended by itself: %s", ", ".join(left))
+        if following.fault.kind is Kind.LAUNCHER_KILL and following.noticed is None:
+            following.noticed = time.time() - following.at
+        self.launcher.start()
+
+    def _sentence(self) -> str:
+        try:
+            return judge(collect(self.run_dir)).sentence
+        except (OSError, ValueError) as error:
+            return f"the run's folder cannot be read: {error}"
+
+    def _audited(self) -> Audit | None:
+        """None: what the run leaves is just being changed, or cannot be read; the audit at the end says more."""
+        with contextlib.suppress(OSError, sqlite3.Error, ValueError):
+            return audit(read_account(self.run_dir))
+        return None
+
+    def _result(self, following: Following, injected: Injected, rate: float, hang: str, ended: str) -> Result:
+        """`rate`: tokens per second of the instances that were lost."""
+        fault, before, after = following.fault, self._audit, self._audited()
+        lost = max(0, after.lost - before.lost) if after is not None and before is not None else 0
+        twice = max(0, after.twice - before.twice) if after is not None and before is not None else 0
+        self._audit = after or before
+        told = interrupted(self._logs.read(), injected.replaced)
+        return Result(
+            number=fault.number,
+            kind=fault.kind,
+            target=fault.target,
+            at=following.at,
+            step=following.before.step,
+            noticed_s=following.noticed,
+            serving_s=following.serving,
+            recovered_s=following.recovered,
+            stepped_s=following.stepped,
+            requests=told[0] if told is not None else None,
+            tokens=told[1] if told is not None else None,
+            kept=told[2] if told is not None else None,
+            unseen=round(rate * JOURNAL_EVERY_S / 2) if told is not None and told[0] else None,
+            lost=lost,
+            twice=twice,
+            hang=hang,
+            ended=ended,
+            unnoticed=following.unnoticed_weights,
+            note=injected.note or _versions(injected),
+        )
+
+
+def _versions(injected: Injected) -> str:
+    return f"versions {', '.join(map(str, injected.damaged))}" if injected.damaged else ""
+
+
+def line(result: Result, since_s: float) -> str:
+    """What is told of a fault while the study goes on.
+
+    Args:
+        result: of the fault.
+        since_s: since the study's beginning.
+    """
+    note = f" ({result.note})" if result.note else ""
+    words = [
+        f"[{int(since_s) // 60:2d}:{int(since_s) % 60:02d}] {result.number:3d} {result.kind} {result.target}{note}:"
+    ]
+    named = {"noticed": result.noticed_s, "others serve": result.serving_s, "recovered": result.recovered_s}
+    times = [f"{name} {seconds:.1f} s" for name, seconds in named.items() if seconds is not None]
+    if result.tokens:
+        times.append(f"{result.kept} of {result.tokens + (result.unseen or 0)} tokens kept")
+    if result.ended:
+        times.append(f"the run ended: {result.ended}")
+    if result.hang:
+        times.append(f"HANG: {result.hang}")
+    if result.unnoticed:
+        times.append("DAMAGED WEIGHTS WERE LOADED")
+    if result.lost or result.twice:
+        times.append(f"{result.lost} SAMPLES LOST, {result.twice} TRAINED TWICE")
+    return " ".join([*words, ", ".join(times) or "nothing seen"])
+
+
+def wait_for_first_step(run_dir: Path, launcher: Launcher | None, limit_s: float) -> None:
+    """Waits until a run is healthy and has done a step.
+
+    Raises:
+        RunFailed: it has ended, or that took longer than `limit_s`.
+    """
+    end = time.monotonic() + limit_s
+    while not ((seen := look(run_dir, (), launcher is None or launcher.runs)).healthy() and seen.step_at):
+        if not seen.launched or seen.state in ENDED:
+            words = launcher.last_words() if launcher is not None else ""
+            raise RunFailed(f"the run has ended before its first step: {seen.error or words or seen.state}")
+        if time.monotonic() > end:
+            raise RunFailed(f"no step was done within {limit_s:.0f} s: {judge(collect(run_dir)).sentence}")
+        time.sleep(POLL_S)

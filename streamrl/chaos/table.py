@@ -1,0 +1,156 @@
+"""A study's results by kind of fault. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from streamrl.chaos.audit import Audit, Curve
+from streamrl.chaos.plan import OF_INSTANCES, WHAT, Kind
+from streamrl.chaos.study import Result
+
+COLUMNS = (
+    "fault",
+    "times",
+    "noticed in",
+    "others serving in",
+    "recovered in",
+    "tokens kept",
+    "regenerated",
+    "samples lost",
+    "trained twice",
+    "hangs",
+)
+NOT_SEEN = "-"
+
+
+def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """A row for each kind, in the order of `Kind`; times are the median and, of several, the longest."""
+    found: list[tuple[str, ...]] = []
+    for kind in Kind:
+        of_kind = [one for one in results if one.kind is kind]
+        if not of_kind:
+            continue
+        share, again = _tokens(of_kind)
+        found.append(
+            (
+                str(kind),
+                str(len(of_kind)),
+                _times([one.noticed_s for one in of_kind]),
+                _times([one.serving_s for one in of_kind]),
+                _times([one.recovered_s for one in of_kind]),
+                share,
+                again,
+                str(sum(one.lost for one in of_kind)),
+                str(sum(one.twice for one in of_kind)),
+                str(sum(bool(one.hang) for one in of_kind)),
+            )
+        )
+    return found
+
+
+def _times(seconds: Sequence[float | None]) -> str:
+    found = [one for one in seconds if one is not None]
+    if not found:
+        return NOT_SEEN
+    missing = f" ({len(found)} of {len(seconds)})" if len(found) < len(seconds) else ""
+    longest = f", at most {max(found):.1f}" if len(found) > 1 else ""
+    return f"{statistics.median(found):.1f} s{longest}{missing}"
+
+
+def _tokens(results: Sequence[Result]) -> tuple[str, str]:
+    told = [one for one in results if one.tokens is not None and one.kept is not None]
+    if not told:
+        return NOT_SEEN, NOT_SEEN
+    again = sum(one.regenerated or 0 for one in told)
+    kept = sum(one.kept or 0 for one in told)
+    return (f"{kept / (kept + again):.1%}" if kept + again else NOT_SEEN), str(again)
+
+
+def kept_share(results: Sequence[Result]) -> float | None:
+    """Tokens kept of those of all instances that were lost; None: none was lost with requests."""
+    told = [one for one in results if one.tokens is not None and one.kept is not None]
+    kept, again = sum(one.kept or 0 for one in told), sum(one.regenerated or 0 for one in told)
+    return kept / (kept + again) if kept + again else None
+
+
+def rich_table(results: Sequence[Result]) -> Table:
+    """For a terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in rows(results):
+        table.add_row(*row)
+    return table
+
+
+def problems(results: Sequence[Result], found: Audit | None, ended: str) -> list[str]:
+    """Why a run has not passed; empty: it has.
+
+    Args:
+        results: of all faults.
+        found: by the last audit; None: it could not be made.
+        ended: why the study ended before its time.
+    """
+    told = [] if results else ["no fault was injected"]
+    for one in results:
+        what = f"fault {one.number}, {one.kind} of {one.target}"
+        if one.hang:
+            told.append(f"{what}: {one.hang}")
+        if one.ended and not one.harmless:
+            told.append(f"{what}: the run ended: {one.ended}")
+        if one.unnoticed:
+            told.append(f"{what}: damaged weights were loaded, and nobody noticed")
+        if one.lost or one.twice:
+            told.append(f"{what}: {one.lost} samples lost, {one.twice} trained twice")
+    if ended:
+        told.append(ended)
+    return [*told, *(found.faults if found is not None else ["what the run has left cannot be audited"])]
+
+
+def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None) -> list[str]:
+    """Sentences below the table."""
+    told = []
+    if found is not None:
+        told.append(
+            f"{found.samples} samples trained in {found.steps} steps: {found.lost} lost, {found.twice} trained twice, "
+            f"{found.malformed} malformed; {found.open} prompts open"
+        )
+    serving = [one.serving_s for one in results if one.kind in OF_INSTANCES and one.serving_s is not None]
+    if serving:
+        told.append(f"after the loss of an instance others served in at most {max(serving):.1f} s")
+    if (share := kept_share(results)) is not None:
+        told.append(
+            f"{share:.1%} of interrupted tokens kept (what an instance had not told yet is estimated from its rate)"
+        )
+    if curve is not None:
+        told.append(
+            f"reward: {curve.first:.3f} in the first {curve.steps} steps, {curve.last:.3f} in the last {curve.steps} "
+            f"(one step's mean deviates by {curve.deviation:.3f})"
+        )
+    return told
+
+
+def markdown(
+    results: Sequence[Result], left_out: Mapping[Kind, str], sentences: Sequence[str], wrong: Sequence[str], about: str
+) -> str:
+    """`chaos.md`."""
+    table = rows(results)
+    lines = ["# Faults in a run", "", about, "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(row)} |" for row in table]
+    lines += ["", "Times are medians, seconds from the injection until it was seen; status.json is up to 2 s old.", ""]
+    lines += [f"- {one}" for one in sentences]
+    lines += ["", "Passed." if not wrong else "Not passed:", *(f"- {one}" for one in wrong), ""]
+    lines += ["What was done:", "", *(f"- {row[0]}: {WHAT[Kind(row[0])]}" for row in table)]
+    if left_out:
+        lines += ["", "Left out:", "", *(f"- {kind}: {why}" for kind, why in left_out.items())]
+    return "\n".join(lines) + "\n"
+
+
+def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Every fault, with what follows from its figures."""
+    return [asdict(one) | {"regenerated": one.regenerated, "harmless": one.harmless} for one in results]

@@ -1,0 +1,228 @@
+"""`streamrl chaos`: faults on purpose in a run that goes on, and an account of what became of its samples."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from streamrl.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from streamrl.chaos.launcher import Launcher
+    from streamrl.chaos.plan import Kind
+    from streamrl.chaos.study import Study
+
+MANY_STEPS = 100_000
+"""The time ends the run, not its steps."""
+OFTEN = ("recovery.restarts=1000", "recovery.longest_pause_s=2")
+"""A process that is killed once a minute is not one that cannot live."""
+PIPED_WIDTH = 180
+JSON_FILE, MARKDOWN_FILE = "chaos.json", "chaos.md"
+
+
+@click.command(name="chaos")
+@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="Cluster file of a run to start.")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
+@click.option("--attach", type=click.Path(path_type=Path), metavar="DIR", help="Take a run that goes on already.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), required=True, help="From the first step on.")
+@click.option("--faults", type=click.IntRange(1), metavar="N", help="End after so many, if that is earlier.")
+@click.option("--kinds", metavar="A,B,...", help="Only these kinds of faults.  [default: all that are possible]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the faults' order, targets and pauses.")
+@click.option("--limit-s", type=click.FloatRange(1), default=300, show_default=True, help="Longer: it is a hang.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def command(
+    cluster_file: Path | None,
+    run_file: Path | None,
+    overrides: tuple[str, ...],
+    attach: Path | None,
+    minutes: float,
+    faults: int | None,
+    kinds: str | None,
+    seed: int,
+    limit_s: float,
+    runs_dir: Path,
+) -> None:
+    """Kill, stop, cut, damage and fill parts of a live run, one after the other, and see whether a sample is lost.
+
+    Each fault is followed until all parts work again and one more optimizer step is done; the next one comes some
+    seconds later. The table is printed at the end, and written to chaos.md and chaos.json in the run's folder. A run
+    that was started here is ended at the end (its processes may be started again without limit, unless
+    --set recovery.restarts=N says otherwise), one that was attached goes on.
+
+    Exit code: 0 no sample was lost, none trained twice, and nothing hung; 1 otherwise; 2 bad input.
+
+    \b
+    Examples:
+      streamrl chaos --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --minutes 15
+      streamrl chaos --cluster cluster_configs/local.yaml --minutes 5 --kinds instance-kill,service-kill --seed 3
+      streamrl chaos --attach runs/demo --minutes 5
+    """
+    chosen = _kinds(kinds)
+    if (attach is None) == (cluster_file is None):
+        raise UserError("give either --cluster FILE, to start a run, or --attach DIR, for one that goes on")
+    if attach is not None and (run_file is not None or overrides):
+        raise UserError("--run and --set are for a run that is started: --attach takes one as it is")
+    signal.signal(signal.SIGTERM, _interrupt)
+    launcher = None
+    if cluster_file is not None:
+        launcher = _launcher(cluster_file, run_file, overrides, runs_dir)
+        click.echo(f"starting {launcher.run_dir}")
+    run_dir = attach if launcher is None else launcher.run_dir
+    assert run_dir is not None
+    sys.exit(_study(run_dir, launcher, chosen, seed, minutes, faults, limit_s))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _hold()
+    raise KeyboardInterrupt
+
+
+def _hold() -> None:
+    """From now on the run is being ended and its results written, which a second signal is not to cut short."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _kinds(names: str | None) -> list[Kind]:
+    """
+    Raises:
+        UserError: there is no such kind.
+    """
+    import difflib
+
+    from streamrl.chaos.plan import Kind
+
+    chosen = []
+    for name in (one.strip() for one in (names or "").split(",") if one.strip()):
+        if name not in list(Kind):
+            near = difflib.get_close_matches(name, list(Kind), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(Kind)}"
+            raise UserError(f"--kinds {name}: no such kind of fault; {hint}")
+        chosen.append(Kind(name))
+    return chosen
+
+
+def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, ...], runs_dir: Path) -> Launcher:
+    """A launcher of a new run, not yet started.
+
+    Raises:
+        UserError: a file or a --set is wrong.
+    """
+    from streamrl.chaos.launcher import Launcher
+    from streamrl.cli.launch import _new_folder
+    from streamrl.config.load import load_cluster, load_run
+
+    sets = (f"steps={MANY_STEPS}", *OFTEN, *overrides)
+    cluster, run = load_cluster(cluster_file), load_run(run_file, sets)
+    arguments = ["--cluster", str(cluster_file), "--runs-dir", str(runs_dir)]
+    arguments += ["--run", str(run_file)] if run_file is not None else []
+    arguments += [word for one in sets for word in ("--set", one)]
+    return Launcher(_new_folder(runs_dir, run.name), arguments, bool(cluster.remote_sites))
+
+
+def _study(
+    run_dir: Path,
+    launcher: Launcher | None,
+    chosen: list[Kind],
+    seed: int,
+    minutes: float,
+    faults: int | None,
+    limit_s: float,
+) -> int:
+    """Starts the run if it is not there, injects, ends it, and tells the results; the exit code.
+
+    Raises:
+        UserError: there is no run, or none of the kinds is possible.
+        RunFailed: it has ended before its first step.
+    """
+    from streamrl.chaos.inject import Injector
+    from streamrl.chaos.plan import schedule, targets
+    from streamrl.chaos.study import Limits, Study, wait_for_first_step
+    from streamrl.config.load import load_resolved
+
+    ended_well = True
+    try:
+        if launcher is not None:
+            launcher.start()
+        cluster, run = load_resolved(run_dir)
+        limits = Limits(minutes, faults, limit_s, run.deadlines.startup_s + run.deadlines.generation_s)
+        wait_for_first_step(run_dir, launcher, limits.first_step_s)
+        injector = Injector(run_dir, cluster, run, seed, launcher.kill if launcher is not None else None)
+        possible, left_out = targets(injector.inventory())
+        if chosen:
+            left_out = {kind: why for kind, why in left_out.items() if kind in chosen}
+        for kind, why in left_out.items():
+            click.echo(f"left out: {kind}: {why}")
+        try:
+            plan = schedule(seed, possible, chosen)
+        except ValueError as error:
+            raise UserError(f"{run_dir}: {error}") from error
+        study = Study(run_dir, injector, plan, launcher, limits, click.echo)
+        try:
+            study.run()
+        except KeyboardInterrupt:
+            _hold()
+            click.echo("Interrupted: no more faults.")
+        except RunFailed as error:
+            study.ended = f"the run could not be resumed: {error}"
+    finally:
+        if launcher is not None:
+            ended_well = launcher.end()
+    if not ended_well:
+        study.ended = study.ended or "the launcher did not end after SIGINT"
+    return _tell(run_dir, study, left_out, seed, minutes)
+
+
+def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, minutes: float) -> int:
+    """Audits what the run has left, prints and writes the results; the exit code."""
+    import sqlite3
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from streamrl.chaos.audit import audit, reward_curve
+    from streamrl.chaos.look import read_account
+    from streamrl.chaos.table import markdown, problems, rich_table, summary, to_json
+    from streamrl.observe.metrics import FILE_NAME, read_metrics
+
+    try:
+        found = audit(read_account(run_dir))
+    except (OSError, sqlite3.Error, ValueError) as error:
+        found = None
+        click.echo(f"the audit failed: {error}")
+    metrics = read_metrics(run_dir / FILE_NAME)
+    rewards = [(row.step, row.reward_mean) for row in metrics if row.reward_mean is not None]
+    curve = reward_curve([reward for _, reward in rewards])
+    wrong = problems(study.results, found, study.ended)
+    sentences = summary(study.results, found, curve)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    console.print("", rich_table(study.results), "")
+    for one in (*sentences, *(f"NOT PASSED: {one}" for one in wrong)):
+        console.print(one, soft_wrap=True, markup=False)
+    about = f"{len(study.results)} faults with seed {seed} in `{run_dir}`, within {minutes:g} minutes."
+    (run_dir / MARKDOWN_FILE).write_text(markdown(study.results, left_out, sentences, wrong, about))
+    written = {
+        "seed": seed,
+        "minutes": minutes,
+        "ended_at": time.time(),
+        "passed": not wrong,
+        "problems": wrong,
+        "faults": to_json(study.results),
+        "left_out": {str(kind): why for kind, why in left_out.items()},
+        "audit": asdict(found) if found is not None else None,
+        "reward": {"steps": rewards, "ends": asdict(curve) if curve is not None else None},
+    }
+    (run_dir / JSON_FILE).write_text(json.dumps(written, indent=1) + "\n")
+    console.print(f"written: {run_dir / MARKDOWN_FILE}, {run_dir / JSON_FILE}", soft_wrap=True)
+    return 1 if wrong else 0

@@ -1,0 +1,106 @@
+"""Faults are done to a run's own processes and files, and to no others."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.chaos.follow import Seen, SeenProcess
+from streamrl.chaos.inject import DAMAGED_BYTES, Injector, NotPossible, _damage
+from streamrl.chaos.plan import Fault, Kind
+from streamrl.config.load import load_cluster, load_run
+
+CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose command line is that of a role."""
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "streamrl.launch.role"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def injector(run_dir: Path) -> Injector:
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "controller.log").write_text("x" * 100)
+    return Injector(run_dir, load_cluster(CLUSTER), load_run(None), 0, None)
+
+
+def seen(pid: int, exit_code: int | None = None) -> Seen:
+    processes = {name: SeenProcess(pid, name, "", exit_code) for name in ("controller", "instance")}
+    return Seen(0.0, processes=processes)
+
+
+def fault(kind: Kind, target: str = "instance") -> Fault:
+    return Fault(1, kind, target, 0.0)
+
+
+def test_a_process_is_killed_by_its_id(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    done = injector(tmp_path).inject(fault(Kind.INSTANCE_KILL), seen(sleeper.pid))
+    assert done.replaced == {"instance"}
+    assert sleeper.wait(5) == -signal.SIGKILL
+
+
+def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    done = injector(tmp_path).inject(fault(Kind.INSTANCE_PAUSE), seen(sleeper.pid))
+    assert 0 < done.lasts_s < load_run(None).deadlines.heartbeat_s
+    assert wait_for_status(sleeper.pid, stopped=True)
+    done.undo()
+    assert wait_for_status(sleeper.pid, stopped=False)
+    sleeper.kill()
+    sleeper.wait(5)
+    done.undo()  # nothing is left to be undone
+
+
+def wait_for_status(pid: int, stopped: bool) -> bool:
+    end = time.monotonic() + 5
+    while (psutil.Process(pid).status() == psutil.STATUS_STOPPED) != stopped:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_process_that_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
+    faults = injector(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        with pytest.raises(NotPossible, match="not instance any more"):
+            faults.inject(fault(Kind.INSTANCE_KILL), seen(other.pid))
+        assert other.poll() is None
+        other.kill()
+    with pytest.raises(NotPossible, match="not running"):
+        faults.inject(fault(Kind.INSTANCE_KILL), seen(1, exit_code=-9))
+    with pytest.raises(NotPossible, match="somebody else's"):
+        faults.inject(fault(Kind.LAUNCHER_KILL, "launcher"), seen(1))
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
+def test_a_full_disk_is_a_limit_on_files_that_leaves_room_for_last_words(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    before = resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)
+    done = injector(tmp_path).inject(fault(Kind.DISK_FULL, "controller"), seen(sleeper.pid))
+    soft, hard = resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)
+    assert 100 < soft < 1 << 20 and hard == before[1]
+    done.undo()
+    assert resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE) == before
+
+
+@pytest.mark.parametrize("size", [0, 10, DAMAGED_BYTES, 10_000])
+def test_a_damaged_file_keeps_its_size_and_loses_its_content(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    _damage(path, random.Random(0))
+    assert len(path.read_bytes()) == size
+    assert not size or path.read_bytes() != bytes(size)
