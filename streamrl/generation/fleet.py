@@ -420,7 +420,8 @@ class SiteFleet:
         """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:
         it died over it."""
         on_update = self.context.run.schedule.on_update
-        held = on_update in ("wait", "abort_and_requeue")
+        # one that has not been let in has nothing to hold
+        held = on_update in ("wait", "abort_and_requeue") and self.dispatcher.knows(name)
         if held:
             await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
         try:
