@@ -36,6 +36,7 @@ from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
+from streamrl.weights.store import WeightStore, store_directory
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class GenerationService:
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)
+        # what a service before this one has left: the run may have gone back since
+        WeightStore(store_directory(context.run_dir)).clear()
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
             *(context, self.hub, self.dispatcher, self.waits, self.journal),
@@ -81,7 +84,6 @@ class GenerationService:
             RunFailed: the run has ended there, and not well.
             StartAgain: the controller is another one: it may have gone back, and asks for everything anew.
         """
-        self.weights.store.clear()  # of a service before this one: the run may have gone back since
         self.hub.bind(self.context.addresses.services[self.site])
         await self.fleet.open()
         self.controller.meta |= {
