@@ -19,7 +19,6 @@ from streamrl.launch.plan import plan_processes
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
-from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.relay import WeightRelay
 from streamrl.weights.store import WeightStore, store_directory
@@ -182,6 +181,8 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     store = WeightStore(store_directory(context.run_dir))
     if not context.remote:
         return WeightRelay(link, store, limit_s, encoding)
+    from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
+
     model = resolve_model(context.run.model.path)
     types = context.run.model.dtype, context.run.weights.generation_dtype
     expected = expected_tensors(model, *types)

@@ -10,11 +10,13 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    import torch  # a service and a controller name versions, and never touch a tensor
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any type can be viewed in place."""
@@ -123,6 +125,8 @@ class Manifest:
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) views into a buffer (uint8 [nbytes])."""
+        import torch
+
         for t in self.tensors:
             raw = torch.from_numpy(buffer[t.offset : t.offset + t.nbytes])
             yield t.name, raw.view(getattr(torch, t.dtype)).reshape(t.shape)
@@ -218,6 +222,8 @@ def _corrupt(entries: Sequence[Payload | TensorEntry], data: np.ndarray) -> tupl
 
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Manifest, np.ndarray]:
     """Copies tensors (any device) into one buffer and describes them; a complete version (base None)."""
+    import torch
+
     items = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
     offsets, cursor = [], 0
     for _, tensor in items:
