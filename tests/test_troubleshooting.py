@@ -230,7 +230,7 @@ class Place:
         @contextlib.contextmanager
         def prepared(*arguments: Any) -> Iterator[share.Share]:
             with share.prepare(*arguments) as real:
-                yield TinyShare(real.cluster, real.run, real.folders, real.network, scripts)
+                yield TinyShare(real.cluster, real.run, real.folders, real.network, scripts=scripts)
 
         self.monkeypatch.setattr(supervisor, "prepare", prepared)
         self.monkeypatch.setattr(supervisor, "SETTLE_S", 0.1)

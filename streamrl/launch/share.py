@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,8 @@ class Share:
     """Of each site that is started here; the first is the launcher's own run folder."""
     network: EmulatedNetwork | None = None
     """Between the sites, if they are emulated."""
+    scratch: Path | None = None
+    """For files of as long as the launcher lives, under a short path; None: the system's folder for such."""
 
     @property
     def run_dir(self) -> Path:
@@ -68,7 +71,9 @@ class Share:
     @property
     def env(self) -> dict[str, str]:
         """Further environment of all processes."""
-        return EMULATED_ENV if self.network else {}
+        # vLLM leaves a socket there for each engine that is killed, and a socket's path must be short
+        sockets = {"VLLM_RPC_BASE_PATH": str(self.scratch)} if self.scratch else {}
+        return sockets | (EMULATED_ENV if self.network else {})
 
 
 @contextlib.contextmanager
@@ -104,7 +109,8 @@ def prepare(
         for store in stores:
             store.clear()
             stack.callback(store.clear)
-        yield Share(cluster, run, folders, network)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))
+        yield Share(cluster, run, folders, network, scratch)
 
 
 def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
