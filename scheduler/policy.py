@@ -61,14 +61,21 @@ class Instance:
     slots: int
     """Most requests at once."""
     curve: StepCurve | None = None
-    """Its step time; None: not known."""
+    """Its step time, as it is now; None: not known."""
     pool: str = REGULAR
+    slowness: float = 1.0
+    """Times as long as its steps take as they did when it joined."""
     running: dict[str, Request] = field(default_factory=dict)
 
     @property
     def assumed_curve(self) -> StepCurve:
         """Its step time, or a guess."""
         return self.curve or UNKNOWN_CURVE
+
+    @property
+    def load(self) -> float:
+        """Requests that it would have with one more, each counted as often as it is slow."""
+        return (len(self.running) + 1) * self.slowness
 
     @property
     def free(self) -> int:
@@ -84,6 +91,11 @@ class DispatchPolicy(Protocol):
 
     def leave(self, instance: str) -> list[str]:
         """An instance is gone; returns the requests that it had."""
+
+    def slow(self, instance: str, factor: float) -> None:
+        """An instance's steps take `factor` times as long as the curve that it has joined with says (1: as long), so it
+        is to get less (no less any more).
+        One that is unknown is ignored."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Requests wait to be placed."""
@@ -115,7 +127,8 @@ class DispatchPolicy(Protocol):
 class Fleet:
     """The bookkeeping that policies share: instances, who runs where, which instance is emptiest, and placing by load.
 
-    Placing by load is first come first served, to the instance with the fewest running requests. Siblings follow their
+    Placing by load is first come first served, to the instance with the fewest running requests (`Instance.load`: one
+    that is slow counts each of them for more). Siblings follow their
     group to the instance that already has it, as long as that instance is not more than `affinity` requests fuller than
     the emptiest one: a shared prompt is computed once per instance.
     """
@@ -125,8 +138,8 @@ class Fleet:
         self.instances: dict[str, Instance] = {}
         self.where: dict[str, Instance] = {}
         """Instance of every running request."""
-        self._by_load: list[tuple[int, str]] = []
-        """Heap of (running, name), with entries that are out of date: see `emptiest`."""
+        self._by_load: list[tuple[float, str]] = []
+        """Heap of (load, name), with entries that are out of date: see `emptiest`."""
         self._homes: dict[str, str] = {}
         """Instance that a group was last placed on by load."""
 
@@ -150,6 +163,13 @@ class Fleet:
         for request_id in gone.running:
             del self.where[request_id]
         return sorted(gone.running)
+
+    def slow(self, instance: str, factor: float) -> None:
+        """See `DispatchPolicy`."""
+        if (known := self.instances.get(instance)) is not None and factor != known.slowness:
+            known.curve = known.assumed_curve.scaled(factor / known.slowness)
+            known.slowness = factor
+            self._note_load(known)
 
     def finished(self, request_id: str, length: float | None = None) -> None:
         """A request has ended; one that is unknown (its instance left) is ignored."""
@@ -182,7 +202,7 @@ class Fleet:
         while self._by_load:
             load, name = self._by_load[0]
             instance = self.instances.get(name)
-            if instance is not None and len(instance.running) == load and instance.free > 0:
+            if instance is not None and instance.load == load and instance.free > 0:
                 return instance
             heapq.heappop(self._by_load)  # out of date, or full: then it comes back when a request ends
         return None
@@ -193,7 +213,7 @@ class Fleet:
         while waiting and (emptiest := self.emptiest()) is not None:
             request = waiting.popleft()
             home = self.instances.get(self._homes.get(request.group_id, ""))
-            stays = home is not None and home.free > 0 and len(home.running) <= len(emptiest.running) + self.affinity
+            stays = home is not None and home.free > 0 and home.load <= emptiest.load + self.affinity
             chosen = home if stays and home is not None else emptiest
             self._homes[request.group_id] = chosen.name
             decisions.append(self.start(request, chosen))
@@ -209,7 +229,7 @@ class Fleet:
     def _note_load(self, instance: Instance) -> None:
         if len(self._by_load) > 64 + 8 * len(self.instances):
             # a policy that never asks for the emptiest would let entries that are out of date pile up
-            self._by_load = [(len(other.running), other.name) for other in self.instances.values()]
+            self._by_load = [(other.load, other.name) for other in self.instances.values()]
             heapq.heapify(self._by_load)
         else:
-            heapq.heappush(self._by_load, (len(instance.running), instance.name))
+            heapq.heappush(self._by_load, (instance.load, instance.name))

@@ -63,11 +63,14 @@ class Dispatcher:
         self._held: dict[str, set[str]] = {}
         """Instances that get nothing new, and why."""
         self._unused: set[str] = set()
+        self._slow: dict[str, float] = {}
+        """Instances that are slower than they have said, and by which factor."""
         self._throttled = False
 
     async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
         """An instance is ready for work."""
         self._joined[instance] = (slots, curve, pool)
+        self._slow.pop(instance, None)
         if instance in self._unused:
             self._held[instance] = {"unused"}
             return
@@ -103,7 +106,14 @@ class Dispatcher:
         reasons.discard(why)
         if not reasons and self._held.pop(instance, None) is not None:
             self.policy.join(instance, *self._joined[instance])
+            self.policy.slow(instance, self._slow.get(instance, 1.0))
             await self._dispatch()
+
+    async def slow(self, instance: str, factor: float) -> None:
+        """An instance's steps take `factor` times as long as it has said when it joined; 1: not any more."""
+        self._slow[instance] = factor
+        self.policy.slow(instance, factor)
+        await self._dispatch()
 
     def knows(self, instance: str) -> bool:
         """Whether an instance has joined, held or not."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,18 @@ CPU_BLOCK_SIZE = 32
 """KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
 
 
+@dataclass(frozen=True)
+class Worked:
+    """What an engine has done since its start."""
+
+    tokens: int = 0
+    """Generated."""
+    request_s: float = 0.0
+    """Seconds of all requests together."""
+    busy_s: float = 0.0
+    """Seconds with one or more requests."""
+
+
 class Engine:
     """A running vLLM engine."""
 
@@ -54,8 +66,11 @@ class Engine:
 
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
         self.running = 0
-        self.tokens = 0
-        """Tokens generated since the start, of requests that have ended here."""
+        self._ended_tokens = 0
+        """Of requests that have ended here."""
+        self._worked = Worked()
+        """Up to `_counted`, its tokens aside."""
+        self._counted = time.monotonic()
         self.busy_since: float | None = None
         """Unix seconds at which the first of the requests that run now began; None: nothing runs."""
         self.version = UNNAMED_VERSION
@@ -135,20 +150,20 @@ class Engine:
         """
         t_dispatched, started = time.time(), time.monotonic()
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
-        self.running += 1
+        self._count(1)
         self.busy_since = self.busy_since or t_dispatched
         self._begun[request.sample_id] = t_dispatched, started
         try:
             output = await self._generate(request, min(longest, request.pause_at or longest))
         finally:
-            self.running -= 1
+            self._count(-1)
             del self._begun[request.sample_id]
             if self.running == 0:
                 self.busy_since = None
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-        self.tokens += len(tokens)
+        self._ended_tokens += len(tokens)
         first = output.metrics.first_token_ts if output.metrics else 0.0
         partial = PartialSample(
             sample_id=request.sample_id,
@@ -180,6 +195,21 @@ class Engine:
     def begun(self) -> frozenset[str]:
         """Requests that run here."""
         return frozenset(self._begun)
+
+    def _count(self, change: int) -> None:
+        """From now on so many requests more run here."""
+        now = time.monotonic()
+        past = now - self._counted
+        busy_s = self._worked.busy_s + (past if self.running else 0.0)
+        self._worked = Worked(0, self._worked.request_s + past * self.running, busy_s)
+        self._counted = now
+        self.running += change
+
+    def worked(self) -> Worked:
+        """What has been done here so far."""
+        self._count(0)
+        made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in self.produced().items())
+        return replace(self._worked, tokens=self._ended_tokens + made)
 
     async def release(self, sample_id: str) -> None:
         """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from scheduler.cost import StepCurve
 from scheduler.simulator import SimulatedInstance
+from scheduler.slowness import SlowWatch
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.engine import weight_backend
@@ -93,6 +94,9 @@ class SiteFleet:
         self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
+        self.slow = SlowWatch()
+        self._paces: dict[str, tuple[int, float]] = {}
+        """(Number, ratio) that each instance has told last."""
         self._causes: dict[str, str] = {}
         """Of what instances have died, the newest time."""
         self._loading = asyncio.Lock()
@@ -287,6 +291,7 @@ class SiteFleet:
     async def _let_in(self, name: str) -> None:
         life = self.lives[name]
         life.on("current")
+        self.slow.forget(name)
         one = self._simulated(name)
         await self.dispatcher.join(name, one.slots, one.curve, one.pool)
         log.info("%s is ready", name)
@@ -330,6 +335,19 @@ class SiteFleet:
                     await self._died(life, ended[life.name])
                 elif life.state in (Life.READY, Life.SUSPECT) and life.name in self.hub.peers:
                     await self._listen(life, self.hub.silent_for(life.name))
+            await self._compare()
+
+    async def _compare(self) -> None:
+        """Those whose steps take longer than their curves say, by more than those of others, get less."""
+        for name in self.ready:
+            told = self.hub.peers[name].state.get("pace") if name in self.hub.peers else None
+            if told and self._paces.get(name) != tuple(told):
+                self._paces[name] = number, ratio = int(told[0]), float(told[1])
+                if number > 1:  # the first one has the first prompts in it
+                    self.slow.heard(name, ratio)
+        for name, factor in self.slow.changed(self.ready).items():
+            log.warning("%s is %.1f times as slow as the others", name, factor)
+            await self.dispatcher.slow(name, factor)
 
     async def _listen(self, life: InstanceLife, silent_s: float) -> None:
         """One that has been silent for a moment gets nothing new; if it goes on, it is taken for dead."""

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.generation.calibrate import measure_quickly
-from streamrl.generation.engine import UNNAMED_VERSION, Engine
+from streamrl.generation.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.messages import progress_to_wire, request_from_wire, sample_to_wire
+from streamrl.generation.pace import pace
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import PROCESS
 from streamrl.rollouts.types import PartialSample
@@ -38,11 +39,15 @@ class Instance:
         self.waits = WaitRegistry(context.name)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
+        self._updated = False
+        """Whether weights were loaded since the last heartbeat: requests stood still then."""
         self._loading = asyncio.Lock()
         self._life = 0
         """Of the service: what was asked for by an earlier one is of no use to the present one."""
         self._giving_up: set[asyncio.Future[None]] = set()
-        self._rate = (time.monotonic(), 0)
+        self._rate = (time.monotonic(), Worked())
+        self._pace: tuple[int, float] | None = None
+        """(Number, ratio) of the last stretch of work that was compared with the step curve."""
 
     async def run(self) -> None:
         """Serves until the service retires it, or the process is ended.
@@ -170,7 +175,7 @@ class Instance:
         await self.link.send("weight_answer", {"call": body["call"]})
 
     async def _pause(self, number: int) -> None:
-        self.updating = True
+        self.updating = self._updated = True
         await self.engine.pause(self.context.run.schedule.on_update, number)
 
     async def _finish(self, number: int) -> None:
@@ -179,12 +184,17 @@ class Instance:
         self.version, self.updating = number, False
 
     def _state(self) -> dict[str, Any]:
-        now, tokens = time.monotonic(), self.engine.tokens
-        (then, before), self._rate = self._rate, (now, tokens)
+        now, worked = time.monotonic(), self.engine.worked()
+        (then, before), self._rate = self._rate, (now, worked)
+        ratio = pace(self.curve, before, worked)
+        if ratio is not None and not self.updating and not self._updated:
+            self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
+        self._updated = self.updating
         return {
             "state": self._doing(),
             "running": self.engine.running,
-            "tokens_per_s": (tokens - before) / max(now - then, 1e-3),
+            "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
+            "pace": self._pace,
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,
             "produced": self.engine.produced(),

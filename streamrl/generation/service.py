@@ -291,6 +291,8 @@ class GenerationService:
                 told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
             if life.state is not Life.READY:
                 told |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
+            elif (factor := self.fleet.slow.factors.get(name)) is not None:
+                told["detail"] = f"{factor:.1f} times as slow as the others"
             states[name] = told
         return states
 

@@ -445,3 +445,23 @@ def test_an_instance_is_held_until_every_reason_has_gone() -> None:
         assert [to for to, *_ in sent] == ["a"]
 
     asyncio.run(body())
+
+
+def test_a_slow_instance_stays_slow_while_it_is_held_and_is_forgotten_when_it_is_another_process() -> None:
+    async def scenario() -> None:
+        one, sent = dispatcher(LeastLoaded())
+        curve = StepCurve.measured({1: 0.01, 8: 0.02})
+        for name in ("a", "b"):
+            await one.join(name, 8, curve, REGULAR)
+        await one.slow("b", 3.0)
+        await one.hold("b", requeue=False, why="weights")
+        await one.unhold("b", "weights")
+        await one.submit([([request], None) for request in requests("p", "q", "r", "s")])
+        assert sorted(instance for instance, *_ in sent) == ["a", "a", "a", "b"]
+        await one.lost("b", lambda _: None)
+        await one.join("b", 8, curve, REGULAR)
+        sent.clear()
+        await one.submit([([request], None) for request in requests("t", "u", "v")])
+        assert sorted(instance for instance, *_ in sent) == ["b", "b", "b"]
+
+    asyncio.run(scenario())
