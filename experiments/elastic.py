@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import reasoning_gym
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Sheet, machine, run_job, runs_folder, terminal
+from running import HERE, ROOT, Job, Sheet, machine, run_job, runs_folder, terminal, write_results
 
 from streamrl.observe.metrics import FILE_NAME, MetricsRow, read_metrics
 from streamrl.observe.status import read_status
@@ -240,10 +240,7 @@ def main(runs_dir: Path | None, out: Path, summary_only: bool) -> None:
     tables = sheets(results)
     for sheet in tables:
         sheet.show(console)
-    out.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(results, indent=1) + "\n")
-    head = f"# Instances that come and go\n\nWritten by `experiments/elastic.py`. {results['machine']}.\n\n"
-    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in tables))
+    write_results(target, results, "Instances that come and go", tables)
     draw(results, target.with_suffix(".svg"))
     console.print(f"written to {target}, .md and .svg beside", highlight=False)
 

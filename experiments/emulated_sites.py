@@ -40,7 +40,7 @@ import click
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal
+from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
 from site_calibration import (
     PROMPTS,
     SAMPLES,
@@ -250,12 +250,9 @@ def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path, s
     sheets = [calibration_sheet(found, runs[0], warmup), steps_sheet(found, compared, warmup)]
     for sheet in sheets:
         sheet.show(console)
-    out.mkdir(parents=True, exist_ok=True)
     record = {"machine": on, "warmup": warmup, "raw_bytes": raw_bytes, "facts": [asdict(step) for step in facts]}
     record["runs"] = [run.to_json(COLUMNS) for run in runs]
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    head = f"# Emulated sites: prediction against measurement\n\nWritten by `experiments/emulated_sites.py`. {on}.\n\n"
-    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
+    write_results(target, record, "Emulated sites: prediction against measurement", sheets)
     draw(compared, target.with_suffix(".svg"))
     console.print(f"written to {target}, .md and .svg beside", highlight=False)
 

@@ -12,7 +12,6 @@ Writes experiments/results/kill_everywhere.json and .md.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from pathlib import Path
 import click
 import psutil
 import pyarrow.parquet as pq
-from running import HERE, ROOT, Sheet, machine, runs_folder, terminal
+from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_results
 
 from streamrl.observe.metrics import FILE_NAME, read_metrics
 from streamrl.rollouts.ledger import Ledger
@@ -156,12 +155,9 @@ def main(kills: int, steps: int, seed: int, runs_dir: Path | None, out: Path) ->
     ]
     sheet = Sheet("Everything killed and resumed", columns, rows, notes)
     sheet.show(console)
-    out.mkdir(parents=True, exist_ok=True)
     target = out / "kill_everywhere.json"
     record = {"machine": machine(), "same": same, "runs": {name: asdict(run) for name, run in runs.items()}}
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    head = f"# Killed everywhere\n\nWritten by `experiments/kill_everywhere.py`. {machine()}.\n\n"
-    target.with_suffix(".md").write_text(head + sheet.markdown())
+    write_results(target, record, "Killed everywhere", [sheet])
     console.print(f"written to {target} and .md beside", highlight=False)
 
 

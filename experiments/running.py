@@ -245,3 +245,18 @@ def terminal() -> Console:
 def shown(value: float | None, form: str = ".2f") -> str:
     """A figure; a dash where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def write_results(target: Path, record: dict[str, Any], title: str, sheets: Sequence[Sheet]) -> None:
+    """Writes what was measured as JSON, and the tables as Markdown beside it.
+
+    Args:
+        target: the JSON file; its stem is the script's.
+        record: with the `machine` that it was measured on.
+        title: of the Markdown.
+        sheets: the tables.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    head = f"# {title}\n\nWritten by `experiments/{target.stem}.py`. {record['machine']}.\n\n"
+    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))

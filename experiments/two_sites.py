@@ -27,7 +27,7 @@ from typing import Any
 import click
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal
+from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
 
 from streamrl.emulation.network import read_stats
 
@@ -269,11 +269,8 @@ def main(
     for run in runs:
         if run.error:
             console.print(f"{run.arm}, {run.repeat}: FAILED: {run.error}", markup=False, highlight=False)
-    out.mkdir(parents=True, exist_ok=True)
     record = {"machine": on, "warmup": warmup, "runs": [run.to_json(COLUMNS) for run in runs]}
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    head = f"# Two sites, emulated\n\nWritten by `experiments/two_sites.py`. {on}.\n\n"
-    target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
+    write_results(target, record, "Two sites, emulated", sheets)
     draw(runs, target.with_suffix(".svg"), warmup)
     console.print(f"written to {target}, .md and .svg beside", highlight=False)
 

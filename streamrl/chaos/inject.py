@@ -19,13 +19,14 @@ from pathlib import Path
 import psutil
 
 from streamrl.chaos.follow import Seen, SeenProcess
-from streamrl.chaos.look import folders_of, processes_of
+from streamrl.chaos.look import processes_of
 from streamrl.chaos.plan import Fault, Inventory, Kind
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
 from streamrl.generation.engine import weight_backend
+from streamrl.launch.instances import site_folders
 from streamrl.launch.share import JOURNAL
 from streamrl.weights.store import store_directory
 from streamrl.weights.vllm_plugin import BACKEND
@@ -93,7 +94,7 @@ class Injector:
         """What the run consists of, on this machine."""
         found, home = processes_of(self.run_dir), self.cluster.trainer_site
         of = {role: tuple(sorted(n for n, one in found.items() if one.role == role)) for role in _roles(found)}
-        remote = tuple(site for site in folders_of(self.run_dir) if site)
+        remote = tuple(site for site in site_folders(self.run_dir) if site)
         several = bool(self.cluster.remote_sites)
         return Inventory(
             home=home,
@@ -212,7 +213,7 @@ class Injector:
 
     def _folder(self, name: str, seen: Seen) -> Path:
         """Of the site that a process belongs to."""
-        return folders_of(self.run_dir)[seen.processes[name].site]
+        return site_folders(self.run_dir)[seen.processes[name].site]
 
     def _damage_weights(self, instance: str, seen: Seen) -> Injected:
         """Kills an instance, and damages every version of its site once it is some seconds old until another process

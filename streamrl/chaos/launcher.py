@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import psutil
 
 from streamrl.chaos.look import processes_of
 from streamrl.errors import RunFailed
+from streamrl.processes import end_with_parent
 
 OUTPUT = "launcher.log"
 """In the run's logs."""
@@ -26,13 +26,6 @@ FOLDER_S = 60.0
 """For a launcher to make the run's folder: it checks the files and the model before."""
 POLL_S = 0.1
 LAST_LINES = 6
-PR_SET_PDEATHSIG = 1
-
-
-def _in_child() -> None:
-    """Runs in the child before exec: however this process ends, the run is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Launcher:
@@ -69,7 +62,7 @@ class Launcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for who injects faults
-                preexec_fn=_in_child,
+                preexec_fn=end_with_parent,
             )
         self.starts += 1
         end = time.monotonic() + FOLDER_S

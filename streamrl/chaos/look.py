@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow
 from streamrl.chaos.follow import Seen, SeenProcess, SeenRole
 from streamrl.errors import UserError
-from streamrl.launch.instances import read_started
+from streamrl.launch.instances import read_started, site_folders
 from streamrl.observe.metrics import FILE_NAME, read_metrics
 from streamrl.observe.status import read_status
 
@@ -29,15 +29,10 @@ ACCOUNT_TRIES = 5
 """A checkpoint may be pruned while it is read."""
 
 
-def folders_of(run_dir: Path) -> dict[str, Path]:
-    """Folders of all sites that are on this machine, by name; the run's own is called ''."""
-    return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob("sites/*/"))}
-
-
 def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
     """All that launchers have started, by name."""
     found = {}
-    for site, folder in folders_of(run_dir).items():
+    for site, folder in site_folders(run_dir).items():
         with contextlib.suppress(ValueError, TypeError):
             for one in read_started(folder):
                 found[one.name] = SeenProcess(one.pid, one.role, site, one.exit_code)

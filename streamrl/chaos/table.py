@@ -12,6 +12,7 @@ from rich.table import Table
 from streamrl.chaos.audit import Audit, Curve
 from streamrl.chaos.plan import OF_INSTANCES, WHAT, Kind
 from streamrl.chaos.study import Result
+from streamrl.observe.terminal import plain_table
 
 COLUMNS = (
     "fault",
@@ -80,9 +81,7 @@ def kept_share(results: Sequence[Result]) -> float | None:
 
 def rich_table(results: Sequence[Result]) -> Table:
     """For a terminal."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column)
+    table = plain_table(*COLUMNS)
     for row in rows(results):
         table.add_row(*row)
     return table

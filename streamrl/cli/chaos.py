@@ -187,12 +187,11 @@ def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, min
     import sqlite3
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from streamrl.chaos.audit import audit, reward_curve
     from streamrl.chaos.look import read_account
     from streamrl.chaos.table import markdown, problems, rich_table, summary, to_json
     from streamrl.observe.metrics import FILE_NAME, read_metrics
+    from streamrl.observe.terminal import terminal
 
     try:
         found = audit(read_account(run_dir))
@@ -204,9 +203,7 @@ def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, min
     curve = reward_curve([reward for _, reward in rewards])
     wrong = problems(study.results, found, study.ended)
     sentences = summary(study.results, found, curve)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = terminal(PIPED_WIDTH)
     console.print("", rich_table(study.results), "")
     for one in (*sentences, *(f"NOT PASSED: {one}" for one in wrong)):
         console.print(one, soft_wrap=True, markup=False)

@@ -8,7 +8,6 @@ import click
 
 REFRESH_S = 0.5
 """As often as the controller writes."""
-PIPED_WIDTH = 140
 """Columns when the output is no terminal, so that no column is cut."""
 
 
@@ -25,18 +24,15 @@ def command(directory: Path, watch: bool) -> None:
     """
     import time
 
-    from rich.console import Console
-
     from streamrl.observe import evaluations
     from streamrl.observe.live import LiveView
     from streamrl.observe.metrics import FILE_NAME, read_metrics
     from streamrl.observe.panels import render
     from streamrl.observe.status import read_status
+    from streamrl.observe.terminal import terminal
 
     status = read_status(directory)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = terminal()
     if not watch:
         evaluated = evaluations.read_evaluations(directory / evaluations.FILE_NAME)
         console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated))

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from streamrl.observe.facts import Facts, ProcessFacts
     from streamrl.observe.stuck import Verdict
 
@@ -30,7 +28,6 @@ FRAMES = 4
 """Of each of its threads."""
 WAIT_FOR_WORK = ("/threading.py", "/selectors.py", "/concurrent/futures/thread.py", "/queue.py")
 """Where the innermost frame of a thread is that has nothing to do."""
-PIPED_WIDTH = 140
 SHOWN_OF_LOOPS = {"answers": "turns", "blocked": "BLOCKED", "none": "none yet", "unknown": "-"}
 
 
@@ -133,35 +130,24 @@ def _waits_for_disk(thread: threading.Thread) -> bool:
 
 def _show(facts: Facts, verdict: Verdict) -> None:
     """Details, the chain of waits, and the processes."""
-    from rich.console import Console
+    from streamrl.observe.terminal import plain_table, terminal
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = terminal()
     for detail in verdict.details:
         console.print(f"  {detail}", soft_wrap=True, markup=False)
     if verdict.edges:
-        table = _table("who waits", "for", "since", "limit", "that is")
+        table = plain_table("who waits", "for", "since", "limit", "that is")
         for edge in verdict.edges:
             limits = (f"{edge.since_s:.0f} s", f"{edge.limit_s:.0f} s")
             table.add_row(edge.waiter, edge.waits_for, *limits, edge.target or "-")
         console.print("", table)
     if any(one.pid is not None for one in facts.processes) or verdict.state != "ended":
-        table = _table("process", "pid", "state", "CPU", "event loop", "last said")
+        table = plain_table("process", "pid", "state", "CPU", "event loop", "last said")
         for one in facts.processes:
             cpu = "-" if one.cpu is None else f"{100 * one.cpu:.0f} %"
             loop = SHOWN_OF_LOOPS[one.loop]
             table.add_row(one.name, str(one.pid or "-"), _state(one), cpu, loop, _said(one, facts))
         console.print("", table)
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
-    return table
 
 
 def _state(one: ProcessFacts) -> str:

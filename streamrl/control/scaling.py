@@ -11,7 +11,6 @@ import difflib
 import functools
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from streamrl.control.services import Services
 from streamrl.control.spending import Spending
 from streamrl.control.times import Interval, StepTimes
 from streamrl.errors import UserError
+from streamrl.files import replace_json
 from streamrl.generation.engine import weight_backend
 from streamrl.launch.plan import ProcessSpec, usd_per_hour
 from streamrl.rollouts.types import Sample
@@ -181,9 +181,7 @@ class Scaling:
         await self.services.scale(site, pool, replicas)
 
     def _save(self) -> None:
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.pools.wanted))
-        os.replace(temporary, self._file)
+        replace_json(self._file, self.pools.wanted)
 
     async def begin(self, resume: bool) -> None:
         """All services are there. A run that is resumed gets what was asked for before; any other one what its cluster

@@ -41,9 +41,10 @@ from streamrl.emulation.namespaces import (
     remove_leftovers,
     run_commands,
 )
-from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings, replace_json
+from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed, UserError
+from streamrl.files import replace_json
 
 CONFIG_FILE = "proxy.json"
 STATS_FILE = "stats.json"

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.emulation.relay import RelayLink, set_buffers
-from streamrl.emulation.settings import Forwarding, ProxySettings, replace_json
+from streamrl.emulation.settings import Forwarding, ProxySettings
+from streamrl.files import replace_json
 
 log = logging.getLogger(__name__)
 

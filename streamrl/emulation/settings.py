@@ -6,12 +6,12 @@ Standard library only: the proxy shall start quickly and stay small.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from streamrl.emulation.shaping import LinkShape
+from streamrl.files import replace_json
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,3 @@ def _forwarding(values: dict[str, Any], links: dict[str, Any]) -> Forwarding:
         raise ValueError(f"a forward names the unknown link {values['link']!r}")
     (listen_host, listen_port), (host, port) = values["listen"], values["connect"]
     return Forwarding(values["link"], (str(listen_host), int(listen_port)), (str(host), int(port)))
-
-
-def replace_json(path: Path, values: Any) -> None:
-    """Writes a JSON file such that no reader ever meets half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values))
-    os.replace(temporary, path)

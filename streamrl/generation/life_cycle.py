@@ -1,8 +1,7 @@
 """The life of an instance, as its site's service sees it. A pure state machine: no clock, no I/O.
 
     starting --- met ---> stale --- current ---> ready <--- heard / silent ---> suspect
-        ^                   ^                      |                              |
-        |                   +------ outdated ------+                              |
+        ^                                          |                              |
         +--- restarted --- dead <------------- died (from any of them) -----------+
                              |
     (any) --- retired ---> draining --- left ---> gone
@@ -41,7 +40,6 @@ ALIVE = frozenset({Life.STARTING, Life.STALE, Life.READY, Life.SUSPECT})
 _ALLOWED: dict[str, tuple[frozenset[Life], Life]] = {
     "met": (frozenset({Life.STARTING}), Life.STALE),
     "current": (frozenset({Life.STALE}), Life.READY),
-    "outdated": (frozenset({Life.READY, Life.SUSPECT}), Life.STALE),
     "silent": (frozenset({Life.READY}), Life.SUSPECT),
     "heard": (frozenset({Life.SUSPECT}), Life.READY),
     "died": (ALIVE, Life.DEAD),

@@ -11,11 +11,12 @@ of the one before.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from streamrl.files import replace_json
 
 WANTED, RUNNING = "instances.json", "processes.json"
 
@@ -52,7 +53,7 @@ def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _replace(folder / WANTED, [asdict(one) for one in instances])
+    replace_json(folder / WANTED, [asdict(one) for one in instances])
 
 
 def read_wanted(folder: Path) -> list[WantedInstance] | None:
@@ -67,7 +68,7 @@ def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _replace(folder / RUNNING, [asdict(one) for one in processes])
+    replace_json(folder / RUNNING, [asdict(one) for one in processes])
 
 
 def read_started(folder: Path) -> list[StartedProcess]:
@@ -75,16 +76,15 @@ def read_started(folder: Path) -> list[StartedProcess]:
     return [StartedProcess(**one) for one in _read(folder / RUNNING) or []]
 
 
+def site_folders(run_dir: Path) -> dict[str, Path]:
+    """Folders of all sites of a run that are on this machine, by name; the run's own is called ''."""
+    return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob("sites/*/"))}
+
+
 def forget(folder: Path) -> None:
     """Deletes what an earlier launch has left."""
     for name in (WANTED, RUNNING):
         (folder / name).unlink(missing_ok=True)
-
-
-def _replace(path: Path, values: list[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values))
-    os.replace(temporary, path)
 
 
 def _read(path: Path) -> list[dict[str, Any]] | None:

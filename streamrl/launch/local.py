@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +15,8 @@ from types import MappingProxyType
 from streamrl.emulation.namespaces import enter
 from streamrl.errors import RunFailed
 from streamrl.launch.plan import PROCESS, ProcessSpec
-from streamrl.launch.role import AGAIN, LAST_WORDS, PR_SET_PDEATHSIG, UNEXPECTED
+from streamrl.launch.role import AGAIN, LAST_WORDS, UNEXPECTED
+from streamrl.processes import end_with_parent
 
 LOG_TAIL_LINES = 12
 MOST_LOG_BYTES = 1 << 20
@@ -26,8 +25,7 @@ MOST_LOG_BYTES = 1 << 20
 
 def _in_child(namespace: str | None) -> None:
     """Runs in the child before exec: however the launcher ends, its processes are told to stop."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if namespace is not None:
         enter(namespace)
 

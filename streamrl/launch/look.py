@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import psutil
 
-from streamrl.launch.instances import RUNNING, StartedProcess, read_started
+from streamrl.launch.instances import RUNNING, StartedProcess, read_started, site_folders
 from streamrl.launch.stacks import CLOCK_S, FOLDER, Seen
 from streamrl.observe.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts, WaitFacts
 
@@ -85,11 +85,10 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
     status.json knows."""
     roles, family = told.get("roles") or {}, _Family()
     found: list[Seen] = []
-    for folder in (run_dir, *sorted(run_dir.glob("sites/*/"))):
+    for site, folder in site_folders(run_dir).items():
         written = _written_at(folder)
         for started in _started(folder):
             role = "elastic" if started.role == "trainer" else started.role
-            site = "" if folder == run_dir else folder.name
             facts = ProcessFacts(
                 name=started.name,
                 role=role,
@@ -298,7 +297,7 @@ def _step_began(told: Mapping[str, Any] | None, last_ended: float | None) -> flo
 def _addresses(run_dir: Path) -> dict[str, str]:
     """Who listens where, as the processes of each site know it."""
     found: dict[str, str] = {}
-    for folder in (run_dir, *run_dir.glob("sites/*/")):
+    for folder in site_folders(run_dir).values():
         with contextlib.suppress(ValueError):
             told = _read_json(folder / "addresses.json") or {}
             of = {"controller": "controller", "controller_outside": "controller"}

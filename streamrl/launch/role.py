@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import errno
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 from streamrl.errors import RunFailed, StartAgain, UserError
 from streamrl.launch.plan import CORES
 from streamrl.launch.stacks import answer_requests
+from streamrl.processes import end_with_parent
 
 LAST_WORDS = "LAST WORDS: "
 UNEXPECTED = "LAST WORDS, unexpected: "
@@ -29,15 +29,13 @@ AGAIN = 75
 """Exit code of a process that wants to be started again (EX_TEMPFAIL)."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 """Of an OSError that a new process would meet, too: the disk is full, or cannot be written."""
-PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
     """Linux: this process is told to stop when the one that started it dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1 and os.environ.get("STREAMRL_PARENT") not in (None, "1"):
-            sys.exit(1)  # it died before we could ask
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() == 1 and os.environ.get("STREAMRL_PARENT") not in (None, "1"):
+        sys.exit(1)  # it died before we could ask
 
 
 def _pin() -> None:
@@ -127,7 +125,7 @@ def main() -> int:
     parser.add_argument("--name", default="")
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
-    _end_with_parent()
+    _end_with_launcher()
     _pin()
     answer_requests(args.run_dir, _name(args))
     logging.basicConfig(

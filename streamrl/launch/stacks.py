@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from streamrl.files import replace_text
 from streamrl.observe.facts import Loop, ProcessFacts
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ def answer_requests(run_dir: Path, name: str) -> None:
 def _put(path: Path, lines: list[str]) -> None:
     """In one piece, so that a reader sees all or nothing."""
     with contextlib.suppress(OSError):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("\n".join(lines) + "\n")
-        os.replace(temporary, path)
+        replace_text(path, "\n".join(lines) + "\n")
 
 
 def describe(task: asyncio.Task[Any]) -> str:

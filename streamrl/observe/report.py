@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from html import escape
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from streamrl.files import replace_text
 from streamrl.observe import plots
 from streamrl.observe.page import CSS, figure, section, table
 from streamrl.observe.panels import stale_message
@@ -53,9 +53,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = build_report(load_run(run_dir), time.time())
     path = run_dir / FILE_NAME
-    temporary = path.with_name(f".{FILE_NAME}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, page)
     return path
 
 

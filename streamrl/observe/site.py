@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.files import replace_json
 from streamrl.observe.rows import finite
 from streamrl.observe.status import ABSENT_AFTER_S, StatusModel
 
@@ -63,9 +62,7 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
     """
     clean = finite(values)
     SiteStatus.model_validate(clean)
-    temporary = run_dir / f".{FILE_NAME}.tmp"
-    temporary.write_text(json.dumps(clean))
-    os.replace(temporary, run_dir / FILE_NAME)
+    replace_json(run_dir / FILE_NAME, clean)
 
 
 def read_site(run_dir: Path) -> SiteStatus | None:

@@ -7,14 +7,13 @@ it is written, and a reader never meets half a file (the file is replaced in one
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.errors import UserError
+from streamrl.files import replace_json
 from streamrl.observe.metrics import MetricsRow
 from streamrl.observe.rows import finite
 
@@ -164,9 +163,7 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     """
     clean = finite(status)
     RunStatus.model_validate(clean)
-    temporary = run_dir / f".{FILE_NAME}.tmp"
-    temporary.write_text(json.dumps(clean, allow_nan=False))
-    os.replace(temporary, run_dir / FILE_NAME)
+    replace_json(run_dir / FILE_NAME, clean)
 
 
 def read_status(run_dir: Path) -> RunStatus:

@@ -17,7 +17,6 @@ sockets. They die with the parent, however it dies, and write to a log file, nev
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
+from streamrl.processes import end_with_parent
 
 ATTEMPTS = 3
 RESTART_S = 60.0
@@ -44,7 +44,6 @@ LONGEST_END_S = 10.0
 """`close` waits that long, in seconds: pebble gives a worker that ignores SIGTERM 3 s each before SIGKILL."""
 LONGEST_ERROR = 300
 """Characters of an error that are kept in the rollout row; the traceback is in the log."""
-PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -279,8 +278,7 @@ def _die_with(parent: int) -> None:
 
     Elsewhere an idle worker still ends, when it finds its pipe closed.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
 

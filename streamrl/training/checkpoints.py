@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+
+from streamrl.files import replace_json
 
 BEST_FILE = "best.json"
 
@@ -63,9 +64,7 @@ class CheckpointFolder:
             OSError: the file cannot be written.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = self.directory / f".{BEST_FILE}.tmp"
-        temporary.write_text(json.dumps({"step": step, "score": score}) + "\n")
-        os.replace(temporary, self.directory / BEST_FILE)
+        replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
 
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best checkpoint as recorded; None if there is no record, or no such checkpoint."""

@@ -13,8 +13,6 @@ from streamrl.launch.restarts import RestartBudget
 ALLOWED = {
     ("starting", "met"): "stale",
     ("stale", "current"): "ready",
-    ("ready", "outdated"): "stale",
-    ("suspect", "outdated"): "stale",
     ("ready", "silent"): "suspect",
     ("suspect", "heard"): "ready",
     ("starting", "died"): "dead",
