@@ -170,13 +170,13 @@ QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
 """Qwen2.5-7B (its config.json)."""
 
 MEMORY_EFFICIENCY = 0.8
-"""Share of peak bandwidth that decode kernels reach (0.75 to 0.9 in vendors' and vLLM's own measurements)."""
+"""Share of peak bandwidth that decode kernels reach: an assumption within what was measured (docs/plan.md)."""
 COMPUTE_EFFICIENCY = 0.6
-"""Share of the peak matrix rate that decode's thin products reach."""
+"""Share of the peak matrix rate that decode's thin products reach: an assumption (docs/plan.md)."""
 STEP_OVERHEAD_S = 3e-3
-"""Scheduling, sampling and kernel launches of one engine step."""
+"""Scheduling, sampling and kernel launches of one engine step: an assumption (docs/plan.md)."""
 ALLREDUCE_LATENCY_S = 12e-6
-"""Start-up time of one all-reduce inside a machine."""
+"""Start-up time of one all-reduce inside a machine: an assumption (docs/plan.md)."""
 
 
 def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, largest: int = 1024) -> StepCurve:

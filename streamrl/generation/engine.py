@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,13 @@ class Engine:
             seed=run.seed,
             **hardware,
         )
-        self._llm = AsyncLLM.from_engine_args(args)
+        config = args.create_engine_config()
+        if not cuda and _has_one_thread():
+            # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a
+            # fork spares the engine process the import of all this once more (10 s of a core, 250 MB)
+            os.register_at_fork(after_in_child=_forget_signals)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(config)
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._stop_ids = _end_tokens(model, self._tokenizer)
 
@@ -358,6 +365,19 @@ def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> s
         whole = run.weights.generation_dtype == "same"
         chosen = "nccl" if cuda and whole and not several_sites else "stream"
     return BACKEND if chosen == "stream" else chosen
+
+
+def _has_one_thread() -> bool:
+    """Whether this process has no thread but this one, those of C libraries included (Linux; elsewhere: False)."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def _forget_signals() -> None:
+    """A forked process is not to tell its parent's event loop of signals that it gets itself."""
+    signal.set_wakeup_fd(-1)
 
 
 def _end_tokens(model: str, tokenizer: Any) -> list[int]:

@@ -18,6 +18,10 @@ PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 """OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
 cores, because whoever waits takes the core from whoever is waited for."""
 
+ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's library starts its threads as it is loaded, and an instance's process is to have one until it has forked its
+engine (`generation/engine.py`)."""
+
 CORES = "STREAMRL_CORES"
 """Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
 
@@ -171,7 +175,11 @@ def _instance(
         site=site,
         pool=pool.name,
         command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name),
-        env={"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING | _pinned(cores) | _visible(gpus, cuda),
+        env={"OMP_NUM_THREADS": str(pool.threads)}
+        | ONE_BLAS_THREAD
+        | PASSIVE_WAITING
+        | _pinned(cores)
+        | _visible(gpus, cuda),
         threads=pool.threads,
         cores=cores,
         gpu=pool.gpu,
