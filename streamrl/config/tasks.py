@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from streamrl.config.cluster import StrictModel
 
@@ -29,6 +29,18 @@ class ReasoningGymTask(StrictModel):
         return self.label or self.name
 
 
+class Sandbox(StrictModel):
+    """Where code that a model wrote may run."""
+
+    command: list[str] = Field(
+        min_length=1,
+        description="program that isolates, with its arguments; what is to run is appended: "
+        "[bwrap, --unshare-all, --die-with-parent, --ro-bind, /usr, /usr, ...]",
+    )
+    seconds: float = Field(5.0, gt=0, description="for one completion's program and its tests")
+    memory_mb: int = Field(1024, ge=64, description="address space of each of its processes")
+
+
 class FileTask(StrictModel):
     """Prompts from a JSONL or Parquet file, or from a Hugging Face data set."""
 
@@ -39,7 +51,10 @@ class FileTask(StrictModel):
     weight: float = Field(1.0, gt=0)
     prompt_column: str = "prompt"
     answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
-    reward: str = Field("math_verify", description="'math_verify', 'exact_match', or 'module:function' of your own")
+    reward: str = Field(
+        "math_verify", description="'math_verify', 'exact_match', 'python_tests', or 'module:function' of your own"
+    )
+    sandbox: Sandbox | None = Field(None, description="for python_tests: what the model's code runs in; none: nowhere")
     suffix: str = ""
     shuffle: bool = Field(True, description="another order in every epoch; false: the file's (a curriculum)")
 
@@ -47,6 +62,17 @@ class FileTask(StrictModel):
     def key(self) -> str:
         """Unique name of the task in a run."""
         return self.name
+
+    @model_validator(mode="after")
+    def _runs_in_a_sandbox(self) -> Self:
+        if self.reward == "python_tests" and self.sandbox is None:
+            raise ValueError(
+                "reward python_tests runs code that a model wrote: it is off until `sandbox.command` names the program "
+                "that isolates it (bwrap, nsjail, a container)"
+            )
+        if self.reward != "python_tests" and self.sandbox is not None:
+            raise ValueError(f"reward {self.reward} does not use a sandbox: only python_tests does")
+        return self
 
 
 Task = Annotated[ReasoningGymTask | FileTask, Field(discriminator="kind")]

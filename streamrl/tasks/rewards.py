@@ -1,4 +1,4 @@
-"""Scores one completion: reasoning-gym's verifier, math-verify, exact match, or a user's function.
+"""Scores one completion: reasoning-gym's verifier, math-verify, exact match, tests, or a user's function.
 
 This runs inside a reward worker (see `reward_pool`): it may hang or crash, and holds no defence against that.
 """
@@ -10,6 +10,7 @@ import inspect
 import math
 import numbers
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from streamrl.errors import UserError
 from streamrl.tasks.answers import EXTRACTORS, full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import ProceduralItems
+from streamrl.tasks.sandbox import passes
 
+PYTHON_TESTS = "python_tests"
 Score = Callable[[str, dict[str, Any]], Any]
 
 
@@ -75,13 +78,17 @@ def _gym_score(task: ReasoningGymTask, seed: int) -> Score:
 
 
 def _file_score(task: FileTask) -> Score:
-    if task.reward in ("math_verify", "exact_match") and task.answer_column is None:
+    if task.reward in ("math_verify", "exact_match", PYTHON_TESTS) and task.answer_column is None:
         raise UserError(f"task {task.key!r}: reward {task.reward} compares with an answer, but answer_column is null")
     if task.reward == "math_verify":
         import_extra("math_verify", f"task {task.key!r}")
         return lambda completion, given: math_verify_score(completion, given["answer"])
     if task.reward == "exact_match":
         return lambda completion, given: exact_match_score(completion, given["answer"])
+    if task.reward == PYTHON_TESTS and (sandbox := task.sandbox) is not None:
+        if shutil.which(sandbox.command[0]) is None:
+            raise UserError(f"task {task.key!r}: sandbox.command: there is no program {sandbox.command[0]!r}")
+        return lambda completion, given: float(passes(completion, str(given["answer"]), sandbox))
     function = load_function(task.reward, f"task {task.key!r}")
     return lambda completion, given: function(completion, prompt=given["prompt"], answer=given["answer"])
 
@@ -126,7 +133,7 @@ def load_function(spec: str, whose: str) -> RewardFunction:
     Raises:
         UserError: it cannot be imported, or cannot be called as a `RewardFunction`.
     """
-    expected = "expected 'math_verify', 'exact_match' or 'module:function'"
+    expected = "expected 'math_verify', 'exact_match', 'python_tests' or 'module:function'"
     module_name, colon, name = spec.partition(":")
     if not (colon and module_name and name):
         raise UserError(f"{whose}: reward {spec!r}: {expected}")

@@ -176,7 +176,7 @@ def test_only_finite_numbers_are_rewards(function: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("math_verfy", "expected 'math_verify', 'exact_match' or 'module:function'"),
+        ("math_verfy", "expected 'math_verify', 'exact_match', 'python_tests' or 'module:function'"),
         ("my_rewards:", "expected 'math_verify'"),
         ("my_rewards:lenght", "has no attribute 'lenght'"),
         ("no_such_rewards:f", "No module named 'no_such_rewards'"),
