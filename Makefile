@@ -1,7 +1,7 @@
 # make demo    train a real model on this machine, from nothing (about ten minutes)
 # make test    style, types and tests
 # make install only the environment (.venv)
-# make lint    style and types
+# make lint    style, types, and known vulnerabilities of what is locked
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
 # make clean   remove the environment and caches (runs/ stays)
 
@@ -37,6 +37,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/audit.py locks/cpu.txt
 
 # start processes of their own on every core, or compare numbers that another load would change
 ALONE := tests/end_to_end tests/chaos tests/generation/test_engine.py tests/generation/test_calibrate.py \

@@ -1,0 +1,43 @@
+"""What the audit of dependencies makes of pip-audit's answer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parents[1] / "tools" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ANSWER = {
+    "dependencies": [
+        {"name": "good", "version": "1", "vulns": []},
+        {"name": "bad", "version": "1", "vulns": [{"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2"]}]},
+        {"name": "stuck", "version": "1", "vulns": [{"id": "PYSEC-2", "aliases": [], "fix_versions": []}]},
+        {"name": "local", "skip_reason": "not found"},
+    ]
+}
+
+
+def test_only_what_can_be_mended_fails() -> None:
+    audit = load()
+    assert audit.audited(ANSWER) == 3
+    assert audit.findings(ANSWER) == (
+        ["bad 1: PYSEC-1, mended in 2"],
+        ["stuck 1: PYSEC-2 (no version mends it)"],
+    )
+
+
+def test_an_accepted_advisory_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = load()
+    monkeypatch.setattr(audit, "ACCEPTED", {"CVE-1": "not used here"})
+    assert audit.findings(ANSWER)[0] == []
+    assert "bad 1: PYSEC-1 (accepted: not used here)" in audit.findings(ANSWER)[1]
