@@ -15,6 +15,7 @@ COMMANDS = {
     "keys": "Make the keys by which the sites of a cluster know each other.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",
     "plan": "Choose which GPUs train and which generate, by time or by money.",
+    "export": "Write the Slurm script or KubeRay manifest of a site from the cluster file.",
     "train-ranker": "Train the output-length ranker on past rollouts.",
     "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
