@@ -30,10 +30,23 @@ Cores = Annotated[
 ]
 
 
+class LaunchConfig(StrictModel):
+    """Who starts a site's processes."""
+
+    backend: Literal["local", "ray"] = Field(
+        "local", description="local: `streamrl launch` itself, on its machine; ray: Ray, over the nodes of its cluster"
+    )
+    address: str = Field("auto", min_length=1, description="of the Ray cluster, host:port; auto: the one of this node")
+
+
 class TrainerPool(StrictModel):
     """The ranks that train: one process each, started by torch's elastic launcher."""
 
     ranks: int = Field(1, ge=1, description="trainer processes (FSDP2 shards over them)")
+    nodes: int = Field(1, ge=1, description="machines that the ranks are spread over evenly (launch.backend: ray)")
+    sharding: Literal["full", "hybrid"] = Field(
+        "full", description="full: over all ranks; hybrid (HSDP): inside each node, with a copy on every node"
+    )
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None
@@ -95,6 +108,7 @@ class Site(StrictModel):
         description="at the trainer's site the controller's port, and the one after it for weights (0: free ones, if "
         "there is one site); elsewhere the port at which other sites can get weights from this one (0: they cannot)",
     )
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     trainer: TrainerPool | None = None
     generation: list[GenerationPool] = Field(default_factory=list)
     rewards: RewardPool | None = None
@@ -103,6 +117,10 @@ class Site(StrictModel):
     def _has_a_role(self) -> Self:
         if self.trainer is None and not self.generation:
             raise ValueError("a site needs a 'trainer', a 'generation' pool, or both")
+        if self.trainer is not None and self.trainer.ranks % self.trainer.nodes:
+            raise ValueError(f"trainer.ranks ({self.trainer.ranks}) must be a multiple of nodes ({self.trainer.nodes})")
+        if self.trainer is not None and self.trainer.nodes > 1 and self.launch.backend != "ray":
+            raise ValueError(f"trainer.nodes is {self.trainer.nodes}: more than one needs launch: {{backend: ray}}")
         names = [pool.name for pool in self.generation]
         if len(names) != len(set(names)):
             raise ValueError(f"generation pools of one site need different names, got {names}")

@@ -18,7 +18,6 @@ from streamrl.launch.plan import PROCESS
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
-from streamrl.weights.store import store_directory
 from streamrl.weights.vllm_plugin import BACKEND
 
 log = logging.getLogger(__name__)
@@ -61,9 +60,7 @@ class Instance:
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites)
         try:
             if self.engine.backend == BACKEND:
-                await self.engine.set_up_weights(
-                    {"directory": str(store_directory(self.context.run_dir))}, UNNAMED_VERSION
-                )
+                await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
             await self.engine.warm_up()
             self.curve = await measure_quickly(self.engine, self.pool.max_batch, self.context.run.model.max_context)
             await self._serve()

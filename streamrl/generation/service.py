@@ -36,7 +36,7 @@ from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
-from streamrl.weights.store import WeightStore, store_directory
+from streamrl.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class GenerationService:
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)
         # what a service before this one has left: the run may have gone back since
-        WeightStore(store_directory(context.run_dir)).clear()
+        WeightStore(context.weights_folder).clear()
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
             *(context, self.hub, self.dispatcher, self.waits, self.journal),

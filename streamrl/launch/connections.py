@@ -21,7 +21,7 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.relay import WeightRelay
-from streamrl.weights.store import WeightStore, store_directory
+from streamrl.weights.store import WeightStore
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
 """Names of the hubs of the trainer's site."""
@@ -178,7 +178,7 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     chosen = context.run.weights.encoding
     encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
-    store = WeightStore(store_directory(context.run_dir))
+    store = WeightStore(context.weights_folder)
     if not context.remote:
         return WeightRelay(link, store, limit_s, encoding)
     from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers

@@ -15,6 +15,7 @@ from streamrl.config.run import RunConfig
 from streamrl.launch.agreement import agreement
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
+from streamrl.weights.store import store_directory
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class RoleContext:
     def agreement(self) -> dict[str, Any]:
         """What this process was started with, for other sites to compare; reads the tokenizer's files, once."""
         return agreement(self.cluster, self.run)
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where all processes of this site find versions of the weights."""
+        return store_directory(self.run_dir, self.cluster.sites[self.site].launch.backend == "local")
 
     @property
     def remote(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.cluster import ClusterConfig, Emulation, GenerationPool, Site, TrainerPool
+from streamrl.config.cluster import ClusterConfig, Emulation, GenerationPool, LaunchConfig, Site, TrainerPool
 from streamrl.errors import UserError
 
 
@@ -23,12 +23,12 @@ def emulated(cluster: ClusterConfig) -> ClusterConfig:
 def _site(site: Site, options: Emulation) -> Site:
     trainer = site.trainer and _trainer(site.trainer, options)
     generation = [_pool(pool, options) for pool in site.generation]
-    return site.model_copy(update={"trainer": trainer, "generation": generation})
+    return site.model_copy(update={"trainer": trainer, "generation": generation, "launch": LaunchConfig()})
 
 
 def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
     ranks = min(pool.ranks, options.trainer_ranks)
-    return pool.model_copy(update={"ranks": ranks, "threads": options.trainer_threads})
+    return pool.model_copy(update={"ranks": ranks, "nodes": 1, "threads": options.trainer_threads})
 
 
 def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:

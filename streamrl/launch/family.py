@@ -9,8 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from streamrl.launch.instances import StartedProcess, WantedInstance, read_wanted, write_started
-from streamrl.launch.local import LocalProcess, start
+from streamrl.launch.local import start
 from streamrl.launch.plan import ProcessSpec
+from streamrl.launch.process import RunProcess
 from streamrl.launch.restarts import RestartBudget
 from streamrl.launch.role import AGAIN
 from streamrl.launch.share import Share
@@ -27,7 +28,7 @@ class Family:
 
     def __init__(self, share: Share, resume: bool) -> None:
         self.share, self._resume = share, resume
-        self._processes: list[LocalProcess] = []
+        self._processes: list[RunProcess] = []
         self._possible = {site: share.possible_instances(site) for site in share.folders}
         self._leaving: dict[str, float] = {}
         """Instances that are to end: when each is killed if it has not (monotonic seconds)."""
@@ -44,30 +45,34 @@ class Family:
         Raises:
             RunFailed: a process cannot be started.
         """
+        self.share.place()
         for spec in self.share.processes():
             self._processes.append(self._start(spec))
         self._tell()
 
-    def _start(self, spec: ProcessSpec, number: int = 1) -> LocalProcess:
+    def _start(self, spec: ProcessSpec, number: int = 1) -> RunProcess:
         logs, namespace = self.share.run_dir / "logs", self.share.namespace(spec.site)
+        host = self.share.hosts.get(spec.site)
+        if host is not None and host.places(spec):
+            return host.start(spec, logs, self._resume, self.share.env, number)
         return start(spec, logs, self._resume, self.share.env, namespace, number)
 
     @property
-    def first(self) -> LocalProcess:
+    def first(self) -> RunProcess:
         """The one whose end is the end of the run here: the controller, or a site's service."""
         return self._processes[0]
 
     @property
-    def dead(self) -> list[LocalProcess]:
+    def dead(self) -> list[RunProcess]:
         """Those that have ended and were not to, and that nobody starts again. Instances are not among them: their
         site's service reads of their end, and decides."""
         return [p for p in self._processes if p.spec.role != "instance" and self._has_died(p) and self._is_final(p)]
 
-    def _has_died(self, process: LocalProcess) -> bool:
+    def _has_died(self, process: RunProcess) -> bool:
         """All are there until the first one's work is done."""
         return process.exit_code is not None and not (process is self.first and process.exit_code == 0)
 
-    def _is_final(self, process: LocalProcess) -> bool:
+    def _is_final(self, process: RunProcess) -> bool:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None
 
     def revive(self) -> list[str]:
@@ -100,7 +105,7 @@ class Family:
             self._tell()
         return told
 
-    def _story(self, process: LocalProcess) -> str:
+    def _story(self, process: RunProcess) -> str:
         name = process.spec.name
         if self._due[name] is None:
             return f"{name} has died {len(self._deaths[name])} times; it is not started again"
@@ -110,15 +115,19 @@ class Family:
         dead = [p for p in self._processes if p.spec.role in HOME and p.exit_code not in (None, AGAIN)]
         return f"{(dead or [process])[0].short_words()}; everything but the instances is started again"
 
-    def _again(self, process: LocalProcess) -> None:
+    def _again(self, process: RunProcess) -> None:
         home = process.spec.role in HOME
         old = [p for p in self._processes if p.spec.role != "instance"] if home else [process]
         for one in old:
             one.kill()
             self._due.pop(one.spec.name, None)
         self._resume = self._resume or home
+        specs = {one.spec.name: one.spec for one in old}
+        if home:
+            self.share.place()
+            specs |= {spec.name: spec for spec in self.share.processes() if spec.name in specs}
         for one in old:
-            self._processes[self._processes.index(one)] = self._start(one.spec)
+            self._processes[self._processes.index(one)] = self._start(specs[one.spec.name])
 
     @property
     def started(self) -> dict[str, float]:
@@ -175,10 +184,10 @@ class Family:
                 _write(folder, told)
                 self._told[site] = told
 
-    def _told_of(self, process: LocalProcess) -> StartedProcess:
+    def _told_of(self, process: RunProcess) -> StartedProcess:
         spec, code = process.spec, process.exit_code
         words = "" if code is None else process.last_words()
-        return StartedProcess(spec.name, spec.role, process.process.pid, process.number, code, words)
+        return StartedProcess(spec.name, spec.role, process.pid, process.number, code, words, process.node)
 
     def stop(self) -> None:
         """Tells all to stop, the first one first (a controller writes what it knows), and kills who does not."""

@@ -45,6 +45,8 @@ class StartedProcess:
     """None: it lives; negative: ended by that signal."""
     last_words: str = ""
     """Of one that has ended."""
+    node: str = ""
+    """Where it is; '': on the launcher's machine."""
 
 
 def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:

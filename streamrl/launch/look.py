@@ -97,8 +97,9 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
                 exit_code=started.exit_code,
                 last_words=started.last_words,
             )
-            ranks = family.ranks(started.pid) if role == "elastic" and started.exit_code is None else {}
-            found.append(family.look(facts, folder, written, set(ranks.values())))
+            here = role == "elastic" and started.exit_code is None and not started.node
+            ranks = family.ranks(started.pid) if here else {}
+            found.append(family.look(facts, folder, written, set(ranks.values()), started.node))
             for rank, pid in ranks.items():
                 own = ProcessFacts(name=f"trainer-{rank}", role="trainer", pid=pid, site=site)
                 found.append(family.look(own, folder, time.time(), set()))
@@ -139,9 +140,13 @@ class _Family:
                     found[int(rank)] = one.pid
         return dict(sorted(found.items()))
 
-    def look(self, facts: ProcessFacts, folder: Path, written: float, apart: set[int]) -> Seen:
-        """Finds a process, if it is the one that was there when its pid was written down, and all that it started."""
+    def look(self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = "") -> Seen:
+        """Finds a process, if it is the one that was there when its pid was written down, and all that it started.
+        Nothing can be seen of one on another node."""
         seen = Seen(facts, folder / FOLDER)
+        if node:
+            seen.facts = replace(facts, alive="unknown", pid=None)
+            return seen
         if facts.pid is None or facts.exit_code is not None:
             return seen
         try:

@@ -25,6 +25,9 @@ engine (`generation/engine.py`)."""
 CORES = "STREAMRL_CORES"
 """Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
 
+MEETING = "{meeting}"
+"""In a command: where the trainer's nodes meet (host:port), known once they have been found."""
+
 PROCESS = "STREAMRL_PROCESS"
 """Environment variable: number of an instance's process (`launch/instances.py`)."""
 
@@ -45,7 +48,9 @@ class ProcessSpec:
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 1
-    """CPU threads the process computes with."""
+    """CPU threads the process (each of its ranks) computes with."""
+    ranks: int = 1
+    """That it starts (trainer)."""
     cores: tuple[int, ...] = ()
     """CPU cores that it is pinned to; (): any."""
     gpu: str = "cpu"
@@ -54,7 +59,7 @@ class ProcessSpec:
     price_per_hour: float = 0.0
     """USD per hour for the whole process."""
     index: int = 0
-    """Of an instance: its number within its pool."""
+    """Of an instance: its number within its pool; of the trainer: of its node."""
 
 
 def plan_processes(
@@ -119,31 +124,41 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
     controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
     trainer = cluster.sites[home].trainer
     assert trainer is not None
-    gpus = tuple(range(trainer.ranks)) if cuda else ()
-    return [
-        ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env),
-        ProcessSpec(
-            name="trainer",
-            role="trainer",
-            site=home,
-            pool=None,
-            command=[
-                *[sys.executable, "-m", "torch.distributed.run"],
-                *["--nnodes=1", f"--nproc-per-node={trainer.ranks}", "--rdzv-backend=c10d"],
-                *["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "--no-python"],
-                *_role_command(run_dir, "trainer"),
-            ],
-            env={"OMP_NUM_THREADS": str(trainer.threads)}
-            | PASSIVE_WAITING
-            | _pinned(trainer.cores or ())
-            | _visible(gpus, cuda),
-            threads=trainer.threads,
-            cores=tuple(trainer.cores or ()),
-            gpu=trainer.gpu,
-            gpu_ids=gpus,
-            price_per_hour=trainer.price_per_hour * trainer.ranks,
-        ),
-    ]
+    ranks = trainer.ranks // trainer.nodes
+    gpus = tuple(range(ranks)) if cuda else ()
+    specs = [ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env)]
+    for node in range(trainer.nodes):
+        meeting = [
+            *[f"--nnodes={trainer.nodes}", f"--node-rank={node}"],
+            *["--rdzv-backend=static", f"--rdzv-endpoint={MEETING}"],
+        ]
+        if trainer.nodes == 1:
+            meeting = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        specs.append(
+            ProcessSpec(
+                name="trainer" if node == 0 else f"trainer-node-{node}",
+                role="trainer",
+                site=home,
+                pool=None,
+                command=[
+                    *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
+                    *[*meeting, "--max-restarts=0", "--no-python"],
+                    *_role_command(run_dir, "trainer"),
+                ],
+                env={"OMP_NUM_THREADS": str(trainer.threads)}
+                | PASSIVE_WAITING
+                | _pinned(trainer.cores or ())
+                | _visible(gpus, cuda),
+                threads=trainer.threads,
+                ranks=ranks,
+                cores=tuple(trainer.cores or ()),
+                gpu=trainer.gpu,
+                gpu_ids=gpus,
+                price_per_hour=trainer.price_per_hour * ranks,
+                index=node,
+            )
+        )
+    return specs
 
 
 def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.cluster import ClusterConfig, Site, TrainerPool
+from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch.models import resolve_model, weight_bytes
@@ -59,6 +59,7 @@ def check(
         lambda: check_sites(cluster, run),
         lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0, site),
         lambda: check_disk(run, runs_root),
+        lambda: check_ray(cluster, run, site),
     ]
     if site in (None, cluster.trainer_site):
         checks += [lambda: check_tasks(run), lambda: check_ranker(run)]
@@ -73,8 +74,9 @@ def check(
 
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
-    """Those that are started on this machine."""
-    return [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+    """Those whose processes are all on this machine."""
+    here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+    return [one for one in here if one.launch.backend == "local"]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -91,6 +93,19 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     home = cluster.sites[cluster.trainer_site]
     if not home.port:
         yield f"sites.{cluster.trainer_site}.port: other sites need to know it; expected a port such as 5600"
+
+
+def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
+    """Ray is there, and has the nodes that are asked for."""
+    for name in [site] if site is not None else cluster.sites:
+        if cluster.sites[name].launch.backend != "ray":
+            continue
+        if importlib.util.find_spec("ray") is None:
+            yield f"sites.{name}.launch.backend: ray is not installed; install with: pip install 'streamrl[ray]'"
+            continue
+        from streamrl.launch.ray_site import problems
+
+        yield from problems(cluster, name, plan_processes(cluster, run, Path(), [name]))
 
 
 def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
@@ -232,11 +247,9 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: st
         return []
     specs = plan_processes(cluster, run, Path(), None if site is None else [site])
     threads = sum(
-        spec.threads * (cluster.sites[spec.site].trainer or TrainerPool()).ranks
-        if spec.role == "trainer"
-        else spec.threads
+        spec.threads * spec.ranks
         for spec in specs
-        if spec.role in ("trainer", "instance")
+        if spec.role in ("trainer", "instance") and cluster.sites[spec.site].launch.backend == "local"
     )
     if threads <= 2 * cores:
         return []

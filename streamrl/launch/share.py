@@ -11,8 +11,9 @@ import contextlib
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
@@ -21,10 +22,14 @@ from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
 from streamrl.launch.context import Addresses
+from streamrl.launch.forward import Forwarder
 from streamrl.launch.instances import forget
-from streamrl.launch.plan import ProcessSpec, plan_processes, possible_instances
+from streamrl.launch.plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
 from streamrl.weights.store import WeightStore, store_directory
+
+if TYPE_CHECKING:
+    from streamrl.launch.ray_site import RaySite
 
 LOOPBACK = "127.0.0.1"
 JOURNAL = "journal.sqlite"
@@ -43,6 +48,10 @@ class Share:
     """Of each site that is started here; the first is the launcher's own run folder."""
     network: EmulatedNetwork | None = None
     """Between the sites, if they are emulated."""
+    hosts: dict[str, RaySite] = field(default_factory=dict)
+    """Sites whose processes Ray places."""
+    forwarder: Forwarder | None = None
+    """Where other sites get weights, if the trainer is on a node that they do not know."""
     scratch: Path | None = None
     """For files of as long as the launcher lives, under a short path; None: the system's folder for such."""
 
@@ -58,7 +67,27 @@ class Share:
 
     def processes(self) -> list[ProcessSpec]:
         """What is started at once, the controller (else the service) first."""
-        return plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
+        specs = plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
+        host = self.hosts.get(self.cluster.trainer_site)
+        if host is None:
+            return specs
+        return [replace(spec, command=[word.replace(MEETING, host.meeting) for word in spec.command]) for spec in specs]
+
+    def place(self) -> None:
+        """Finds the trainer its nodes, where Ray does, and tells all processes that are started from now on.
+
+        Raises:
+            RunFailed: there is no room, or a node cannot be used.
+        """
+        home = self.cluster.trainer_site
+        if home in self.folders and home in self.hosts:
+            specs = [spec for spec in self.processes() if spec.role == "trainer"]
+            node, inside, outside = self.hosts[home].place_trainer(specs, self.run.deadlines.startup_s)
+            addresses = replace(Addresses.load(self.run_dir), publisher=f"tcp://{node}:{inside}")
+            if self.forwarder is not None:
+                self.forwarder.target = node, outside
+                addresses = replace(addresses, publisher_outside=f"tcp://{node}:{outside}")
+            addresses.save(self.run_dir)
 
     def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
         """What may be started at a site as its service wants it, by name."""
@@ -92,25 +121,36 @@ def prepare(
     home = cluster.trainer_site
     names = [site or home, *(cluster.remote_sites if emulate else [])]
     folders = {name: run_dir if not index else run_dir / "sites" / name for index, name in enumerate(names)}
-    stores = [WeightStore(store_directory(folder)) for folder in folders.values()]
+    local = {name: cluster.sites[name].launch.backend == "local" for name in folders}
+    stores = [WeightStore(store_directory(folder, local[name])) for name, folder in folders.items()]
     with contextlib.ExitStack() as stack:
         network = None
         if emulate:
             cluster = _with_keys(cluster, run_dir / "keys")
             links = {name: _shape(cluster, name) for name in cluster.remote_sites}
             network = stack.enter_context(EmulatedNetwork(run_dir / "network", home, links, emulated_ports()))
+        hosts: dict[str, RaySite] = {}
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
+            if cluster.sites[name].launch.backend == "ray":
+                from streamrl.launch.ray_site import RaySite
+
+                hosts[name] = RaySite(cluster, name, folder)
+                stack.callback(hosts[name].close)
             forget(folder)
             for left in folder.glob(f"{JOURNAL}*"):  # another launch may go back to any step
                 left.unlink()
-            choose_addresses(cluster, name, network).save(folder)
+            choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)
         (run_dir / "logs").mkdir(exist_ok=True)
         for store in stores:
             store.clear()
             stack.callback(store.clear)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))
-        yield Share(cluster, run, folders, network, scratch)
+        forwarder = None
+        if home in hosts and cluster.remote_sites:
+            here = cluster.sites[home]
+            forwarder = stack.enter_context(Forwarder(_resolve(here.listen or here.address), here.port + 1))
+        yield Share(cluster, run, folders, network, hosts, forwarder, scratch)
 
 
 def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -145,15 +185,23 @@ def _free_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
         yield [int(probe.getsockname()[1]) for probe in probes]
 
 
-def choose_addresses(cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None) -> Addresses:
+def choose_addresses(
+    cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None, node: str = ""
+) -> Addresses:
     """What the processes of a site listen on and connect to.
+
+    Args:
+        cluster: the resolved cluster file.
+        site: whose.
+        network: between emulated sites.
+        node: address of this machine for the other nodes of its site; '': there are none.
 
     Raises:
         RunFailed: the trainer's site has a name that cannot be resolved.
     """
     home = cluster.sites[cluster.trainer_site]
     several = bool(cluster.remote_sites)
-    host = LOOPBACK if several else home.address
+    host = node or (LOOPBACK if several else home.address)
     with _free_ports(4, host) as (controller, publisher, service, nccl):
         services = {site: f"tcp://{host}:{service}"}
         if site != cluster.trainer_site:

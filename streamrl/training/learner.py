@@ -23,10 +23,22 @@ def compute_type(run: RunConfig) -> torch.dtype:
     return torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
 
 
-def shard(model: Model, run: RunConfig, device: torch.device, trainable: bool) -> Model:
-    """FSDP2: each decoder layer is a unit, the rest is the root's. Master weights stay fp32."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,))
+def shard(model: Model, run: RunConfig, device: torch.device, trainable: bool, copies: int = 1) -> Model:
+    """FSDP2: each decoder layer is a unit, the rest is the root's. Master weights stay fp32.
+
+    Args:
+        model: loaded, fp32.
+        run: for its compute type.
+        device: this rank's.
+        trainable: else it is frozen.
+        copies: sharded copies of the model (HSDP): ranks 0 to n / copies - 1 share the first one, and so on. Gradients
+            are reduced inside a copy first, and between copies only what each rank holds.
+    """
+    world = dist.get_world_size() // copies
+    if copies > 1:
+        mesh = init_device_mesh(device.type, (copies, world), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh(device.type, (world,))
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
     model.to(device)
     layers: Any = model.model.base_model.layers
@@ -61,7 +73,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 class Learner(Generic[Model]):
     """A sharded model and its optimizer."""
 
-    def __init__(self, model: Model, lr: float, run: RunConfig, device: torch.device) -> None:
+    def __init__(self, model: Model, lr: float, run: RunConfig, device: torch.device, copies: int = 1) -> None:
         """Shards the model.
 
         Args:
@@ -69,8 +81,9 @@ class Learner(Generic[Model]):
             lr: learning rate to begin with.
             run: betas, weight decay and the like are `optimizer`'s.
             device: this rank's.
+            copies: see `shard`.
         """
-        self.model: Model = shard(model, run, device, True)
+        self.model: Model = shard(model, run, device, True, copies)
         self.options: OptimizerConfig = run.optimizer
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

@@ -79,7 +79,14 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 class Trainer:
     """One rank; torch.distributed must be initialised."""
 
-    def __init__(self, run: RunConfig, model_path: str, device: torch.device, critic_path: str | None = None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        model_path: str,
+        device: torch.device,
+        critic_path: str | None = None,
+        copies: int = 1,
+    ) -> None:
         """Loads and shards the models that the run's algorithm needs.
 
         Args:
@@ -87,19 +94,24 @@ class Trainer:
             model_path: HF folder or id of the initial weights (also the KL reference).
             device: this rank's device.
             critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
+            copies: sharded copies of each model, see `learner.shard`.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
-        self.learner: Learner[Policy] = Learner(load_policy(model_path, checkpointing), run.optimizer.lr, run, device)
+        policy = load_policy(model_path, checkpointing)
+        self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, copies)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, compute_type(run), run.weights.generation_dtype)
-        self.reference = shard(load_policy(model_path), run, device, False) if algorithm.needs_reference else None
-        needs_proximal = algorithm.needs_proximal(run.schedule.sync_every)
-        self.proximal = shard(load_policy(model_path), run, device, False) if needs_proximal else None
+
+        def frozen() -> Policy:
+            return shard(load_policy(model_path), run, device, False, copies)
+
+        self.reference = frozen() if algorithm.needs_reference else None
+        self.proximal = frozen() if algorithm.needs_proximal(run.schedule.sync_every) else None
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic = (
-            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device)
+            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device, copies)
             if self.ppo
             else None
         )

@@ -98,7 +98,10 @@ class TrainerWorker:
         algorithm = self.run_config.algorithm
         own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
         critic_path = resolve_model(own_critic) if own_critic else None
-        self.trainer = Trainer(self.run_config, resolve_model(self.run_config.model.path), device, critic_path)
+        pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
+        copies = pool.nodes if pool is not None and pool.sharding == "hybrid" else 1
+        model = resolve_model(self.run_config.model.path)
+        self.trainer = Trainer(self.run_config, model, device, critic_path, copies)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
             self.trainer.load(self.checkpoints.path(step))
             self.version = step

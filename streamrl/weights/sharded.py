@@ -9,6 +9,9 @@ So no rank gathers the model, and a host holds each version once, in shared memo
 (`memfd_create`): it has no name in any file system, so nothing is left of it however its processes end, and it is not
 bounded by the size of /dev/shm. Each version has a buffer of its own, because the one before is still being sent.
 
+With ranks on several hosts the buffer is on rank 0's. If that host's ranks own all rows between them (HSDP: a copy on
+every node), nothing changes; else tensors are gathered, one at a time, and rank 0 writes them.
+
 Parameters in memory need not be those of the checkpoint, which the engine's loader wants: transformers fuses the
 experts of a mixture, for instance. What `save_pretrained` does about it (`revert_weight_conversion`) is tried on meta
 tensors first: most tensors come out as they went in, maybe under another name, and are written by rows. What is
@@ -166,16 +169,18 @@ class ShardedLayout:
         """A version of the model's weights; a collective.
 
         Returns:
-            The manifest, and the shared buffer (uint8 [nbytes]), on every rank.
+            The manifest, on every rank, and the shared buffer (uint8 [nbytes]; empty on another host than rank 0's).
 
         Raises:
-            RunFailed: on every rank, if one has no room, is on another host, or has weights that are inf or nan (where
-                they are to be quantized).
+            RunFailed: on every rank, if one has no room, or has weights that are inf or nan (where they are to be
+                quantized).
         """
-        buffer = shared_buffer(self.nbytes)
-        agree(self._write(buffer))
+        near = ranks_of_first_host()
+        buffer = shared_buffer(self.nbytes, near)
+        agree(self._write(buffer, near))
         slots, ranks = list(self.slots.values()), dist.get_world_size()
-        mine = deal([slot.nbytes for slot in slots], ranks)[dist.get_rank()]
+        dealt = dict(zip(near, deal([slot.nbytes for slot in slots], len(near)), strict=True))
+        mine = dealt.get(dist.get_rank(), [])
         with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing releases the GIL
             parts = (buffer[slots[i].offset : slots[i].offset + slots[i].nbytes] for i in mine)
             sums = dict(zip(mine, pool.map(checksum, parts), strict=True))
@@ -189,17 +194,17 @@ class ShardedLayout:
         return Manifest(WeightVersion(number, None, content_hash(entries)), self.nbytes, entries), buffer
 
     @torch.no_grad()
-    def _write(self, buffer: np.ndarray) -> str | None:
+    def _write(self, buffer: np.ndarray, near: Sequence[int]) -> str | None:
         """Writes what is this rank's to write. Returns what went wrong, since the others wait in collectives."""
         problem = None
         for index, part in enumerate(self._parts):
             values: Iterable[tuple[str, int, torch.Tensor]]
             if part.is_same:
                 (name,), (target,) = part.sources, part.targets
-                values = [(target, first, rows) for first, rows in self._own_rows(self._parameters[name])]
+                values = [(target, first, rows) for first, rows in self._own_rows(self._parameters[name], near)]
             else:
                 gathered = {name: self._gather(self._parameters[name]) for name in part.sources}
-                mine = index % dist.get_world_size() == dist.get_rank()
+                mine = near[index % len(near)] == dist.get_rank()
                 values = [(name, 0, tensor) for name, tensor in self._revert(gathered).items()] if mine else []
             for name, first, tensor in values:
                 try:
@@ -208,12 +213,15 @@ class ShardedLayout:
                     problem = problem or f"weight {name!r} cannot be published: {error}"
         return problem
 
-    def _own_rows(self, parameter: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """(first row, rows) of a parameter that this rank has to write; a collective if it is not sharded by rows."""
+    def _own_rows(self, parameter: torch.Tensor, near: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """(first row, rows) of a parameter that this rank has to write; a collective if it is not sharded by rows, or
+        if ranks that are not near own some."""
         if not isinstance(parameter, DTensor):
             return [(0, parameter)] if dist.get_rank() == 0 else []
         mesh, placements = parameter.device_mesh, parameter.placements
-        if not all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in placements):
+        by_rows = all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in placements)
+        first_copy = mesh.mesh[tuple(0 if isinstance(p, Replicate) else slice(None) for p in placements)]
+        if not by_rows or not set(first_copy.flatten().tolist()) <= set(near):
             full = self._gather(parameter)
             return [(0, full)] if dist.get_rank() == 0 else []
         coordinate = mesh.get_coordinate()
@@ -246,31 +254,36 @@ class ShardedLayout:
             self.slots[name + SCALE_SUFFIX].view(buffer)[first : first + len(rows)].copy_(scales)
 
 
-def shared_buffer(nbytes: int) -> np.ndarray:
-    """One buffer (uint8 [nbytes], zeros) for all ranks; a collective. It goes when the last rank lets go of it.
+def ranks_of_first_host() -> list[int]:
+    """Those on the same host as rank 0, in order; a collective."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+
+
+def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
+    """One buffer (uint8 [nbytes], zeros) for the ranks of rank 0's host (`near`), an empty one for others; a
+    collective. It goes when the last rank lets go of it.
 
     Raises:
         RunFailed: on every rank, if one cannot have it.
     """
-    host, problem, descriptor = socket.gethostname(), None, -1
+    problem, descriptor = None, -1
     try:
         if dist.get_rank() == 0:
             try:
                 descriptor = _anonymous_file(nbytes)
             except (OSError, MemoryError) as error:
                 problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {error}"
-        told = [(host, f"/proc/{os.getpid()}/fd/{descriptor}")]
+        told = [f"/proc/{os.getpid()}/fd/{descriptor}"]
         dist.broadcast_object_list(told)
-        (first_host, path), mapped = told[0], None
-        if host != first_host:
-            problem = f"not supported yet: trainer ranks on several hosts ({first_host} and {host})"
-        elif problem is None:
+        path, mapped = told[0], np.zeros(0, np.uint8)
+        if problem is None and dist.get_rank() in near:
             try:
                 mapped = _map(path, nbytes)
             except (OSError, ValueError) as error:
                 problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
         agree(problem)
-        assert mapped is not None
         return mapped
     finally:
         if descriptor >= 0:

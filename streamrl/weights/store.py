@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def store_directory(run_dir: Path) -> Path:
-    """Where a run keeps its versions: shared memory if the machine has it, else the run's folder."""
+def store_directory(run_dir: Path, one_machine: bool = True) -> Path:
+    """Where a run keeps its versions: shared memory if the machine has it and nobody else needs them, else the run's
+    folder."""
+    if not one_machine:
+        return run_dir / "weights"
     token = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
         return SHARED_MEMORY / f"streamrl-{token}"

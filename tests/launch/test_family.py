@@ -47,6 +47,10 @@ class Share:
     specs: list[ProcessSpec]
     run: RunConfig = field(default_factory=lambda: RunConfig.model_validate({"recovery": QUICKLY}))
     env: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, Any] = field(default_factory=dict)
+
+    def place(self) -> None:
+        """All of it is here."""
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -149,7 +153,7 @@ def test_everything_but_the_instances_goes_back_with_controller_and_trainer(
     assert all(after[name] != before[name] for name in ("controller", "trainer", "service-here"))
     environment = Path(f"/proc/{after['controller'][0]}/environ").read_text()
     assert "STREAMRL_RESUME=1" in environment
-    assert family.first.process.pid == after["controller"][0]
+    assert family.first.pid == after["controller"][0]
 
 
 @pytest.mark.parametrize(

@@ -318,12 +318,12 @@ def _prepared_by_others(trainer: Trainer, rank: int, shares: Sequence[list[Train
 
 
 def _rank(
-    rank: int, ranks: int, port: int, model: str, out: str, resume: str | None, algorithm: dict[str, Any]
+    rank: int, ranks: int, port: int, model: str, out: str, resume: str | None, algorithm: dict[str, Any], copies: int
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     config = run_config(Path(model), algorithm=algorithm, schedule={"name": "stream", "sync_every": 2})
-    trainer = Trainer(config, model, CPU)
+    trainer = Trainer(config, model, CPU, copies=copies)
     if resume:
         trainer.load(Path(resume))
     for step in range(2):
@@ -348,9 +348,9 @@ def _rank(
 
 
 def _spawn(
-    ranks: int, model: Path, out: Path, algorithm: dict[str, Any], resume: Path | None = None
+    ranks: int, model: Path, out: Path, algorithm: dict[str, Any], resume: Path | None = None, copies: int = 1
 ) -> dict[str, torch.Tensor]:
-    arguments = (ranks, free_port(), str(model), str(out), str(resume) if resume else None, algorithm)
+    arguments = (ranks, free_port(), str(model), str(out), str(resume) if resume else None, algorithm, copies)
     mp.spawn(_rank, arguments, nprocs=ranks)
     return torch.load(out / "weights.pt")
 
@@ -375,6 +375,10 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     again_one = _spawn(1, tiny_model, tmp_path / "again-one", algorithm, tmp_path / "two")
     again_two = _spawn(2, tiny_model, tmp_path / "again-two", algorithm, tmp_path / "two")
     same_updates(again_two, again_one, two)
+    # two nodes of two ranks with a copy of the models each (HSDP), and from its checkpoint to two ranks
+    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, copies=2)
+    same_updates(hybrid, one, start)
+    same_updates(_spawn(2, tiny_model, tmp_path / "again", algorithm, tmp_path / "hybrid"), again_one, hybrid)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

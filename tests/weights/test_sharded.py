@@ -165,9 +165,39 @@ def _check_failures(rank: int, ranks: int, folder: Path) -> None:
     for kind in CODE_TYPES:
         with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.up_proj\.weight.*nan"):
             ShardedLayout(model, torch.bfloat16, kind).lay_out(1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed, match="several hosts"):
+
+
+def _check_hosts(rank: int, ranks: int, folder: Path) -> None:
+    """Every rank on a host of its own: rank 0 has the buffer, and what the others own comes to it."""
+    plain = odd_model(), mixture()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host-{rank}")
-        ShardedLayout(model, torch.bfloat16).lay_out(2)
+        for model, kind in ((sharded(odd_model()), "int8"), (sharded(mixture()), "same")):
+            manifest, buffer = ShardedLayout(model, torch.bfloat16, kind).lay_out(2)  # type: ignore[arg-type]
+            assert buffer.nbytes == (manifest.nbytes if rank == 0 else 0)
+            if rank == 0:
+                manifest.verify(buffer)
+            if kind == "int8":
+                theirs = lay_out(2, whole(plain[0], torch.bfloat16, "int8"))
+                assert manifest == theirs[0] and (rank or np.array_equal(buffer, theirs[1]))
+
+
+def _check_copies(rank: int, ranks: int, folder: Path) -> None:
+    """Two nodes with a copy of the model each (HSDP): those of the first write all of it, and nothing is gathered."""
+    model = odd_model()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    for unit in (*model.base_model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host-{2 * rank // ranks}")
+        patch.setattr(DTensor, "full_tensor", no_gather)
+        manifest, buffer = ShardedLayout(model, torch.bfloat16).lay_out(1)
+    theirs = lay_out(1, whole(odd_model(), torch.bfloat16))
+    assert manifest == theirs[0]
+    if 2 * rank < ranks:
+        np.testing.assert_array_equal(buffer, theirs[1])
+    else:
+        assert not buffer.nbytes
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, checks: list[Any]) -> None:
@@ -185,8 +215,12 @@ def test_one_ranks_version_is_that_of_whole_tensors(tiny_model: Path, tmp_path: 
 
 
 def test_two_ranks_version_is_that_of_whole_tensors_and_they_fail_together(tiny_model: Path) -> None:  # noqa: F811
-    checks = [_check_equality, _check_a_step, _check_mixture, _check_failures]
+    checks = [_check_equality, _check_a_step, _check_mixture, _check_failures, _check_hosts]
     mp.spawn(_rank, (2, free_port(), str(tiny_model), checks), nprocs=2)
+
+
+def test_nodes_with_copies_of_the_model_need_not_gather(tmp_path: Path) -> None:
+    mp.spawn(_rank, (4, free_port(), str(tmp_path), [_check_copies]), nprocs=4)
 
 
 def test_ranks_may_have_no_rows_of_a_parameter(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""A whole run over the nodes of a real Ray cluster on this machine: placed, killed with a node, and finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from streamrl.launch.instances import read_started
+from streamrl.observe.metrics import read_metrics
+from streamrl.observe.status import read_status
+from streamrl.rollouts.ledger import Ledger
+from tests.end_to_end.project import Project, trained_rows, wait_for
+
+STEPS = 10
+EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
+
+
+def on_ray(project: Project, address: str, **trainer: object) -> list[str]:
+    """The project's cluster, its processes on Ray: trainer ranks on one or two nodes, instances where 'fast' is."""
+    pool = {"gpu": "fast", "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
+    site = {
+        "launch": {"backend": "ray", "address": address},
+        "trainer": {"ranks": 2, "threads": 1, "gpu": "large", **trainer},
+        "generation": [{"name": "regular", "replicas": 2, **pool}],
+        "rewards": {"workers": 1},
+    }
+    (project.folder / "ray.yaml").write_text(yaml.safe_dump({"hardware": "cpu", "sites": {"here": site}}))
+    return ["--cluster", "ray.yaml"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head with CPUs only, two nodes for the trainer, two for instances."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    try:
+        for resources in ({"large": 1}, {"large": 1}, {"fast": 2}, {"fast": 2}):
+            made.add_node(resources=resources, num_cpus=4)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    project = Project(tmp_path)
+    run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
+    changes = run | {"tasks": EASY, "steps": STEPS, "schedule": {"name": "async"}, "recovery": {"pause_s": 0.5}}
+    options = on_ray(project, cluster.address, nodes=2, sharding="hybrid")
+    process = project.start(*options, **changes)
+    run_dir = project.run_dir()
+    wait_for(
+        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 240, process
+    )
+    started = {one.name: one for one in read_started(run_dir)}
+    assert {"trainer", "trainer-node-1", "here-regular-0", "here-regular-1", "rewards-here"} <= started.keys()
+    assert all(started[name].node for name in ("trainer", "trainer-node-1", "here-regular-0", "rewards-here"))
+    assert not started["controller"].node and not started["service-here"].node  # beside the launcher
+    victim = started["here-regular-1"]
+    lost = next(node for node in cluster.list_all_nodes() if is_of(victim.pid, node))
+    wait_for(lambda: (read_status(run_dir).roles["here-regular-1"].running or 0) > 0, 60, process)
+    cluster.remove_node(lost, allow_graceful=False)
+    wait_for(lambda: read_status(run_dir).roles["here-regular-1"].state in ("dead", "starting"), 60, process)
+    cluster.add_node(resources={"fast": 2}, num_cpus=4)  # a replaced node
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output + project.logs()
+    rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
+    ids = [str(row["sample_id"]) for row in rows]
+    assert len(ids) == len(set(ids)) == 18 * STEPS
+    assert sorted(ids) == Ledger(run_dir / "ledger.sqlite").trained_ids()
+    assert not any(is_alive(one.pid) for one in started.values())
+
+
+def is_of(pid: int, node: object) -> bool:
+    """Whether a process descends from a node's raylet."""
+    import psutil
+
+    raylets = {process.process.pid for process in node.all_processes["raylet"]}  # type: ignore[attr-defined]
+    return any(parent.pid in raylets for parent in psutil.Process(pid).parents())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(600)
+def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_losses(
+    tmp_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name in ("local", "ray"):
+        folder = tmp_path / name
+        folder.mkdir()
+        project = Project(folder)
+        options = on_ray(project, cluster.address, nodes=2)
+        if name == "local":
+            text = (folder / "ray.yaml").read_text().replace("backend: ray", "backend: local")
+            (folder / "ray.yaml").write_text(text.replace("nodes: 2", "nodes: 1"))
+        began = time.monotonic()
+        changes = {
+            "tasks": EASY,
+            "schedule": {"name": "sync"},
+            "model": {"path": str(tmp_path / "model"), "max_context": 96, "dtype": "float32"},
+        }
+        if not (tmp_path / "model").exists():
+            (folder / "model").rename(tmp_path / "model")
+        project.launch(*options, **changes)
+        seconds = time.monotonic() - began
+        metrics = read_metrics(project.run_dir() / "metrics.jsonl")
+        rows = {str(row["sample_id"]): list(row["completion_tokens"]) for row in trained_rows(project.run_dir())}  # type: ignore[call-overload]
+        found[name] = rows, [row.loss for row in metrics], seconds, sum(row.step_time_s or 0 for row in metrics)
+    (rows, losses, seconds, stepping), (theirs, others, longer, slower) = found["local"], found["ray"]
+    assert rows == theirs
+    assert others == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    with capsys.disabled():
+        print(f"\nRay: start-up and end {longer - slower - seconds + stepping:+.1f} s, steps {slower / stepping:.2f} x")
+
+
+@pytest.mark.timeout(120)
+def test_what_ray_cannot_do_is_told_before_anything_starts(tmp_path: Path, cluster: Cluster) -> None:
+    project = Project(tmp_path)
+    options = on_ray(project, cluster.address, ranks=4, nodes=2)
+    assert "sites.here: 4 large asked for, 2 in Ray" in project.launch(*options, code=2)
+    options = on_ray(project, "127.0.0.1:1")
+    assert "sites.here.launch.address: no Ray cluster at '127.0.0.1:1'" in project.launch(*options, code=2)
+    process = project.start(*on_ray(project, cluster.address, nodes=2))
+    run_dir = project.run_dir()
+    wait_for(lambda: bool(list(tmp_path.glob("runs/*/processes.json"))), 60, process)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - began < 20 and run_dir.exists()
