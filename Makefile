@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/python tools/audit.py locks/cpu.txt
 
 # start processes of their own on every core, or compare numbers that another load would change
-ALONE := tests/end_to_end tests/chaos tests/generation/test_engine.py tests/generation/test_calibrate.py \
+ALONE := tests/end_to_end tests/chaos/test_chaos_live.py tests/generation/test_calibrate.py \
 	tests/training/test_losses_against_trl.py
 
 test: lint

@@ -41,7 +41,7 @@ from streamrl.rollouts.ledger import Ledger
 
 OUT = HERE / "results"
 CLUSTER, RUN_FILE = HERE / "clusters" / "elastic.yaml", HERE / "runs" / "elastic.yaml"
-TERMS = (*[2] * 6, *[6] * 4, *[8] * 4, *[10] * 16, *[8] * 4, *[6] * 4, *[2] * 24)
+TERMS = (*[2] * 6, *[6] * 4, *[8] * 4, *[10] * 8, *[8] * 2, *[6] * 4, *[2] * 36)
 """Of the sums of each step."""
 PROMPTS, SAMPLES = 8, 4
 """Of a step, as in the run file."""

@@ -25,6 +25,8 @@ sites:
     rewards: {workers: 1}
 """
 
+TAIL = "      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}\n"
+
 REWARDS = '''
 import os, time
 def reward(completion, *, prompt, answer):
@@ -40,8 +42,10 @@ def reward(completion, *, prompt, answer):
 class Project:
     """A folder with a tiny model, a cluster file, a run file and a reward function."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tail: bool = True) -> None:
+        """`tail`: whether there is a second pool, with an instance for long answers."""
         self.folder = folder
+        self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
         save_tiny_model(folder / "model")
         (folder / "own_rewards.py").write_text(REWARDS)
         rows = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four", "five")]
@@ -55,7 +59,7 @@ class Project:
         return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def command(self, *extra: str, ranks: int = 1, **changes: object) -> list[str]:
-        (self.folder / "cluster.yaml").write_text(CLUSTER.replace("RANKS", str(ranks)))
+        (self.folder / "cluster.yaml").write_text(self.cluster.replace("RANKS", str(ranks)))
         run = {
             "name": "tiny",
             "steps": 3,

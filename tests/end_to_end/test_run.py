@@ -179,7 +179,7 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
 
 
 def test_ctrl_c_ends_everything_within_ten_seconds_and_says_so(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, tail=False)
     process = project.start("--steps", "50")
     run_dir = project.run_dir()
     wait_for(

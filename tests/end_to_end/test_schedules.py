@@ -86,7 +86,7 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
 
 
 def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, tail=False)
     easy_prompts(project)
     project.launch(
         tasks=EASY,
