@@ -94,8 +94,7 @@ class DispatchPolicy(Protocol):
 
     def slow(self, instance: str, factor: float) -> None:
         """An instance's steps take `factor` times as long as the curve that it has joined with says (1: as long), so it
-        is to get less (no less any more).
-        One that is unknown is ignored."""
+        is to get less (no less any more). One that is unknown is ignored."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Requests wait to be placed."""
@@ -128,9 +127,9 @@ class Fleet:
     """The bookkeeping that policies share: instances, who runs where, which instance is emptiest, and placing by load.
 
     Placing by load is first come first served, to the instance with the fewest running requests (`Instance.load`: one
-    that is slow counts each of them for more). Siblings follow their
-    group to the instance that already has it, as long as that instance is not more than `affinity` requests fuller than
-    the emptiest one: a shared prompt is computed once per instance.
+    that is slow counts each of them for more). Siblings follow their group to the instance that already has it, as long
+    as that instance is not more than `affinity` requests fuller than the emptiest one: a shared prompt is computed once
+    per instance.
     """
 
     def __init__(self, affinity: int = 0) -> None:

@@ -113,13 +113,18 @@ class Site(StrictModel):
     generation: list[GenerationPool] = Field(default_factory=list)
     rewards: RewardPool | None = None
 
+    @property
+    def on_ray(self) -> bool:
+        """Whether its processes are on the nodes of a Ray cluster, not all on the launcher's machine."""
+        return self.launch.backend == "ray"
+
     @model_validator(mode="after")
     def _has_a_role(self) -> Self:
         if self.trainer is None and not self.generation:
             raise ValueError("a site needs a 'trainer', a 'generation' pool, or both")
         if self.trainer is not None and self.trainer.ranks % self.trainer.nodes:
             raise ValueError(f"trainer.ranks ({self.trainer.ranks}) must be a multiple of nodes ({self.trainer.nodes})")
-        if self.trainer is not None and self.trainer.nodes > 1 and self.launch.backend != "ray":
+        if self.trainer is not None and self.trainer.nodes > 1 and not self.on_ray:
             raise ValueError(f"trainer.nodes is {self.trainer.nodes}: more than one needs launch: {{backend: ray}}")
         names = [pool.name for pool in self.generation]
         if len(names) != len(set(names)):

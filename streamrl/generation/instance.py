@@ -184,7 +184,7 @@ class Instance:
         now, worked = time.monotonic(), self.engine.worked()
         (then, before), self._rate = self._rate, (now, worked)
         ratio = pace(self.curve, before, worked)
-        if ratio is not None and not self.updating and not self._updated:
+        if ratio is not None and not self._updated:
             self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
         self._updated = self.updating
         return {

@@ -74,7 +74,7 @@ class RoleContext:
     @property
     def weights_folder(self) -> Path:
         """Where all processes of this site find versions of the weights."""
-        return store_directory(self.run_dir, self.cluster.sites[self.site].launch.backend == "local")
+        return store_directory(self.run_dir, not self.cluster.sites[self.site].on_ray)
 
     @property
     def remote(self) -> bool:

@@ -129,7 +129,7 @@ def node_groups(
         UserError: Ray does not place the site's processes, a GPU type is missing, or a process is larger than a node.
     """
     launch, cuda = cluster.sites[site].launch, cluster.hardware == "cuda"
-    if launch.backend != "ray" or launch.address != "auto":
+    if not cluster.sites[site].on_ray or launch.address != "auto":
         raise UserError(
             f"sites.{site}.launch is {{backend: {launch.backend}, address: {launch.address}}}: the job starts a Ray "
             "cluster of its own, which has to place the site's processes; write launch: {backend: ray, address: auto}"

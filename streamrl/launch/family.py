@@ -122,10 +122,9 @@ class Family:
             one.kill()
             self._due.pop(one.spec.name, None)
         self._resume = self._resume or home
-        specs = {one.spec.name: one.spec for one in old}
         if home:
             self.share.place()
-            specs |= {spec.name: spec for spec in self.share.processes() if spec.name in specs}
+        specs = {spec.name: spec for spec in self.share.processes()}
         for one in old:
             self._processes[self._processes.index(one)] = self._start(specs[one.spec.name])
 

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Self
 
 log = logging.getLogger(__name__)
@@ -31,9 +33,9 @@ class Forwarder:
         self.listens = host, port
         self.target: tuple[str, int] | None = None
         """Where new connections go; None: they are closed."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="forwarder", daemon=True)
-        self._server: asyncio.Server | None = None
+        self._begun: Future[Callable[[], object]] = Future()
+        """Becomes what ends it."""
+        self._thread = threading.Thread(target=asyncio.run, args=(self._listen(),), name="forwarder", daemon=True)
 
     def __enter__(self) -> Self:
         """Begins to listen.
@@ -42,16 +44,24 @@ class Forwarder:
             OSError: the address cannot be listened at.
         """
         self._thread.start()
-        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, *self.listens), self._loop)
-        self._server = listening.result(START_S)
+        self._begun.result(START_S)
         return self
 
     def __exit__(self, *args: object) -> None:
         """Closes it, with all connections."""
-        if self._server is not None:
-            self._loop.call_soon_threadsafe(self._server.close)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._begun.result()()
         self._thread.join(START_S)
+
+    async def _listen(self) -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            server = await asyncio.start_server(self._serve, *self.listens)
+        except OSError as error:
+            self._begun.set_exception(error)
+            return
+        self._begun.set_result(lambda: loop.call_soon_threadsafe(over.set))
+        await over.wait()
+        server.close()  # connections end with their tasks, which asyncio.run cancels
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):

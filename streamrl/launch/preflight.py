@@ -76,7 +76,7 @@ def check(
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
     """Those whose processes are all on this machine."""
     here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
-    return [one for one in here if one.launch.backend == "local"]
+    return [one for one in here if not one.on_ray]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -98,7 +98,7 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
     """Ray is there, and has the nodes that are asked for."""
     for name in [site] if site is not None else cluster.sites:
-        if cluster.sites[name].launch.backend != "ray":
+        if not cluster.sites[name].on_ray:
             continue
         if importlib.util.find_spec("ray") is None:
             yield f"sites.{name}.launch.backend: ray is not installed; install with: pip install 'streamrl[ray]'"
@@ -249,7 +249,7 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: st
     threads = sum(
         spec.threads * spec.ranks
         for spec in specs
-        if spec.role in ("trainer", "instance") and cluster.sites[spec.site].launch.backend == "local"
+        if spec.role in ("trainer", "instance") and not cluster.sites[spec.site].on_ray
     )
     if threads <= 2 * cores:
         return []

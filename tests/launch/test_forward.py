@@ -58,6 +58,18 @@ def test_bytes_pass_in_both_directions_and_nothing_passes_without_a_target(echo:
         say(port, b"abc")
 
 
+def test_connections_end_with_the_forwarder(echo: int) -> None:
+    with contextlib.ExitStack() as held:
+        forwarder = held.enter_context(Forwarder("127.0.0.1", free_port()))
+        forwarder.target = "127.0.0.1", echo
+        with socket.create_connection(forwarder.listens, 5) as connection:
+            connection.sendall(b"abc")
+            assert connection.recv(3) == b"ABC"
+            held.close()
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+
+
 def test_a_port_that_is_taken_is_told(echo: int) -> None:
     with pytest.raises(OSError), Forwarder("127.0.0.1", echo):
         raise AssertionError("it listens")
