@@ -1,6 +1,6 @@
 """Instances that come and go in a running job: by the run's own rule as answers grow and shrink, and by hand.
 
-    .venv/bin/python experiments/elastic.py --runs-dir runs/elastic   # 15 minutes on 2 cores; wants a quiet machine
+    .venv/bin/python experiments/elastic.py --runs-dir runs/elastic   # 6 minutes on 2 cores; wants a quiet machine
     .venv/bin/python experiments/elastic.py --summary-only            # tables and plot from the JSON again
 
 The small reasoner (experiments/small_reasoner) works out sums step by step: the more terms, the longer its answers. A
@@ -159,7 +159,7 @@ def sheets(results: dict[str, Any]) -> list[Sheet]:
     terms = list(TERMS)
     for first in [0, *[n for n in range(1, len(terms)) if terms[n] != terms[n - 1]]]:
         last = next((n for n in range(first, len(terms)) if terms[n] != terms[first]), len(terms))
-        for count in sorted({round(row.instances or 0) for row in rows[first:last]}):
+        for count in dict.fromkeys(round(row.instances or 0) for row in rows[first:last]):
             some = [row for row in rows[first:last] if round(row.instances or 0) == count]
             mean = [
                 statistics.mean(value for row in some if (value := getattr(row, name)) is not None)
