@@ -228,7 +228,10 @@ class Endpoint(asyncio.BufferedProtocol):
     def write_end(self) -> None:
         """Tells the peer that nothing more comes; it may still speak itself."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer has reset the connection while nobody was reading
+                self._transport.abort()
 
     def close(self) -> None:
         if self._transport is not None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -121,6 +122,23 @@ def test_a_reset_closes_the_connections_of_both_ends_and_new_ones_work(network: 
             again.sendall(b"e")
             round_trips(again, 1)
             wait_for(lambda: network.stats()["west"]["connections"] == 1)
+
+
+def test_an_end_that_arrives_after_its_receiver_has_gone_ends_nothing_else(
+    network: EmulatedNetwork, home: Home
+) -> None:
+    network.set_link("west", delay_s=0.5)
+    with connect(network, network.ports[0]) as sock:
+        sock.sendall(b"g" + bytes(8))  # home says nothing, and closes its half
+        time.sleep(1.75)  # two crossings to connect and one for this: home's end comes after the fourth
+        network.set_link("west", down=True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.5)
+    network.set_link("west", down=False, delay_s=SHAPE.delay_s)
+    with connect(network, network.ports[0]) as sock:
+        sock.sendall(b"e")
+        round_trips(sock, 1)
+    network.check()
 
 
 def test_stats_count_what_was_delivered_in_each_direction(network: EmulatedNetwork, home: Home) -> None:
