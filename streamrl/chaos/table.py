@@ -27,6 +27,11 @@ COLUMNS = (
     "hangs",
 )
 NOT_SEEN = "-"
+AFTER = {
+    "the death of an instance": OF_INSTANCES - {Kind.INSTANCE_HANG},
+    "an instance hung (deadlines.heartbeat_s)": frozenset({Kind.INSTANCE_HANG}),
+}
+"""Kinds of faults after which others take over."""
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -119,9 +124,9 @@ def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None)
             f"{found.samples} samples trained in {found.steps} steps: {found.lost} lost, {found.twice} trained twice, "
             f"{found.malformed} malformed; {found.open} prompts open"
         )
-    serving = [one.serving_s for one in results if one.kind in OF_INSTANCES and one.serving_s is not None]
-    if serving:
-        told.append(f"after the loss of an instance others served in at most {max(serving):.1f} s")
+    for what, kinds in AFTER.items():
+        if serving := [one.serving_s for one in results if one.kind in kinds and one.serving_s is not None]:
+            told.append(f"after {what} others served in at most {max(serving):.1f} s")
     if (share := kept_share(results)) is not None:
         told.append(
             f"{share:.1%} of interrupted tokens kept (what an instance had not told yet is estimated from its rate)"
