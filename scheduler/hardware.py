@@ -191,6 +191,16 @@ def device(name: str, devices: Mapping[str, Device] | None = None) -> Device:
     raise ValueError(f"unknown device {name!r}; known: {', '.join(among)}{near}")
 
 
+def peak_tflops(name: str, count: int) -> float | None:
+    """Dense bf16 peak of so many devices together, 10^12 operations per second; None: not in the catalogue, or a CPU,
+    of which only an estimate is known."""
+    try:
+        found = device(name, CATALOGUE)
+    except ValueError:
+        return None
+    return count * found.bf16_tflops
+
+
 def _plain(name: str) -> str:
     kept = "".join(letter for letter in name.lower() if letter.isalnum())
     return kept.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")

@@ -54,15 +54,18 @@ class Transformer:
         """For `cost.roofline`."""
         return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden)
 
-    def forward_flops(self, tokens: float, squares: float) -> float:
+    def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
         """Operations of one forward pass over whole sequences.
 
         Args:
             tokens: of all sequences together.
             squares: sum of their squared lengths; causal attention multiplies each token with half of its sequence,
                 twice (queries with keys, weights with values).
+            predicting: tokens that the output head is computed for; None: all.
         """
-        return 2.0 * self.computed * tokens + 2.0 * self.layers * self.heads * self.head_size * squares
+        spared = 0.0 if predicting is None else self.vocabulary * self.hidden * (tokens - predicting)
+        attention = 2.0 * self.layers * self.heads * self.head_size * squares
+        return 2.0 * (self.computed * tokens - spared) + attention
 
     @classmethod
     def from_config(cls, name: str, values: Any) -> Transformer:

@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_model(directory: Path, seed: int = 0) -> Path:
+def save_tiny_model(directory: Path, seed: int = 0, kv_heads: int = 1) -> Path:
     """Writes model and tokenizer in HF format (2 layers, width 64, 320 tokens, tied head)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -23,7 +23,7 @@ def save_tiny_model(directory: Path, seed: int = 0) -> Path:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,

@@ -25,7 +25,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
-from streamrl.generation.engine import weight_backend
+from streamrl.generation.engine_config import weight_backend
 from streamrl.launch.instances import site_folders
 from streamrl.launch.share import JOURNAL
 from streamrl.weights.store import store_directory

@@ -47,6 +47,9 @@ class TrainerPool(StrictModel):
     sharding: Literal["full", "hybrid"] = Field(
         "full", description="full: over all ranks; hybrid (HSDP): inside each node, with a copy on every node"
     )
+    tensor_parallel: int = Field(
+        1, ge=1, description="ranks that share each layer, by the model's own plan; FSDP shards over the others"
+    )
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None
@@ -62,7 +65,12 @@ class GenerationPool(StrictModel):
     max_replicas: int | None = Field(
         None, ge=1, description="most that they may make of it: what the site has devices for; none: `replicas`"
     )
-    gpus_per_replica: int = Field(1, ge=1, description="GPUs (tensor parallel) per instance; CPU: leave at 1")
+    gpus_per_replica: int = Field(
+        1, ge=1, description="tensor parallel: GPUs that share an instance's model (CPU: processes that do)"
+    )
+    nodes: int = Field(
+        1, ge=1, description="machines that the GPUs of one instance are spread over evenly (launch.backend: ray)"
+    )
     gpu: str = Field("cpu", description="GPU type, or 'cpu'")
     threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
     cores: Cores = None
@@ -80,6 +88,8 @@ class GenerationPool(StrictModel):
                 f"expected min_replicas <= replicas <= max_replicas, got {self.min_replicas}, {self.replicas}, "
                 f"{self.most_replicas}"
             )
+        if self.gpus_per_replica % self.nodes:
+            raise ValueError(f"gpus_per_replica ({self.gpus_per_replica}) must be a multiple of nodes ({self.nodes})")
         return self
 
     @property
@@ -124,8 +134,18 @@ class Site(StrictModel):
             raise ValueError("a site needs a 'trainer', a 'generation' pool, or both")
         if self.trainer is not None and self.trainer.ranks % self.trainer.nodes:
             raise ValueError(f"trainer.ranks ({self.trainer.ranks}) must be a multiple of nodes ({self.trainer.nodes})")
+        if self.trainer is not None and self.trainer.ranks // self.trainer.nodes % self.trainer.tensor_parallel:
+            raise ValueError(
+                f"trainer: ranks of a node ({self.trainer.ranks // self.trainer.nodes}) must be a multiple of "
+                f"tensor_parallel ({self.trainer.tensor_parallel})"
+            )
         if self.trainer is not None and self.trainer.nodes > 1 and not self.on_ray:
             raise ValueError(f"trainer.nodes is {self.trainer.nodes}: more than one needs launch: {{backend: ray}}")
+        for pool in self.generation:
+            if pool.nodes > 1 and not self.on_ray:
+                raise ValueError(
+                    f"generation pool {pool.name}: nodes is {pool.nodes}: more than one needs launch: {{backend: ray}}"
+                )
         names = [pool.name for pool in self.generation]
         if len(names) != len(set(names)):
             raise ValueError(f"generation pools of one site need different names, got {names}")

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.auto import Decision, during_change
+from scheduler.hardware import peak_tflops
 from scheduler.rounds import taking
 from scheduler.schedules import State, make_schedule
 from streamrl.config.schedule import AutoScheduleConfig
@@ -93,15 +94,15 @@ class Controller:
         plan = plan_processes(context.cluster, context.run, context.run_dir)
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
-        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s)
+        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.told)
         self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
-        spending = self.scaling.spending
-        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending)
+        spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
+        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.step = 0
         """Optimizer steps done."""
         self.publish_due, self.checkpoint_due = True, False
@@ -296,7 +297,7 @@ class Controller:
 
     async def _feed_trainer(self) -> None:
         """Sends the trainer its next micro-batch, if one is ready; else it may work ahead for groups that wait."""
-        limits = self.config.batch.micro_batch_tokens, len(self.trainers.names)
+        limits = self.config.batch.micro_batch_tokens, len(self.trainers.workers)
         if (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
         elif not self.schedule.exclusive and (ahead := self.preparation.next(self.batch, self.pool, *limits)):

@@ -27,11 +27,12 @@ class Recorder:
         times: StepTimes,
         telemetry: Telemetry,
         spending: Spending,
+        peak_tflops: float | None,
     ) -> None:
-        """`spending`: of all processes."""
+        """`spending`: of all processes; `peak_tflops`: of the trainer, see `step_metrics`."""
         self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
         self.times, self.telemetry = times, telemetry
-        self.spending = spending
+        self.spending, self.peak_tflops = spending, peak_tflops
 
     def step_done(
         self,
@@ -74,6 +75,7 @@ class Recorder:
             audit,
             put_off,
             self._usd(times, traffic),
+            self.peak_tflops,
         )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times

@@ -29,7 +29,7 @@ from streamrl.control.spending import Spending
 from streamrl.control.times import Interval, StepTimes
 from streamrl.errors import UserError
 from streamrl.files import replace_json
-from streamrl.generation.engine import weight_backend
+from streamrl.generation.engine_config import weight_backend
 from streamrl.launch.plan import ProcessSpec, usd_per_hour
 from streamrl.rollouts.types import Sample
 from streamrl.transport.endpoint import Delivery, Hub

@@ -26,6 +26,7 @@ def step_metrics(
     audit: StepAudit,
     put_off: int = 0,
     usd: float | None = None,
+    peak_tflops: float | None = None,
 ) -> MetricsRow:
     """The row of a finished step.
 
@@ -40,6 +41,7 @@ def step_metrics(
         audit: what became of the lengths that were issued.
         put_off: samples that were put off to a later round.
         usd: what the step has cost; None: there are no prices.
+        peak_tflops: dense bf16 peak of all ranks together; None: not known.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -51,6 +53,7 @@ def step_metrics(
             stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
     tokens = stats["tokens"]
     has_critic = batch.run.algorithm.advantage == "gae"
+    tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
     staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
 
     def per_token(key: str, count: float) -> float | None:
@@ -100,6 +103,9 @@ def step_metrics(
         clip_fraction=per_token("clipped", tokens),
         kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
         tokens_trained=int(tokens),
+        train_tokens_per_s=stats["row_tokens"] / times.learn_s if times.learn_s else None,
+        train_tflops=tflops,
+        mfu=tflops / peak_tflops if tflops and peak_tflops else None,
         reward_by_task=by_task(rewards),
         output_length_by_task=by_task(lengths),
         process_memory_gb=memory_gb,

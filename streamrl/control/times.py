@@ -54,6 +54,8 @@ class Interval:
     """From an optimizer step to the moment at which every instance served its weights."""
     present: dict[str, Span]
     """By instance: from when to when, in the step, it could have worked."""
+    learning: tuple[Span, ...] = ()
+    """The part of `training` in which it worked on micro-batches and did the optimizer step."""
 
     @property
     def seconds(self) -> float:
@@ -67,6 +69,11 @@ class Interval:
     def train_s(self) -> float:
         """Time in which the trainer was busy."""
         return self._covered(self.training)
+
+    @property
+    def learn_s(self) -> float:
+        """Time in which the trainer learned."""
+        return self._covered(self.learning)
 
     @property
     def generate_s(self) -> float:
@@ -174,6 +181,7 @@ class StepTimes:
             {name: of(self.loading, name) for name in present},
             (*self._syncs, *under_way),
             present,
+            of(self.trainer, "train") + of(self.trainer, "step"),
         )
         self.started = now
         self.ended_trainer, self.trainer = self.trainer, []

@@ -19,8 +19,19 @@ DONE = "_done"
 class Trainers:
     """Sends commands, one at a time."""
 
-    def __init__(self, hub: Hub, waits: WaitRegistry, ranks: int, limit_s: float) -> None:
+    def __init__(self, hub: Hub, waits: WaitRegistry, ranks: int, limit_s: float, sharing: int = 1) -> None:
+        """
+        Args:
+            hub: to send them by.
+            waits: for their answers.
+            ranks: of the trainer.
+            limit_s: for each answer.
+            sharing: adjacent ranks that share each layer (tensor parallel): they get the same groups.
+        """
         self.names = [f"trainer-{rank}" for rank in range(ranks)]
+        self.workers = self.names[::sharing]
+        """One of each such set; what it answers stands for all of them."""
+        self._sharing = sharing
         self._hub, self._waits, self._limit_s = hub, waits, limit_s
         self._answers: dict[str, dict[str, Any]] = {}
         self._doing: str | None = None
@@ -37,7 +48,7 @@ class Trainers:
             await self._send(name, command, body)
 
     async def train(self, shares: Sequence[list[TrainGroup]], is_last: bool) -> None:
-        """Sends every rank its share of a micro-batch.
+        """Sends every worker its share of a micro-batch.
 
         The reference's log-probabilities are taken from the groups if every one has them, on all ranks or on none:
         computing them is a collective.
@@ -46,14 +57,16 @@ class Trainers:
         await self._deal("train", shares, {"is_last": is_last, "reference_given": given})
 
     async def prepare(self, shares: Sequence[list[TrainGroup]]) -> None:
-        """Asks every rank for the reference's log-probabilities of its share, to be answered as
+        """Asks every worker for the reference's log-probabilities of its share, to be answered as
         `reference_logprobs`."""
         await self._deal("prepare", shares, {})
 
     async def _deal(self, command: str, shares: Sequence[list[TrainGroup]], about: dict[str, Any]) -> None:
         self._expect(command)
-        for name, groups in zip(self.names, shares, strict=True):
-            body, arrays = to_wire(groups)
+        if len(shares) != len(self.workers):
+            raise ValueError(f"{len(shares)} shares for {len(self.workers)} workers")
+        for rank, name in enumerate(self.names):
+            body, arrays = to_wire(shares[rank // self._sharing])
             await self._send(name, command, body | about, arrays)
 
     async def _send(self, name: str, command: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
@@ -67,13 +80,13 @@ class Trainers:
             raise StartAgain(f"{name} has gone") from None
 
     def answered(self, delivery: Delivery) -> list[dict[str, Any]] | None:
-        """A rank has answered; with the last one, all answers with their arrays by name, rank 0's first."""
+        """A rank has answered; with the last one, the workers' answers with their arrays by name, rank 0's first."""
         self._answers[delivery.peer] = delivery.body | dict(delivery.arrays)
         if len(self._answers) < len(self.names):
             return None
         self._doing = None
         self._waits.end(WAIT)
-        return [self._answers[name] for name in self.names]
+        return [self._answers[name] for name in self.workers]
 
     def _expect(self, command: str) -> None:
         self._answers, self._doing = {}, command

@@ -16,23 +16,13 @@ import numpy as np
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
+from streamrl.generation.engine_config import Place, engine_config, weight_backend
 from streamrl.launch.models import resolve_model
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
-from streamrl.weights.vllm_plugin import BACKEND
-
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# lets a CPU engine hold its worker (see Engine); an AsyncLLM's engine is a process of its own all the same
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# the operating system places threads: instances, trainer and rewards share the machine
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 UNNAMED_VERSION = -1
 """Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
-
-CPU_BLOCK_SIZE = 32
-"""KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +48,20 @@ class Engine:
         instance: str,
         site: str,
         several_sites: bool = False,
+        place: Place | None = None,
     ) -> None:
-        """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop."""
+        """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
+
+        Args:
+            pool: the instance's.
+            run: the run's.
+            cuda: whether the cluster has GPUs.
+            instance: its name.
+            site: where it is.
+            several_sites: weights come over links.
+            place: of this node, the first one, among those that the instance spans; None: it has one.
+        """
         from transformers import AutoTokenizer
-        from vllm import AsyncEngineArgs
-        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
@@ -82,38 +81,8 @@ class Engine:
         """When running requests came here, unix seconds and monotonic ones."""
         model = resolve_model(run.model.path)
         self.backend = weight_backend(run, cuda, several_sites)
-        hardware: dict[str, Any] = (
-            {"gpu_memory_utilization": pool.gpu_memory_fraction}
-            if cuda
-            else {
-                "enforce_eager": True,
-                # the worker inside the engine process: between two processes vLLM waits by spinning, which costs a
-                # core that the worker, other instances and the trainer need
-                "distributed_executor_backend": "uni",
-                "block_size": CPU_BLOCK_SIZE,
-                "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30),
-                # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(4096, run.model.max_context),
-            }
-        )
-        args = AsyncEngineArgs(
-            model=model,
-            dtype=run.model.dtype,
-            max_model_len=run.model.max_context,
-            max_num_seqs=pool.max_batch,
-            tensor_parallel_size=pool.gpus_per_replica,
-            enable_prefix_caching=True,
-            enable_sleep_mode=cuda and run.schedule.name == "colocated",
-            # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=self.backend),
-            generation_config="vllm",
-            seed=run.seed,
-            **hardware,
-        )
-        config = args.create_engine_config()
-        if not cuda and _has_one_thread():
+        config = engine_config(pool, run, cuda, several_sites, place)
+        if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
             # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a
             # fork spares the engine process the import of all this once more (10 s of a core, 250 MB)
             os.register_at_fork(after_in_child=_forget_signals)
@@ -356,15 +325,6 @@ class Engine:
         """Ends vLLM's processes."""
         self._llm.shutdown()
         del self._llm  # its own clean-up at interpreter exit would come too late
-
-
-def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
-    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site and sends no codes."""
-    chosen = run.weights.backend
-    if chosen == "auto":
-        whole = run.weights.generation_dtype == "same"
-        chosen = "nccl" if cuda and whole and not several_sites else "stream"
-    return BACKEND if chosen == "stream" else chosen
 
 
 def _has_one_thread() -> bool:

@@ -20,7 +20,7 @@ from scheduler.simulator import SimulatedInstance
 from scheduler.slowness import SlowWatch
 from streamrl.errors import RunFailed
 from streamrl.generation.dispatcher import Dispatcher
-from streamrl.generation.engine import weight_backend
+from streamrl.generation.engine_config import weight_backend
 from streamrl.generation.journal import TokenJournal
 from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life
 from streamrl.launch.context import RoleContext

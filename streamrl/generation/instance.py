@@ -11,6 +11,7 @@ from typing import Any
 
 from streamrl.generation.calibrate import measure_quickly
 from streamrl.generation.engine import UNNAMED_VERSION, Engine, Worked
+from streamrl.generation.engine_config import Place
 from streamrl.generation.messages import progress_to_wire, request_from_wire, sample_to_wire
 from streamrl.generation.pace import pace
 from streamrl.launch.context import RoleContext
@@ -22,7 +23,7 @@ from streamrl.weights.vllm_plugin import BACKEND
 
 log = logging.getLogger(__name__)
 
-JOURNAL_EVERY_S = 0.5
+JOURNAL_EVERY_S = 0.25
 """So much of what it has produced is lost, on average half of it, when an instance dies."""
 MANY = 100_000
 """Messages of an instance that may be unacknowledged when its site is away."""
@@ -31,10 +32,16 @@ MANY = 100_000
 class Instance:
     """Wires one engine to its service."""
 
-    def __init__(self, context: RoleContext, pool_name: str) -> None:
-        self.context = context
+    def __init__(self, context: RoleContext, pool: str, place: Place | None = None) -> None:
+        """
+        Args:
+            context: of this process.
+            pool: its pool.
+            place: see `Engine`.
+        """
+        self.context, self.place = context, place
         self.site = context.site
-        self.pool = next(p for p in context.cluster.sites[context.site].generation if p.name == pool_name)
+        self.pool = context.pool(pool)
         self.waits = WaitRegistry(context.name)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
@@ -57,7 +64,7 @@ class Instance:
         """
         cuda = self.context.cluster.hardware == "cuda"
         several_sites = bool(self.context.cluster.remote_sites)
-        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites)
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
         try:
             if self.engine.backend == BACKEND:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.cluster import ClusterConfig, SiteLink
+from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.launch.agreement import agreement
@@ -70,6 +70,10 @@ class RoleContext:
     def agreement(self) -> dict[str, Any]:
         """What this process was started with, for other sites to compare; reads the tokenizer's files, once."""
         return agreement(self.cluster, self.run)
+
+    def pool(self, name: str) -> GenerationPool:
+        """Of this site."""
+        return next(pool for pool in self.cluster.sites[self.site].generation if pool.name == name)
 
     @property
     def weights_folder(self) -> Path:

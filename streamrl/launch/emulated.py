@@ -28,7 +28,9 @@ def _site(site: Site, options: Emulation) -> Site:
 
 def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
     ranks = min(pool.ranks, options.trainer_ranks)
-    return pool.model_copy(update={"ranks": ranks, "nodes": 1, "threads": options.trainer_threads})
+    return pool.model_copy(
+        update={"ranks": ranks, "nodes": 1, "tensor_parallel": 1, "threads": options.trainer_threads}
+    )
 
 
 def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
@@ -36,6 +38,7 @@ def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
         update={
             "replicas": max(pool.min_replicas, min(pool.replicas, options.replicas)),
             "gpus_per_replica": 1,
+            "nodes": 1,
             "threads": options.threads,
             "max_batch": min(pool.max_batch, options.max_batch),
             "kv_cache_gb": min(pool.kv_cache_gb, options.kv_cache_gb),

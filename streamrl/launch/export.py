@@ -146,10 +146,9 @@ def node_groups(
     for gpu in dict.fromkeys(spec.gpu for spec in placed):
         here = [spec for spec in placed if spec.gpu == gpu]
         nodes, least, most = (
-            _bins([_size(s, cuda) for s in here if s.pool is None or s.index < counts[s.pool][n]], room)
-            for n in range(3)
+            _nodes([s for s in here if s.pool is None or s.index < counts[s.pool][n]], room, cuda) for n in range(3)
         )
-        size = min(room, sum(_size(spec, cuda) for spec in here))
+        size = min(room, sum(_size(spec, cuda) for spec in here))  # parts of one instance are on nodes of their own
         cpus = _cpus(here, size, cpus_per_node) if cuda else size
         name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "nodes"
         while name in {group.name for group in groups}:
@@ -160,8 +159,8 @@ def node_groups(
 
 
 def _size(spec: ProcessSpec, cuda: bool) -> int:
-    """What a process takes of a node: GPUs, or CPU cores."""
-    return len(spec.gpu_ids) if cuda else spec.threads * spec.ranks
+    """What a process takes of each of its nodes: GPUs, or CPU cores."""
+    return (len(spec.gpu_ids) if cuda else spec.threads * spec.ranks) // spec.nodes
 
 
 def _check_size(spec: ProcessSpec, room: int, cuda: bool) -> None:
@@ -174,9 +173,15 @@ def _check_size(spec: ProcessSpec, room: int, cuda: bool) -> None:
         raise UserError(f"{key}.gpu is 'cpu' with hardware: cuda; expected the GPU type, such as H100")
     if (size := _size(spec, cuda)) > room:
         what, option = ("GPUs", "--gpus-per-node") if cuda else ("CPU cores", "--cpus-per-node")
-        hint = f"expected nodes: {math.ceil(size / room)} or more, which its ranks are spread over"
-        hint = hint if spec.pool is None else "an instance cannot span nodes: expected fewer"
+        least = math.ceil(size * spec.nodes / room)
+        hint = f"expected nodes: {least} or more, which {'its ranks are' if spec.pool is None else 'it is'} spread over"
         raise UserError(f"{key} needs {size} {what} on one node, which has {room} ({option}); {hint}")
+
+
+def _nodes(specs: Sequence[ProcessSpec], room: int, cuda: bool) -> int:
+    """That hold these processes."""
+    sizes = [_size(spec, cuda) for spec in specs for _ in range(spec.nodes)]
+    return max(_bins(sizes, room), *(spec.nodes for spec in specs), 0)
 
 
 def _bins(sizes: Iterable[int], room: int) -> int:

@@ -25,8 +25,9 @@ engine (`generation/engine.py`)."""
 CORES = "STREAMRL_CORES"
 """Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
 
-MEETING = "{meeting}"
-"""In a command: where the trainer's nodes meet (host:port), known once they have been found."""
+MEETING, NODE = "{meeting}", "{node}"
+"""In a command: where the nodes of a trainer, or of an instance, meet (host:port), known once they have been found; and
+an instance's number of a node."""
 
 PROCESS = "STREAMRL_PROCESS"
 """Environment variable: number of an instance's process (`launch/instances.py`)."""
@@ -50,7 +51,9 @@ class ProcessSpec:
     threads: int = 1
     """CPU threads the process (each of its ranks) computes with."""
     ranks: int = 1
-    """That it starts (trainer)."""
+    """Processes with that many threads each: those of the trainer that it starts, the workers of an instance."""
+    nodes: int = 1
+    """That one instance is spread over: its command is run on each."""
     cores: tuple[int, ...] = ()
     """CPU cores that it is pinned to; (): any."""
     gpu: str = "cpu"
@@ -184,18 +187,21 @@ def _instance(
     pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], cuda: bool, run_dir: Path
 ) -> ProcessSpec:
     name, cores = instance_name(site, pool.name, index), _cores_of(pool, index)
+    parts = ["--node", NODE, "--meeting", MEETING] if pool.nodes > 1 else []
     return ProcessSpec(
         name=name,
         role="instance",
         site=site,
         pool=pool.name,
-        command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name),
+        command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name, *parts),
         env={"OMP_NUM_THREADS": str(pool.threads)}
         | ONE_BLAS_THREAD
         | PASSIVE_WAITING
         | _pinned(cores)
         | _visible(gpus, cuda),
         threads=pool.threads,
+        ranks=pool.gpus_per_replica,
+        nodes=pool.nodes,
         cores=cores,
         gpu=pool.gpu,
         gpu_ids=gpus,

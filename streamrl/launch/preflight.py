@@ -56,6 +56,7 @@ def check(
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: check_packages(cluster),
         lambda: check_model(run),
+        lambda: check_heads(cluster, run),
         lambda: check_sites(cluster, run),
         lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0, site),
         lambda: check_disk(run, runs_root),
@@ -142,6 +143,28 @@ def check_model(run: RunConfig) -> Iterable[str]:
     longest = context_length(json.loads((folder / "config.json").read_text()))
     if longest is not None and run.model.max_context > longest:
         yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+
+
+def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """The model's attention heads can be shared out as the cluster file says."""
+    try:
+        values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
+    except UserError:
+        return  # told by `check_model`
+    values = values.get("text_config") or values
+    heads = values.get("num_attention_heads")
+    asked = [
+        (f"sites.{name}.generation ({pool.name}).gpus_per_replica", pool.gpus_per_replica, heads, "attention")
+        for name, site in cluster.sites.items()
+        for pool in site.generation
+    ]
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    assert trainer is not None
+    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
+    asked.append((key, trainer.tensor_parallel, values.get("num_key_value_heads") or heads, "key-value"))
+    for key, ranks, count, kind in asked:
+        if isinstance(count, int) and count % ranks:
+            yield f"{key} is {ranks}: expected a divisor of the {count} {kind} heads of {run.model.path}"
 
 
 def context_length(model_config: dict[str, Any]) -> int | None:

@@ -5,7 +5,8 @@ the node an actor starts the process as the local backend would (`launch/local.p
 it. Controller and service stay beside the launcher: everybody connects to them.
 
     trainer     one placement group, PACK: a bundle for each node that it spans (`trainer.nodes`)
-    instances   SPREAD, each with its GPUs, or as many of the resource that is named like its GPU type
+    instances   SPREAD, each with its GPUs, or as many of the resource that is named like its GPU type; one that spans
+                nodes has a placement group, STRICT_SPREAD: a bundle and a process for each node, one life for all
     rewards     on a node without GPUs, if there is one
 
 The run's folder must be on a file system that all nodes have at the same path: logs, checkpoints and the weights that
@@ -36,7 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from streamrl.config.cluster import ClusterConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launch.local import begin_log, environment
-from streamrl.launch.plan import ProcessSpec
+from streamrl.launch.plan import MEETING, NODE, ProcessSpec
 from streamrl.launch.process import RunProcess
 from streamrl.processes import end_with_parent
 
@@ -151,6 +152,13 @@ class NodeProcess:
                 probe.bind((host, 0))
             return [int(probe.getsockname()[1]) for probe in probes]
 
+    async def meeting(self) -> str:
+        """Where processes of other nodes can meet one of this node's: host:port."""
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+        return f"{host}:{(await self.free_ports(host, 1))[0]}"
+
     async def start(
         self,
         command: list[str],
@@ -160,11 +168,28 @@ class NodeProcess:
         token: str,
         theirs: dict[str, str],
         cwd: str,
+        number: int = 0,
+        meeting: str = "",
     ) -> tuple[int, str]:
-        """Starts the process, if this node can be used; its id (0: it cannot), and this node's address."""
+        """Starts the process, if this node can be used; its id (0: it cannot), and this node's address.
+
+        Args:
+            command: to run; `MEETING` and `NODE` are put in.
+            env: beside this node's own.
+            log: where its output goes.
+            run_dir: see `look`, like the next two.
+            token: that.
+            theirs: that.
+            cwd: its working directory.
+            number: of this node among those of the process.
+            meeting: of these nodes; '': there is one.
+        """
         address, self._problem = await self.look(run_dir, token, theirs)
         if self._problem:
             return 0, address
+        if meeting:
+            command = [word.replace(MEETING, meeting).replace(NODE, str(number)) for word in command]
+            env = env | {"VLLM_HOST_IP": address}
         try:
             return self._start(command, env, log, cwd), address
         except OSError as error:
@@ -213,22 +238,25 @@ class NodeProcess:
 class RayProcess(RunProcess):
     """Somewhere in the cluster."""
 
-    actor: Any
+    actors: list[Any]
+    """One on each node that it spans; the first one's process is the one that is meant where one is."""
     begun: Any
     """Becomes its id and its node."""
-    ended: Any
-    """Becomes its exit code, or why it was not started; fails with its node."""
+    ended: list[Any]
+    """Become exit codes, or why a process was not started; fail with their nodes."""
     wants: str
     """Of Ray, in words."""
+    group: Any = None
+    """Placement group of its own."""
     _place: tuple[int, str] | None = None
     _end: tuple[int, str] | None = None
 
     @property
     def exit_code(self) -> int | None:
         """See `RunProcess`; what is gone with its node counts as killed."""
-        if self._end is None and ray.wait([self.ended], timeout=0)[0]:
+        if self._end is None and (over := ray.wait(self.ended, timeout=0)[0]):
             try:
-                self._end = ray.get(self.ended)
+                self._end = ray.get(over[0])
             except ray.exceptions.RayError as error:
                 self._end = -signal.SIGKILL, f"is gone with its node ({_short(error)})"
         return self._end[0] if self._end is not None else None
@@ -264,15 +292,21 @@ class RayProcess(RunProcess):
     def signal(self, number: int) -> None:
         """See `RunProcess`."""
         if self.exit_code is None:
-            self.actor.signal.remote(number)
+            for actor in self.actors:
+                actor.signal.remote(number)
 
     def kill(self) -> None:
         """See `RunProcess`; its place in the cluster is free then."""
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self.actor.kill.remote(), timeout=END_S)
-            ray.wait([self.ended], timeout=END_S)
+        kills = [actor.kill.remote() for actor in self.actors]
+        for kill in kills:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(kill, timeout=END_S)
+        ray.wait(self.ended, num_returns=len(self.ended), timeout=END_S)
         self.exit_code  # noqa: B018  (it may have ended by itself before)
-        ray.kill(self.actor)
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
         self._end = self._end or (-signal.SIGKILL, "")
 
 
@@ -317,7 +351,7 @@ class RaySite:
             asked = ", ".join(_words(one) for one in wanted)
             free = _words(ray.available_resources())
             raise RunFailed(f"Ray has no room for the trainer: it needs {asked} within {limit_s:.0f} s; free: {free}")
-        probes = [self._actor({}, self._in_group(number)) for number in range(len(specs))]
+        probes = [self._actor({}, _in_group(self._group, number)) for number in range(len(specs))]
         try:
             looks = [probe.look.remote(str(self.run_dir), self.token, versions()) for probe in probes]
             found = ray.get(looks, timeout=limit_s)
@@ -347,15 +381,33 @@ class RaySite:
         except OSError as error:
             raise RunFailed(f"cannot start {spec.name}: {error}") from error
         wanted = demand(spec, ray.cluster_resources())
+        group = None
         if spec.role == "trainer":
-            actor = self._actor(wanted, self._in_group(spec.index))
+            actors = [self._actor(wanted, _in_group(self._group, spec.index))]
+        elif spec.nodes > 1:
+            wanted = {name: amount / spec.nodes for name, amount in wanted.items()}
+            group = placement_group([wanted] * spec.nodes, strategy="STRICT_SPREAD")
+            actors = [self._actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
-            actor = self._actor(wanted, self._without_gpus() if spec.role == "rewards" else "SPREAD")
+            actors = [self._actor(wanted, self._without_gpus() if spec.role == "rewards" else "SPREAD")]
+        meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # known once the first one has its node
         env = environment(spec, resume, further_env, number)
-        folders = str(log.resolve()), str(self.run_dir), self.token, versions(), str(Path.cwd())
-        begun = actor.start.remote(spec.command, env, *folders)
-        ended = actor.wait.remote()
-        return RayProcess(spec, log, number, begin, actor=actor, begun=begun, ended=ended, wants=_words(wanted))
+        about = str(self.run_dir), self.token, versions(), str(Path.cwd())
+        begun = []
+        for node, actor in enumerate(actors):
+            output = log if node == 0 else log.with_name(f"{spec.name}.node-{node}.log")
+            begun.append(actor.start.remote(spec.command, env, str(output.resolve()), *about, node, meeting))
+        return RayProcess(
+            spec,
+            log,
+            number,
+            begin,
+            actors=actors,
+            begun=begun[0],
+            ended=[actor.wait.remote() for actor in actors],
+            wants=_words(wanted) + (f" on each of {spec.nodes} nodes" if spec.nodes > 1 else ""),
+            group=group,
+        )
 
     def close(self) -> None:
         """Gives back what the run has of the cluster."""
@@ -373,9 +425,6 @@ class RaySite:
             max_concurrency=8,
         )
         return made.remote()
-
-    def _in_group(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _without_gpus(self) -> Any:
         """On a node that has nothing but CPUs; anywhere if there is none."""
@@ -424,6 +473,10 @@ def _knock(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
+def _in_group(group: Any, bundle: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
 
 def _words(resources: Mapping[str, float]) -> str:

@@ -74,9 +74,16 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
 
             return GenerationService(context(f"service-{args.site}")).run()
         case "instance":
+            from streamrl.generation.engine_config import Place
+
+            place = Place(args.node, args.meeting)
+            if place.node > 0:
+                from streamrl.generation.shard import Shard
+
+                return Shard(context(args.name), args.pool, place).run()
             from streamrl.generation.instance import Instance
 
-            return Instance(context(args.name), args.pool).run()
+            return Instance(context(args.name), args.pool, place).run()
         case "rewards":
             from streamrl.tasks.worker import RewardWorker
 
@@ -123,6 +130,8 @@ def main() -> int:
     parser.add_argument("--site", default="")
     parser.add_argument("--pool", default="")
     parser.add_argument("--name", default="")
+    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--meeting", default="")
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
     _end_with_launcher()

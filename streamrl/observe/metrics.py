@@ -72,6 +72,15 @@ class MetricsRow(Row):
     clip_fraction: float | None = Field(None, description="share of tokens whose ratio was clipped")
     kl_mean: float | None = Field(None, description="nats per token to the reference; None without one")
     tokens_trained: int | None = None
+    train_tokens_per_s: float | None = Field(
+        None, description="tokens of packed rows, prompts too, per second of micro-batches and optimizer step"
+    )
+    train_tflops: float | None = Field(
+        None, description="10^12 operations of forward and backward passes in each of these seconds, all ranks together"
+    )
+    mfu: float | None = Field(
+        None, description="the same as a share of the ranks' dense bf16 peak; none: the peak is not known, as on CPUs"
+    )
     reward_by_task: dict[str, float | None] = Field(default_factory=dict)
     output_length_by_task: dict[str, float | None] = Field(default_factory=dict)
     process_memory_gb: float | None = Field(None, description="GiB over all of the run's processes")

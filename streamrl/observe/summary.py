@@ -138,6 +138,9 @@ class RunSummary:
     """Over all samples."""
     logprob_gap: float | None
     tokens_trained: int | None
+    train_tokens_per_s: float | None
+    train_tflops: float | None
+    mfu: float | None
     weight_bytes_sent: int | None
     usd: float | None
     """Over all steps, at the cluster file's prices."""
@@ -175,6 +178,9 @@ def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
         truncated_fraction=truncated / sum(row.samples_total or 0 for row in finished) if finished else None,
         logprob_gap=mean(row.logprob_gap_mean for row in rows),
         tokens_trained=total(row.tokens_trained for row in rows),
+        train_tokens_per_s=mean(row.train_tokens_per_s for row in rows),
+        train_tflops=mean(row.train_tflops for row in rows),
+        mfu=mean(row.mfu for row in rows),
         weight_bytes_sent=total(row.weight_bytes_sent for row in rows),
         usd=sum(row.usd or 0.0 for row in priced) if priced else None,
         usd_per_1k_samples=1000 * sum(row.usd or 0.0 for row in priced) / samples if samples else None,
@@ -217,11 +223,21 @@ def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
             "idle",
             f"instances {percent(summary.bubble_generation)}, trainer {percent(summary.bubble_training)}",
         ),
+        ("trainer", trainer_speed(summary)),
         ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
         ("groups without gradient", share_of(summary.groups_no_gradient, summary.groups_total)),
         ("log-probability gap", number(summary.logprob_gap)),
         *cost(summary),
     ]
+
+
+def trainer_speed(summary: RunSummary) -> str:
+    """'812 tokens/s, 0.65 TFLOP/s, MFU 41%'; MFU where the ranks' peak is known."""
+    if summary.train_tokens_per_s is None:
+        return NONE
+    words = [f"{summary.train_tokens_per_s:,.0f} tokens/s"]
+    words += [f"{summary.train_tflops:.3g} TFLOP/s"] if summary.train_tflops is not None else []
+    return ", ".join([*words, *([f"MFU {percent(summary.mfu)}"] if summary.mfu is not None else [])])
 
 
 def cost(summary: RunSummary) -> list[tuple[str, str]]:

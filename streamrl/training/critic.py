@@ -8,6 +8,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from streamrl.training.packing import PackedBatch
 from streamrl.training.policy import packed_model
+from streamrl.training.tensor_parallel import whole
 
 
 class Critic(nn.Module):
@@ -29,7 +30,7 @@ class Critic(nn.Module):
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
         ).last_hidden_state[0]
         # a product with a vector: FSDP warns of outputs that are views, such as the one column of a matrix
-        values: torch.Tensor = (hidden[batch.source_index] @ self.head.weight[0]).float()
+        values: torch.Tensor = (hidden[batch.source_index] @ whole(self.head.weight)[0]).float()
         return values
 
 

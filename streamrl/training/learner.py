@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.training.critic import Critic
 from streamrl.training.policy import Policy
+from streamrl.training.tensor_parallel import parallelize
 
 Model = TypeVar("Model", Policy, Critic)
 
@@ -23,7 +25,35 @@ def compute_type(run: RunConfig) -> torch.dtype:
     return torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
 
 
-def shard(model: Model, run: RunConfig, device: torch.device, trainable: bool, copies: int = 1) -> Model:
+@dataclass(frozen=True)
+class Division:
+    """How the ranks divide a model, and the work on it: copies x shards x layers = all ranks, the last one adjacent."""
+
+    copies: int = 1
+    """Sharded copies of the model (HSDP). Gradients are reduced inside a copy first, and between copies only what each
+    rank holds."""
+    layers: int = 1
+    """Ranks that share each layer (tensor parallel) and work on the same micro-batches."""
+
+    @property
+    def workers(self) -> int:
+        """Ranks, or groups of them, that work on micro-batches of their own."""
+        return dist.get_world_size() // self.layers
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """With the dimensions copies, shards, layers."""
+        shape = self.copies, self.workers // self.copies, self.layers
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "layers"))
+        if self.layers > 1:
+            mesh[
+                "shards", "layers"
+            ]._flatten()  # norms are then reduced by one operation, to the same bits on all ranks
+        return mesh
+
+
+def shard(
+    model: Model, run: RunConfig, device: torch.device, trainable: bool, division: Division | None = None
+) -> Model:
     """FSDP2: each decoder layer is a unit, the rest is the root's. Master weights stay fp32.
 
     Args:
@@ -31,23 +61,26 @@ def shard(model: Model, run: RunConfig, device: torch.device, trainable: bool, c
         run: for its compute type.
         device: this rank's.
         trainable: else it is frozen.
-        copies: sharded copies of the model (HSDP): ranks 0 to n / copies - 1 share the first one, and so on. Gradients
-            are reduced inside a copy first, and between copies only what each rank holds.
+        division: among the ranks; None: fully sharded over all.
+
+    Raises:
+        RunFailed: its layers cannot be shared.
     """
-    world = dist.get_world_size() // copies
-    if copies > 1:
-        mesh = init_device_mesh(device.type, (copies, world), mesh_dim_names=("copies", "shards"))
-    else:
-        mesh = init_device_mesh(device.type, (world,))
+    division = division or Division()
+    mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
     model.to(device)
-    layers: Any = model.model.base_model.layers
-    for unit in (*layers, model):
+    trunk: Any = model.model.base_model
+    if division.layers > 1:
+        parallelize(model, trunk, mesh["layers"])
+    of_data = mesh["copies", "shards"] if division.copies > 1 else mesh["shards"]
+    several = mesh["shards"].size() > 1
+    for unit in (*trunk.layers, model):
         # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=world > 1)
+        fully_shard(unit, mesh=of_data, mp_policy=precision, reshard_after_forward=several)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(world > 1)
+            module.set_reshard_after_backward(several)
     if not trainable:
         model.requires_grad_(False).eval()
     return model
@@ -73,7 +106,9 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 class Learner(Generic[Model]):
     """A sharded model and its optimizer."""
 
-    def __init__(self, model: Model, lr: float, run: RunConfig, device: torch.device, copies: int = 1) -> None:
+    def __init__(
+        self, model: Model, lr: float, run: RunConfig, device: torch.device, division: Division | None = None
+    ) -> None:
         """Shards the model.
 
         Args:
@@ -81,9 +116,10 @@ class Learner(Generic[Model]):
             lr: learning rate to begin with.
             run: betas, weight decay and the like are `optimizer`'s.
             device: this rank's.
-            copies: see `shard`.
+            division: see `shard`.
         """
-        self.model: Model = shard(model, run, device, True, copies)
+        self.division = division or Division()
+        self.model: Model = shard(model, run, device, True, self.division)
         self.options: OptimizerConfig = run.optimizer
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -99,7 +135,7 @@ class Learner(Generic[Model]):
 
         With several ranks every micro-batch reduces, which keeps the gradient sharded; with one, only the last does.
         """
-        if dist.get_world_size() == 1:
+        if self.division.workers == 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_gradient_sync(is_last)
         loss.backward()
@@ -117,8 +153,8 @@ class Learner(Generic[Model]):
         Returns:
             The L2 norm of the divided gradient, before clipping.
         """
-        # FSDP has averaged the ranks' sums: times ranks it is the batch's sum
-        scale = dist.get_world_size() / normalizer
+        # FSDP has averaged the workers' sums: times workers it is the batch's sum
+        scale = self.division.workers / normalizer
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)

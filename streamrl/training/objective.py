@@ -28,6 +28,11 @@ class MicroStats:
     end in `_max` are maxima instead."""
 
     tokens: int = 0
+    row_tokens: int = 0
+    """With prompts, each counted once for all completions that share it in a row."""
+    flops: float = 0.0
+    """Operations of the forward and backward passes, recomputed ones aside (0: the cost model does not know the
+    model's kind)."""
     sequences: int = 0
     """Sequences with at least one token."""
     loss_sum: float = 0.0

@@ -57,6 +57,15 @@ class PackedBatch:
         return int(self.targets.numel())
 
     @property
+    def squares(self) -> int:
+        """Twice the pairs of tokens that causal attention multiplies: P^2 of a prompt, C^2 + 2 P C of each of its
+        completions."""
+        return sum(
+            one.prompt_length**2 + sum(length * (length + 2 * one.prompt_length) for length in one.completion_lengths)
+            for one in self.layout
+        )
+
+    @property
     def sequences(self) -> int:
         """Sequences in the batch, without empty ones."""
         return sum(len(group.completion_lengths) for group in self.layout)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing import PackedBatch
+from streamrl.training.tensor_parallel import whole
 
 LOGITS_CHUNK_TOKENS = 512
 """Completion tokens whose fp32 logits exist at once: 512 x 49,152 x 4 B = 100 MB."""
@@ -85,7 +86,7 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         out: tuple[torch.Tensor, torch.Tensor] = TokenLogprobs.apply(
-            hidden[batch.source_index], head.weight, batch.targets, temperature
+            hidden[batch.source_index], whole(head.weight), batch.targets, temperature
         )
         return out
 

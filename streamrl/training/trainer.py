@@ -29,14 +29,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from transformers import PretrainedConfig
 
+from scheduler.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import load_critic
-from streamrl.training.learner import Learner, compute_type, copy_weights, shard
+from streamrl.training.learner import Division, Learner, compute_type, copy_weights, shard
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
@@ -76,6 +78,14 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
 
 
+def _shape(config: PretrainedConfig) -> Transformer | None:
+    """For counting operations; None: of a kind that the cost model does not know."""
+    try:
+        return Transformer.from_config("policy", config.to_dict())
+    except ValueError:
+        return None
+
+
 class Trainer:
     """One rank; torch.distributed must be initialised."""
 
@@ -85,7 +95,7 @@ class Trainer:
         model_path: str,
         device: torch.device,
         critic_path: str | None = None,
-        copies: int = 1,
+        division: Division | None = None,
     ) -> None:
         """Loads and shards the models that the run's algorithm needs.
 
@@ -94,24 +104,25 @@ class Trainer:
             model_path: HF folder or id of the initial weights (also the KL reference).
             device: this rank's device.
             critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
-            copies: sharded copies of each model, see `learner.shard`.
+            division: of each model among the ranks, see `learner.shard`.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
         policy = load_policy(model_path, checkpointing)
-        self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, copies)
+        self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, compute_type(run), run.weights.generation_dtype)
+        self._shape = _shape(self.policy.model.config)
 
         def frozen() -> Policy:
-            return shard(load_policy(model_path), run, device, False, copies)
+            return shard(load_policy(model_path), run, device, False, division)
 
         self.reference = frozen() if algorithm.needs_reference else None
         self.proximal = frozen() if algorithm.needs_proximal(run.schedule.sync_every) else None
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic = (
-            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device, copies)
+            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device, division)
             if self.ppo
             else None
         )
@@ -174,10 +185,23 @@ class Trainer:
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
         return MicroStats(
             tokens=batch.loss_tokens,
+            row_tokens=batch.input_ids.numel(),
+            flops=self._flops(batch, reference_given),
             sequences=batch.sequences,
             entropy_tokens=len(entropy),
             **dict(zip(sums, values, strict=True)),
         )
+
+    def _flops(self, batch: PackedBatch, reference_given: bool) -> float:
+        """Of what `accumulate` computes with a batch; a backward pass is two forward ones (PaLM, arXiv 2204.02311,
+        appendix B)."""
+        if self._shape is None:
+            return 0.0
+        tokens, squares = batch.input_ids.numel(), batch.squares
+        asked = (self.reference is not None and not reference_given) + (self.proximal is not None)
+        policy = self._shape.forward_flops(tokens, squares, batch.loss_tokens)
+        critic = self._shape.forward_flops(tokens, squares, 0) if self.critic else 0.0
+        return (3 + asked) * policy + 3 * critic
 
     def _reference_logprobs(self, batch: PackedBatch, given: bool) -> torch.Tensor | None:
         """[N]; None if the algorithm has no reference."""

@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
-from streamrl.generation.engine import weight_backend
+from streamrl.generation.engine_config import weight_backend
 from streamrl.launch.connections import PUBLISHER, bind_home, home_hub, make_publisher
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.training.learner import Division
 from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -99,9 +100,10 @@ class TrainerWorker:
         own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
         critic_path = resolve_model(own_critic) if own_critic else None
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
-        copies = pool.nodes if pool is not None and pool.sharding == "hybrid" else 1
+        assert pool is not None
+        division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
         model = resolve_model(self.run_config.model.path)
-        self.trainer = Trainer(self.run_config, model, device, critic_path, copies)
+        self.trainer = Trainer(self.run_config, model, device, critic_path, division)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
             self.trainer.load(self.checkpoints.path(step))
             self.version = step

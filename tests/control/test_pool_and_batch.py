@@ -275,6 +275,8 @@ def test_step_metrics_are_what_they_say() -> None:
         [
             {
                 "tokens": 5,
+                "row_tokens": 9,
+                "flops": 8e12,
                 "sequences": 2,
                 "loss_sum": 2.0,
                 "clipped": 1.0,
@@ -296,12 +298,15 @@ def test_step_metrics_are_what_they_say() -> None:
     spans = {"here-regular-0": ((2.0, 4.0),), "idle": ()}
     nothing: dict[str, tuple[Span, ...]] = {"here-regular-0": (), "idle": ()}
     present = dict.fromkeys(spans, (0.0, 10.0))
-    times = Interval(0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present)
+    times = Interval(
+        0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present, ((5.0, 7.0),)
+    )
     result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
     audit = LengthAudit(128).end_step(1)
-    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11)
+    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11, 16.0)
     assert row.step_time_s == 10
+    assert (row.train_tokens_per_s, row.train_tflops, row.mfu) == (4.5, 4.0, 0.25)
     assert row.generate_time_s == pytest.approx(2.0)
     assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked
     assert (row.train_time_s, row.bubble_fraction_training) == (4.0, pytest.approx(0.6))
@@ -311,6 +316,7 @@ def test_step_metrics_are_what_they_say() -> None:
     assert row.usd_per_1k_samples == pytest.approx(1000 * row.usd / 4)
     free = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
     assert (free.usd, free.usd_per_1k_samples) == (None, None)  # a cluster file without prices
+    assert (free.train_tflops, free.mfu) == (4.0, None)  # a device whose peak is not known
     assert row.loss == pytest.approx(2.0 / 10)  # tokens of the whole batch
     assert (row.entropy, row.logprob_gap_mean, row.clip_fraction) == (1.5, 0.1, 0.2)
     assert (row.groups_no_gradient, row.groups_total, row.samples_total) == (1, 2, 4)

@@ -162,6 +162,29 @@ class _Hub:
         self.sent.append(message)
 
 
+def test_ranks_that_share_layers_get_the_same_groups_and_answer_once() -> None:
+    hub = _Hub()
+    trainers = Trainers(hub, WaitRegistry("test"), ranks=4, limit_s=60.0, sharing=2)  # type: ignore[arg-type]
+    first, second = random_groups(2)
+
+    async def play() -> None:
+        await trainers.train([[first], [second]], is_last=True)
+        for rank, name in enumerate(trainers.names):
+            assert trainers.busy
+            answer = trainers.answered(Delivery(name, "train_done", {"stats": rank}, {}, lambda: None))
+        assert answer == [{"stats": 0}, {"stats": 2}]
+        with pytest.raises(ValueError, match="4 shares for 2 workers"):
+            await trainers.train([[], [], [], []], is_last=True)
+
+    asyncio.run(play())
+    assert [(name, body["groups"][0][0]) for name, _, body, _ in hub.sent] == [
+        ("trainer-0", first.group_id),
+        ("trainer-1", first.group_id),
+        ("trainer-2", second.group_id),
+        ("trainer-3", second.group_id),
+    ]
+
+
 def test_all_ranks_compute_the_reference_or_none_does() -> None:
     hub = _Hub()
     trainers = Trainers(hub, WaitRegistry("test"), ranks=2, limit_s=60.0)  # type: ignore[arg-type]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import yaml
@@ -23,13 +24,18 @@ STEPS = 10
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
 
-def on_ray(project: Project, address: str, **trainer: object) -> list[str]:
+TWO = ({"name": "regular", "replicas": 2},)
+WIDE = ({"name": "regular", "gpu": "large"}, {"name": "wide", "gpus_per_replica": 2, "nodes": 2})
+"""One instance beside the trainer, and one over both of the 'fast' nodes."""
+
+
+def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = TWO, **trainer: object) -> list[str]:
     """The project's cluster, its processes on Ray: trainer ranks on one or two nodes, instances where 'fast' is."""
     pool = {"gpu": "fast", "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
     site = {
         "launch": {"backend": "ray", "address": address},
         "trainer": {"ranks": 2, "threads": 1, "gpu": "large", **trainer},
-        "generation": [{"name": "regular", "replicas": 2, **pool}],
+        "generation": [pool | one for one in pools],
         "rewards": {"workers": 1},
     }
     (project.folder / "ray.yaml").write_text(yaml.safe_dump({"hardware": "cpu", "sites": {"here": site}}))
@@ -41,7 +47,7 @@ def cluster() -> Iterator[Cluster]:
     """A head with CPUs only, two nodes for the trainer, two for instances."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
-        for resources in ({"large": 1}, {"large": 1}, {"fast": 2}, {"fast": 2}):
+        for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
             made.add_node(resources=resources, num_cpus=4)
         yield made
     finally:
@@ -56,21 +62,20 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     project = Project(tmp_path)
     run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
     changes = run | {"tasks": EASY, "steps": STEPS, "schedule": {"name": "async"}, "recovery": {"pause_s": 0.5}}
-    options = on_ray(project, cluster.address, nodes=2, sharding="hybrid")
+    options = on_ray(project, cluster.address, WIDE, nodes=2, sharding="hybrid")
     process = project.start(*options, **changes)
     run_dir = project.run_dir()
     wait_for(
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 240, process
     )
     started = {one.name: one for one in read_started(run_dir)}
-    assert {"trainer", "trainer-node-1", "here-regular-0", "here-regular-1", "rewards-here"} <= started.keys()
+    assert {"trainer", "trainer-node-1", "here-regular-0", "here-wide-0", "rewards-here"} <= started.keys()
     assert all(started[name].node for name in ("trainer", "trainer-node-1", "here-regular-0", "rewards-here"))
     assert not started["controller"].node and not started["service-here"].node  # beside the launcher
-    victim = started["here-regular-1"]
-    lost = next(node for node in cluster.list_all_nodes() if is_of(victim.pid, node))
-    wait_for(lambda: (read_status(run_dir).roles["here-regular-1"].running or 0) > 0, 60, process)
+    wait_for(lambda: (read_status(run_dir).roles["here-wide-0"].running or 0) > 0, 120, process)
+    lost = next(node for node in cluster.list_all_nodes() if is_of(second_part(tmp_path, "here-wide-0"), node))
     cluster.remove_node(lost, allow_graceful=False)
-    wait_for(lambda: read_status(run_dir).roles["here-regular-1"].state in ("dead", "starting"), 60, process)
+    wait_for(lambda: read_status(run_dir).roles["here-wide-0"].state in ("dead", "starting"), 60, process)
     cluster.add_node(resources={"fast": 2}, num_cpus=4)  # a replaced node
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output + project.logs()
@@ -81,10 +86,17 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     assert not any(is_alive(one.pid) for one in started.values())
 
 
+def second_part(folder: Path, instance: str) -> int:
+    """Id of the process of an instance on its second node, in a project's folder."""
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = process.info["cmdline"] or []
+        if process.info["cwd"] == str(folder) and instance in words and words[words.index("--node") + 1] == "1":
+            return process.pid
+    raise AssertionError(f"{instance} has no second part")
+
+
 def is_of(pid: int, node: object) -> bool:
     """Whether a process descends from a node's raylet."""
-    import psutil
-
     raylets = {process.process.pid for process in node.all_processes["raylet"]}  # type: ignore[attr-defined]
     return any(parent.pid in raylets for parent in psutil.Process(pid).parents())
 
@@ -133,8 +145,8 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
 @pytest.mark.timeout(120)
 def test_what_ray_cannot_do_is_told_before_anything_starts(tmp_path: Path, cluster: Cluster) -> None:
     project = Project(tmp_path)
-    options = on_ray(project, cluster.address, ranks=4, nodes=2)
-    assert "sites.here: 4 large asked for, 2 in Ray" in project.launch(*options, code=2)
+    options = on_ray(project, cluster.address, ranks=8, nodes=2)
+    assert "sites.here: 8 large asked for, 4 in Ray" in project.launch(*options, code=2)
     options = on_ray(project, "127.0.0.1:1")
     assert "sites.here.launch.address: no Ray cluster at '127.0.0.1:1'" in project.launch(*options, code=2)
     process = project.start(*on_ray(project, cluster.address, nodes=2))

@@ -121,7 +121,7 @@ def test_nodes_are_counted_for_each_gpu_type() -> None:
     assert generates.resources == {"H20": 8}
 
 
-def test_instances_do_not_span_nodes() -> None:
+def test_instances_span_nodes_only_where_the_file_says_so() -> None:
     values = two_types()
     values["sites"]["here"]["generation"] = [{"replicas": 3, "gpu": "H20", "gpus_per_replica": 3}]
     groups = node_groups(ClusterConfig.model_validate(values), RunConfig(), "here", gpus_per_node=8)
@@ -129,6 +129,12 @@ def test_instances_do_not_span_nodes() -> None:
     values["sites"]["here"]["trainer"]["nodes"] = 8
     with pytest.raises(UserError, match=r"sites\.here\.generation \(regular\) needs 3 GPUs on one node, which has 2"):
         node_groups(ClusterConfig.model_validate(values), RunConfig(), "here", gpus_per_node=2)
+    values["sites"]["here"]["generation"] = [{"replicas": 3, "gpu": "H20", "gpus_per_replica": 6, "nodes": 2}]
+    groups = node_groups(ClusterConfig.model_validate(values), RunConfig(), "here", gpus_per_node=8)
+    assert (groups[2].gpus, groups[2].nodes) == (8, 3), "two parts with 3 GPUs on a node"
+    values["sites"]["here"]["generation"][0]["replicas"] = 1
+    groups = node_groups(ClusterConfig.model_validate(values), RunConfig(), "here", gpus_per_node=8)
+    assert (groups[2].gpus, groups[2].nodes) == (3, 2), "its parts are never on the same node"
 
 
 def test_a_small_site_asks_for_no_more_gpus_than_it_uses() -> None:

@@ -45,6 +45,19 @@ def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
         assert list(preflight.check_model(make_model(tmp_path / "m", **config))) == []
 
 
+def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=2)
+    assert list(preflight.check_heads(cluster(gpus_per_replica=8), run)) == []
+    values = cluster(gpus_per_replica=3).model_dump()
+    values["sites"]["here"]["trainer"] = {"ranks": 4, "tensor_parallel": 4}
+    several = ClusterConfig.model_validate(values)
+    assert list(preflight.check_heads(several, run)) == [
+        f"sites.here.generation (regular).gpus_per_replica is 3: expected a divisor of the 8 attention heads of "
+        f"{run.model.path}",
+        f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
+    ]
+
+
 def test_computing_threads_far_above_the_cores_are_warned_of() -> None:
     eight = cluster(threads=1)  # 2 ranks of 3, 2 instances of 1
     assert preflight.thread_warnings(eight, RunConfig(), cores=4) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, this_cpu
+from scheduler.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, peak_tflops, this_cpu
 
 EXPECTED = ("H20", "H800", "H100", "H200", "A100-80", "L40S", "RTX4090", "B200", "MI300X")
 RATES = {"bf16_tflops": 100.0, "memory_gb": 48.0, "memory_bandwidth_gb_s": 900.0, "link_gb_s": 64.0}
@@ -107,3 +107,8 @@ def test_this_cpu_is_one_core_with_its_share_of_the_memory() -> None:
     core = this_cpu()
     assert core.per_machine >= 1 and core.memory_gb > 0
     assert "estimate" in core.source
+
+
+def test_the_peak_of_devices_is_that_of_the_catalogue() -> None:
+    assert peak_tflops("NVIDIA H100", 8) == pytest.approx(8 * 989.5)
+    assert peak_tflops("cpu", 2) is None and peak_tflops("H1000000", 2) is None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
@@ -33,6 +35,12 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def run_ranks(ranks: int, work: Callable[..., None], *arguments: object) -> None:
+    """Calls `work(rank, *arguments)` in as many processes. They are forked from one that has imported everything."""
+    multiprocessing.set_forkserver_preload(["streamrl.training.trainer"])
+    mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def random_groups(count: int, seed: int = 0, samples: int = 4) -> list[TrainGroup]:

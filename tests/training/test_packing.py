@@ -87,3 +87,13 @@ def test_empty_completion_takes_no_room_and_an_empty_prompt_is_refused() -> None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="empty prompt"):
         pack([TrainGroup("g", none, [full])])
+
+
+def test_squares_count_the_pairs_that_attention_multiplies() -> None:
+    groups = random_groups(2)
+    pairs = 0
+    for group in groups:
+        for seq in group.sequences:
+            pairs += sum(len(group.prompt_tokens) + place + 0.5 for place in range(len(seq.completion_tokens)))
+        pairs += sum(place + 0.5 for place in range(len(group.prompt_tokens)))
+    assert pack(groups).squares == 2 * pairs

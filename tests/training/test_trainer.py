@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.utils.flop_counter import FlopCounterMode
 
+from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
     TrainSequence,
@@ -25,12 +26,14 @@ from streamrl.rollouts.micro_batch import (
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
-from streamrl.training.learner import Learner
+from streamrl.training.learner import Division, Learner
 from streamrl.training.objective import policy_objective
 from streamrl.training.packing import pack
 from streamrl.training.policy import load_policy
+from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer, learning_rate
-from tests.training.conftest import free_port, random_groups, relative_error, run_config
+from tests.tiny_model import save_tiny_model
+from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -309,31 +312,42 @@ def test_only_an_algorithm_with_a_reference_prepares(tiny_model: Path, one_rank:
         trainer.prepare(random_groups(1))
 
 
-def _prepared_by_others(trainer: Trainer, rank: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
-    """This rank's share, after each rank has prepared that of the next."""
-    values = trainer.prepare(shares[(rank + 1) % len(shares)])
-    answers: list[Any] = [None] * len(shares)
+def _prepared_by_others(trainer: Trainer, worker: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
+    """This worker's share, after each worker has prepared that of the next."""
+    values = trainer.prepare(shares[(worker + 1) % len(shares)])
+    answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, values)
-    return prepared(shares[rank], answers[rank - 1]) if shares[rank] else []
+    of_workers = answers[:: len(answers) // len(shares)]
+    return prepared(shares[worker], of_workers[worker - 1]) if shares[worker] else []
 
 
 def _rank(
-    rank: int, ranks: int, port: int, model: str, out: str, resume: str | None, algorithm: dict[str, Any], copies: int
+    rank: int,
+    ranks: int,
+    port: int,
+    model: str,
+    out: str,
+    resume: str | None,
+    algorithm: dict[str, Any],
+    division: Division,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     config = run_config(Path(model), algorithm=algorithm, schedule={"name": "stream", "sync_every": 2})
-    trainer = Trainer(config, model, CPU, copies=copies)
+    trainer = Trainer(config, model, CPU, division=division)
     if resume:
         trainer.load(Path(resume))
     for step in range(2):
         groups = random_groups(5, seed=step)
-        shares = balance(groups, ranks)
-        if ranks == 2 and step == 1:
+        workers, worker = ranks // division.layers, rank // division.layers
+        shares = balance(groups, workers)
+        if workers == 2 and step == 1:
             shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
-            trainer.accumulate(_prepared_by_others(trainer, rank, shares), is_last=True, reference_given=True)
+            trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
         else:
-            trainer.accumulate(shares[rank], is_last=True)
+            trainer.accumulate(shares[worker], is_last=True)
+        if step == 0:
+            gradient = torch.cat([workers * _full(p.grad).flatten() for p in trainer.policy.parameters()])
         trainer.step(step, float(sum(g.completion_tokens for g in groups)))
     weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
     weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}
@@ -342,43 +356,100 @@ def _rank(
         directory.mkdir()
     dist.barrier()
     trainer.save(directory)
+    manifest, buffer = trainer.lay_out(1)
+    for (_, weight), entry in zip(trainer.weights(), manifest.tensors, strict=True):
+        laid = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(weight.dtype)
+        assert torch.equal(laid.reshape(entry.shape), weight), entry.name
     if rank == 0:
         torch.save(weights, directory / "weights.pt")
+        torch.save(gradient, directory / "gradient.pt")
     dist.destroy_process_group()
 
 
 def _spawn(
-    ranks: int, model: Path, out: Path, algorithm: dict[str, Any], resume: Path | None = None, copies: int = 1
+    ranks: int,
+    model: Path,
+    out: Path,
+    algorithm: dict[str, Any],
+    resume: Path | None = None,
+    division: Division | None = None,
 ) -> dict[str, torch.Tensor]:
-    arguments = (ranks, free_port(), str(model), str(out), str(resume) if resume else None, algorithm, copies)
-    mp.spawn(_rank, arguments, nprocs=ranks)
+    arguments = (
+        ranks,
+        free_port(),
+        str(model),
+        str(out),
+        str(resume) if resume else None,
+        algorithm,
+        division or Division(),
+    )
+    run_ranks(ranks, _rank, *arguments)
     return torch.load(out / "weights.pt")
 
 
+EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}}
+"""Every model there is: critic, reference, proximal copy."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def start_of(model: Path) -> Weights:
+    policy, critic = load_policy(str(model)), load_critic(str(model))
+    start = {f"policy {i}": p.detach() for i, p in enumerate(policy.parameters())}
+    return start | {f"critic {i}": p.detach() for i, p in enumerate(critic.parameters())}
+
+
+def same_updates(ours: Weights, theirs: Weights, base: Weights, limit: float = 2e-3) -> None:
+    assert set(ours) == set(base)
+    for name, before in base.items():
+        # AdamW divides by the gradient's size: rounding of the smallest gradients shows in the updates
+        assert relative_error(ours[name] - before, theirs[name] - before) < limit, name
+
+
+def gradient_of(run: Path) -> torch.Tensor:
+    """Of the policy, in the first step."""
+    return torch.load(run / "gradient.pt")
+
+
 def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tmp_path: Path) -> None:
-    algorithm = PPO | {"off_policy": {"ratio_to": "proximal"}}  # every model there is: critic, reference, proximal copy
-    start = {f"policy {i}": p.detach() for i, p in enumerate(load_policy(str(tiny_model)).parameters())}
-    start |= {f"critic {i}": p.detach() for i, p in enumerate(load_critic(str(tiny_model)).parameters())}
-
-    def same_updates(
-        ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
-    ) -> None:
-        assert set(ours) == set(base)
-        for name, before in base.items():
-            # AdamW divides by the gradient's size: rounding of the smallest gradients shows in the updates
-            assert relative_error(ours[name] - before, theirs[name] - before) < 2e-3, name
-
+    algorithm, start = EVERYTHING, start_of(tiny_model)
     one = _spawn(1, tiny_model, tmp_path / "one", algorithm)
     two = _spawn(2, tiny_model, tmp_path / "two", algorithm)
+    assert relative_error(gradient_of(tmp_path / "two"), gradient_of(tmp_path / "one")) < 1e-5
     same_updates(two, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
     again_one = _spawn(1, tiny_model, tmp_path / "again-one", algorithm, tmp_path / "two")
     again_two = _spawn(2, tiny_model, tmp_path / "again-two", algorithm, tmp_path / "two")
     same_updates(again_two, again_one, two)
     # two nodes of two ranks with a copy of the models each (HSDP), and from its checkpoint to two ranks
-    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, copies=2)
+    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, division=Division(copies=2))
     same_updates(hybrid, one, start)
     same_updates(_spawn(2, tiny_model, tmp_path / "again", algorithm, tmp_path / "hybrid"), again_one, hybrid)
+
+
+def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", kv_heads=2)
+    one = _spawn(1, model, tmp_path / "one", EVERYTHING)
+    shared = _spawn(2, model, tmp_path / "shared", EVERYTHING, division=Division(layers=2))
+    assert relative_error(gradient_of(tmp_path / "shared"), gradient_of(tmp_path / "one")) < 1e-5
+    same_updates(shared, one, start_of(model), 1e-2)  # sums over units are cut otherwise
+    # its checkpoint on one rank, and on four: layers shared by two, in two shards
+    again = _spawn(1, model, tmp_path / "again", EVERYTHING, tmp_path / "shared")
+    both = _spawn(4, model, tmp_path / "both", EVERYTHING, tmp_path / "shared", Division(layers=2))
+    assert relative_error(gradient_of(tmp_path / "both"), gradient_of(tmp_path / "again")) < 1e-5
+    same_updates(both, again, shared, 1e-2)
+
+
+def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
+    config = load_policy(str(tiny_model)).model.config
+    with pytest.raises(RunFailed, match=r"tensor_parallel is 2: it must divide the model's 1 key-value heads"):
+        plan_of(config, 2)
+    config.base_model_tp_plan = {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+    with pytest.raises(RunFailed, match="not supported for llama, whose plan has replicated_with_grad_allreduce"):
+        plan_of(config, 1)
+    config.base_model_tp_plan = None
+    with pytest.raises(RunFailed, match="whose plan has none"):
+        plan_of(config, 1)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -400,3 +471,20 @@ def test_checkpoint_folder_is_complete_or_absent_and_keeps_the_newest(tmp_path: 
     folder.begin(20)  # died while writing
     assert folder.latest() == 15
     assert sorted(p.name for p in folder.directory.glob("step_*")) == ["step_10", "step_15"]
+
+
+def test_operations_are_counted_as_torch_counts_them(tiny_model: Path, one_rank: None) -> None:
+    for algorithm in ({"name": "grpo", "kl": {"coef": 0.1}}, PPO):
+        trainer = Trainer(run_config(tiny_model, algorithm=algorithm), str(tiny_model), CPU)
+        groups = random_groups(3)
+        with FlopCounterMode(display=False) as counter:
+            stats = trainer.accumulate(groups, is_last=True)
+        counted = counter.get_flop_counts()["Global"]
+        products = sum(n for operation, n in counted.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
+        # attention's own products are counted by whole squares there, and by the half that is needed here
+        batch = pack(groups)
+        models = 4 + (3 if trainer.critic else 0)
+        assert trainer._shape is not None
+        attention = models * trainer._shape.forward_flops(0, batch.squares)
+        assert stats.flops - attention == pytest.approx(products, rel=0.02)
+        assert stats.row_tokens == batch.input_ids.shape[1]

@@ -29,7 +29,7 @@ from streamrl.training.trainer import Trainer
 from streamrl.weights.quantize import CODE_TYPES, Kind, full_precision, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
 from streamrl.weights.version import Manifest, lay_out
-from tests.training.conftest import free_port, one_rank, random_groups, run_config, tiny_model  # noqa: F401
+from tests.training.conftest import free_port, one_rank, random_groups, run_config, run_ranks, tiny_model  # noqa: F401
 
 CPU = torch.device("cpu")
 ODD: dict[
@@ -216,15 +216,15 @@ def test_one_ranks_version_is_that_of_whole_tensors(tiny_model: Path, tmp_path: 
 
 def test_two_ranks_version_is_that_of_whole_tensors_and_they_fail_together(tiny_model: Path) -> None:  # noqa: F811
     checks = [_check_equality, _check_a_step, _check_mixture, _check_failures, _check_hosts]
-    mp.spawn(_rank, (2, free_port(), str(tiny_model), checks), nprocs=2)
+    run_ranks(2, _rank, 2, free_port(), str(tiny_model), checks)
 
 
 def test_nodes_with_copies_of_the_model_need_not_gather(tmp_path: Path) -> None:
-    mp.spawn(_rank, (4, free_port(), str(tmp_path), [_check_copies]), nprocs=4)
+    run_ranks(4, _rank, 4, free_port(), str(tmp_path), [_check_copies])
 
 
 def test_ranks_may_have_no_rows_of_a_parameter(tmp_path: Path) -> None:
-    mp.spawn(_rank, (3, free_port(), str(tmp_path), [_check_equality, _check_other_placements]), nprocs=3)
+    run_ranks(3, _rank, 3, free_port(), str(tmp_path), [_check_equality, _check_other_placements])
 
 
 def _lay_out_and_wait(rank: int, port: int, pipe: Connection) -> None:

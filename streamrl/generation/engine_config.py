@@ -1,0 +1,101 @@
+"""How vLLM is set up for a pool's instance, alike on every node that it spans."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.launch.models import resolve_model
+from streamrl.weights.vllm_plugin import BACKEND
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# lets a CPU engine hold its worker (see below); an AsyncLLM's engine is a process of its own all the same
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# the operating system places threads: instances, trainer and rewards share the machine
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+CPU_BLOCK_SIZE = 32
+"""KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node's part of an instance that spans several."""
+
+    node: int = 0
+    """The first one, 0, schedules and talks to the service."""
+    meeting: str = ""
+    """host:port at which the nodes find each other; '': there is one node."""
+
+
+def engine_config(
+    pool: GenerationPool, run: RunConfig, cuda: bool, several_sites: bool = False, place: Place | None = None
+) -> VllmConfig:
+    """vLLM's configuration.
+
+    Args:
+        pool: the instance's.
+        run: the run's.
+        cuda: whether the cluster has GPUs.
+        several_sites: weights come over links.
+        place: which node this is; None: the only one.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    place = place or Place()
+    host, _, port = place.meeting.rpartition(":")
+    several: dict[str, Any] = {"distributed_executor_backend": "mp"} if pool.gpus_per_replica > 1 else {}
+    if place.meeting:
+        several |= {
+            "nnodes": pool.nodes,
+            "node_rank": place.node,
+            "master_addr": host,
+            "master_port": int(port),
+        }
+    hardware: dict[str, Any] = (
+        {"gpu_memory_utilization": pool.gpu_memory_fraction}
+        if cuda
+        else {
+            "enforce_eager": True,
+            # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
+            # core that the worker, other instances and the trainer need
+            "distributed_executor_backend": "uni",
+            "block_size": CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30 / pool.gpus_per_replica),  # of each worker
+            # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, run.model.max_context),
+        }
+    )
+    return AsyncEngineArgs(
+        model=resolve_model(run.model.path),
+        dtype=run.model.dtype,
+        max_model_len=run.model.max_context,
+        max_num_seqs=pool.max_batch,
+        tensor_parallel_size=pool.gpus_per_replica,
+        enable_prefix_caching=True,
+        enable_sleep_mode=cuda and run.schedule.name == "colocated",
+        # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=weight_backend(run, cuda, several_sites)),
+        generation_config="vllm",
+        seed=run.seed,
+        **(hardware | several),
+    ).create_engine_config(headless=place.node > 0)
+
+
+def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
+    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site and sends no codes."""
+    chosen = run.weights.backend
+    if chosen == "auto":
+        whole = run.weights.generation_dtype == "same"
+        chosen = "nccl" if cuda and whole and not several_sites else "stream"
+    return BACKEND if chosen == "stream" else chosen

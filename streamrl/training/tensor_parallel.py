@@ -1,0 +1,94 @@
+"""Tensor parallel: a few ranks share every layer, by the plan that transformers has with a model's own configuration.
+
+    colwise    the module's outputs are split: query, key and value heads, the MLP's inner units
+    rowwise    its inputs are split, and its outputs summed over the ranks
+    the rest   (embedding, norms, heads) is whole on every rank, which all compute the same with it
+
+All parameters are DTensors over these ranks, so FSDP shards them further over the others and checkpoints know how they
+are laid out. The ranks that share a layer get the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from streamrl.errors import RunFailed
+
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+class Replicated(ParallelStyle):
+    """The whole module on every rank; its inputs and outputs are plain tensors that are the same on all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return tuple(
+            DTensor.from_local(one, mesh, (Replicate(),), run_check=False) if isinstance(one, torch.Tensor) else one
+            for one in inputs
+        )
+
+    @staticmethod
+    def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.to_local() if isinstance(output, DTensor) else output
+
+
+def plan_of(config: Any, ranks: int) -> dict[str, ParallelStyle]:
+    """Styles of the modules of a trunk's layers by their names, `*` for any.
+
+    Args:
+        config: the model's, of transformers.
+        ranks: that share a layer.
+
+    Raises:
+        RunFailed: the model has no plan, one with other styles, or heads that cannot be shared out.
+    """
+    text = config.get_text_config()
+    plan = {name: style for name, style in (text.base_model_tp_plan or {}).items() if name.startswith("layers.")}
+    if other := sorted(set(plan.values()) - STYLES.keys()) or ([] if plan else ["none"]):
+        raise RunFailed(
+            f"trainer.tensor_parallel: not supported for {text.model_type}, whose plan has {', '.join(other)}; "
+            f"expected one of {' and '.join(STYLES)}"
+        )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % ranks:
+        raise RunFailed(f"trainer.tensor_parallel is {ranks}: it must divide the model's {heads} key-value heads")
+    return {name: STYLES[style]() for name, style in plan.items()}
+
+
+def parallelize(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> None:
+    """Shares a model's layers out, in place, before FSDP shards it.
+
+    Args:
+        model: with its heads.
+        trunk: its part that the plan is of.
+        mesh: of the ranks that share a layer.
+
+    Raises:
+        RunFailed: see `plan_of`.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    parallelize_module(trunk, mesh, plan_of(trunk.config, mesh.size()))
+    for module in list(model.modules()):
+        own = list(module.parameters(recurse=False))
+        if own and not any(isinstance(parameter, DTensor) for parameter in own):
+            parallelize_module(module, mesh, Replicated())
+    for (first, name), *others in places.values():  # tied ones, such as a head that is the embedding, stay tied
+        for module, other in others:
+            module.register_parameter(other, first.get_parameter(name))
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A replicated parameter as a plain tensor, for whoever computes with it outside of its module."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
