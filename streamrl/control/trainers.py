@@ -62,9 +62,9 @@ class Trainers:
         await self._deal("prepare", shares, {})
 
     async def _deal(self, command: str, shares: Sequence[list[TrainGroup]], about: dict[str, Any]) -> None:
-        self._expect(command)
         if len(shares) != len(self.workers):
             raise ValueError(f"{len(shares)} shares for {len(self.workers)} workers")
+        self._expect(command)
         for rank, name in enumerate(self.names):
             body, arrays = to_wire(shares[rank // self._sharing])
             await self._send(name, command, body | about, arrays)

@@ -1,4 +1,5 @@
-"""One vLLM engine: start, generate one completion, replace the weights. All that knows vLLM's API is in here."""
+"""One vLLM engine: start, generate one completion, replace the weights. With `engine_config.py`, how it is set up, all
+that knows vLLM's API."""
 
 from __future__ import annotations
 

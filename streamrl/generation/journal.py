@@ -1,9 +1,9 @@
 """The token journal of a site's service: what every running request has produced, so that another instance can go on
 from there when its own one dies.
 
-Instances tell what is new about twice a second. It is kept in memory and in a SQLite file, which outlives the service
-(not a power cut: it is not forced to disk, what it saves is only time). Memory and file are bounded by the tokens of
-requests that are under way: what is finished, or given back, is forgotten.
+Instances tell what is new about four times a second. It is kept in memory and in a SQLite file, which outlives the
+service (not a power cut: it is not forced to disk, what it saves is only time). Memory and file are bounded by the
+tokens of requests that are under way: what is finished, or given back, is forgotten.
 """
 
 from __future__ import annotations

@@ -297,11 +297,8 @@ class RayProcess(RunProcess):
 
     def kill(self) -> None:
         """See `RunProcess`; its place in the cluster is free then."""
-        kills = [actor.kill.remote() for actor in self.actors]
-        for kill in kills:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(kill, timeout=END_S)
-        ray.wait(self.ended, num_returns=len(self.ended), timeout=END_S)
+        awaited = [*(actor.kill.remote() for actor in self.actors), *self.ended]
+        ray.wait(awaited, num_returns=len(awaited), timeout=END_S)
         self.exit_code  # noqa: B018  (it may have ended by itself before)
         for actor in self.actors:
             ray.kill(actor)
