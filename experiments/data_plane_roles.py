@@ -15,7 +15,7 @@ import numpy as np
 
 from streamrl.control.arrivals import arrived
 from streamrl.control.trainers import Trainers
-from streamrl.generation.batches import CompressionChoice, SampleBatcher
+from streamrl.generation.batches import CompressionChoice, SampleBatcher, unpack_samples
 from streamrl.generation.messages import sample_to_wire
 from streamrl.generation.uplink import Uplink
 from streamrl.rollouts.ledger import Ledger
@@ -260,7 +260,8 @@ class Control:
         due = []
         while self.late and (not pace or self.allowed >= 1):
             due.append(self.late.popleft())
-            self.allowed -= len(due[-1].arrays["lengths"])
+            if pace:
+                self.allowed -= len(list(unpack_samples(due[-1].body, due[-1].arrays)))
         return due
 
     def _commit(self, deliveries: Sequence[Delivery]) -> None:
