@@ -41,7 +41,7 @@ lint: $(STAMP)
 
 # start processes of their own on every core, or compare numbers that another load would change
 ALONE := tests/end_to_end tests/chaos/test_chaos_live.py tests/generation/test_calibrate.py \
-	tests/training/test_losses_against_trl.py
+	tests/launch/test_ray_autoscaling.py tests/training/test_losses_against_trl.py
 
 test: lint
 	$(BIN)/python -m pytest -n 2 $(ALONE:%=--ignore=%)

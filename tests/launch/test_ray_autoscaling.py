@@ -19,7 +19,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.launch.plan import ProcessSpec
 from streamrl.launch.ray_site import RaySite
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -77,6 +77,7 @@ def head(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
                 process.kill()
 
 
+@pytest.mark.timeout(500)
 def test_a_node_comes_for_an_instance_and_goes_with_it(tmp_path: Path, head: str) -> None:
     site = {"trainer": {}, "generation": [{"gpu": "fast"}], "launch": {"backend": "ray", "address": head}}
     cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
