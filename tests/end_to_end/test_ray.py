@@ -125,6 +125,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
         began = time.monotonic()
         changes = {
             "tasks": EASY,
+            "steps": 2,
             "schedule": {"name": "sync"},
             "model": {"path": str(tmp_path / "model"), "max_context": 96, "dtype": "float32"},
         }
