@@ -71,12 +71,12 @@ class Share:
         host = self.hosts.get(self.cluster.trainer_site)
         if host is None:
             return specs
-        told = [
+        return [
             replace(spec, command=[word.replace(MEETING, host.meeting) for word in spec.command])
-            for spec in specs
             if spec.role == "trainer"
+            else spec
+            for spec in specs
         ]
-        return [next((one for one in told if one.name == spec.name), spec) for spec in specs]
 
     def place(self) -> None:
         """Finds the trainer its nodes, where Ray does, and tells all processes that are started from now on.

@@ -38,7 +38,7 @@ class Replicated(ParallelStyle):
 
     @staticmethod
     def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.to_local() if isinstance(output, DTensor) else output
+        return whole(output)
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, ParallelStyle]:
@@ -90,5 +90,5 @@ def parallelize(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A replicated parameter as a plain tensor, for whoever computes with it outside of its module."""
+    """A replicated tensor as a plain one, for whoever computes with it outside of its module."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

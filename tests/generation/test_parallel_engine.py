@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from tests.generation.test_engine import (
     update,
 )
 from tests.tiny_model import save_tiny_model
+from tests.training.conftest import free_port
 
 NODES = 2
 CLUSTER = ClusterConfig.model_validate(
@@ -47,12 +47,6 @@ CLUSTER = ClusterConfig.model_validate(
         },
     }
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
