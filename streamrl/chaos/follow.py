@@ -193,7 +193,7 @@ class Following:
             return False
         if kind in OF_INSTANCES:
             gone = seen.roles.get(target)
-            if self.noticed is None or gone is None or gone.state not in NOT_SERVING:
+            if self.noticed is None or gone is None or gone.running or gone.state not in (*NOT_SERVING, "suspect"):
                 return False
             waiting = sum(one.waiting for one in seen.roles.values() if one.role == "service")
             return any(one.running > 0 for one in others) or (bool(others) and not waiting)

@@ -142,7 +142,7 @@ class RecoveryConfig(StrictModel):
     window_s: float = Field(600.0, gt=0)
     pause_s: float = Field(1.0, ge=0, description="before the first restart; twice as long before each further one")
     longest_pause_s: float = Field(60.0, ge=0)
-    suspect_s: float = Field(5.0, gt=0, description="silence of an instance after which it gets no new requests")
+    suspect_s: float = Field(3.0, gt=0, description="silence of an instance after which others go on with what it had")
 
 
 class CheckpointConfig(StrictModel):

@@ -9,7 +9,9 @@ A request is taken off for one of these reasons, and what follows differs:
     parked      its round is over, or it has used its budget of tokens: it waits here, with its tokens, for `resume`
     requeued    its instance loads new weights, or leaves: the policy places it anew
 
-What a dead instance had goes on from what is known of its tokens (`lost`).
+What a dead instance had goes on from what is known of its tokens (`lost`), and so does what a silent one has
+(`hand_over`). A silent one may be back: it is told to give back what it had, and until it has (`owes`) it had better
+get nothing new; what it says of those requests meanwhile is not listened to, unless it is the finished sample.
 
 The policy decides; here is only who has what. A request that ends while it is taken off has simply ended.
 
@@ -58,6 +60,8 @@ class Dispatcher:
         self._told = produced
         self._forecasts: dict[str, Forecast | None] = {}
         self._at: dict[str, str] = {}  # sample -> instance that works on it
+        self._handed_over: dict[str, set[str]] = {}
+        """Requests that go on elsewhere although their instance may still be at work on them, by instance."""
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
         self._held: dict[str, set[str]] = {}
@@ -123,6 +127,14 @@ class Dispatcher:
         """Requests that an instance has, those included that it is to give back."""
         return [sample_id for sample_id, at in self._at.items() if at == instance]
 
+    def has(self, instance: str, sample_id: str) -> bool:
+        """Whether an instance is the one that works on a request."""
+        return self._at.get(sample_id) == instance
+
+    def owes(self, instance: str) -> int:
+        """Requests that were handed over to others, and that the instance has not given up yet."""
+        return len(self._handed_over.get(instance, ()))
+
     async def lost(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
         """An instance is gone, whatever it had: its requests go on elsewhere, from what is known of their tokens.
 
@@ -133,15 +145,26 @@ class Dispatcher:
         Returns:
             Requests that are parked because what is known uses up their budget, as `released` tells of others.
         """
-        had = sorted(name for name, at in self._at.items() if at == instance)
-        known, held = self._joined.pop(instance, None), self._held.pop(instance, None)
-        planned = self.policy.leave(instance) if known and not held else []
-        for sample_id in planned:
-            if self._at.get(sample_id, instance) != instance:  # on its way here
-                self._moving.pop(sample_id, None)
-        waiting = [sample_id for sample_id in planned if sample_id not in self._at]
-        parked = []
+        if instance in self._joined:
+            await self.hold(instance, requeue=False, why="lost")
+        parked = await self._go_on_elsewhere(self.works_on(instance), kept)
+        self._forget(instance)
+        return parked
+
+    async def hand_over(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
+        """The requests of an instance that is held, and may never answer, go on elsewhere; should it still be there,
+        it gives them up. As `lost` otherwise."""
+        had = self.works_on(instance)
+        self._handed_over.setdefault(instance, set()).update(had)
         for sample_id in had:
+            await self._send(instance, "release", {"sample_id": sample_id}, {})
+        return await self._go_on_elsewhere(had, kept)
+
+    async def _go_on_elsewhere(
+        self, had: Iterable[str], kept: Callable[[str], PartialSample | None]
+    ) -> list[PartialSample]:
+        parked, waiting = [], []
+        for sample_id in sorted(had):
             del self._at[sample_id]
             target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
             found = max((kept(sample_id), request.kept), key=lambda one: len(one.completion_tokens) if one else -1)
@@ -161,9 +184,17 @@ class Dispatcher:
 
     async def retire(self, instance: str) -> None:
         """An instance that was held, and has nothing left, is gone."""
-        self._held.pop(instance, None)
         self._unused.discard(instance)
+        self._forget(instance)
+
+    def leave(self, instance: str) -> None:
+        """An instance that is held, and has nothing left, has to join again before it gets requests."""
+        self._forget(instance)
+
+    def _forget(self, instance: str) -> None:
+        self._held.pop(instance, None)
         self._joined.pop(instance, None)
+        self._handed_over.pop(instance, None)
 
     async def use(self, instances: Iterable[str]) -> None:
         """From now on only these get requests; what others have running is placed anew."""
@@ -215,10 +246,13 @@ class Dispatcher:
         # what is still on its way back is placed when it has come
         await self._place([sample_id for sample_id in wanted if sample_id not in self._at])
 
-    async def finished(self, sample_id: str, length: int, instance: str = "") -> None:
+    async def finished(self, sample_id: str, length: int, instance: str) -> None:
         """A sample has come, of an instance that may have been taken for dead: then nobody else is to go on with it."""
-        if instance and (at := self._at.get(sample_id, instance)) != instance:
+        self._handed_over.get(instance, set()).discard(sample_id)
+        if (at := self._at.get(sample_id, instance)) != instance:
             await self._send(at, "release", {"sample_id": sample_id}, {})
+        if sample_id not in self._at:  # it waits to be placed
+            self.policy.withdraw({sample_id})
         self.requests.pop(sample_id, None)
         self._forecasts.pop(sample_id, None)
         self.parked.discard(sample_id)
@@ -227,15 +261,16 @@ class Dispatcher:
         self.policy.finished(sample_id, length)
         await self._dispatch()
 
-    async def released(self, partial: PartialSample) -> bool:
+    async def released(self, partial: PartialSample, instance: str) -> bool:
         """An instance has taken a request off, with what it has produced.
 
         Returns:
             Whether it is parked because it has used its budget: whoever gave the budget may want to know.
         """
         sample_id = partial.sample_id
+        self._handed_over.get(instance, set()).discard(sample_id)
         request = self.requests.get(sample_id)
-        if request is None:
+        if request is None or not self.has(instance, sample_id):
             return False
         self._at.pop(sample_id, None)
         self.requests[sample_id] = replace(request, kept=partial)

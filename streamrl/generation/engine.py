@@ -24,6 +24,8 @@ from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 
 UNNAMED_VERSION = -1
 """Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
+RELEASE_POLL_S = 0.01
+"""While a request that is to be taken off is on its way into vLLM."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,9 @@ class Engine:
 
     async def release(self, sample_id: str) -> None:
         """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""
+        known = self._llm.output_processor.external_req_ids
+        while sample_id in self._begun and sample_id not in known:  # on its way into vLLM, or out of it
+            await asyncio.sleep(RELEASE_POLL_S)
         await self._llm.abort(sample_id)
 
     def produced(self) -> dict[str, int]:

@@ -1,8 +1,10 @@
 """The instances of a site: brought in with the weights that are served, updated, and taken out with nothing lost.
 
 How many each pool is to have is told from outside (`scale`); which instances that makes stands in a file that the
-launcher follows (`launch/instances.py`). An instance's life is in `life_cycle.py`: one that dies, or is silent for too
-long, is started again, while others go on with what it had, from the token journal.
+launcher follows (`launch/instances.py`). An instance's life is in `life_cycle.py`: one that dies is started again,
+while others go on with what it had, from the token journal. One that falls silent is given up in the same way: its
+requests go on elsewhere, and nobody waits for it to load weights. If it is heard again it gets the weights that it has
+missed, then requests; if not, it is taken for dead.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 from scheduler.cost import StepCurve
 from scheduler.simulator import SimulatedInstance
-from scheduler.slowness import SlowWatch
 from streamrl.errors import RunFailed
+from streamrl.generation.answers import Answers, InstanceLost
+from streamrl.generation.curves import FleetCurves
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.engine_config import weight_backend
 from streamrl.generation.journal import TokenJournal
 from streamrl.generation.life_cycle import ALIVE, InstanceLife, Life
+from streamrl.generation.watch import WATCH_S, InstanceWatch
 from streamrl.launch.context import RoleContext
 from streamrl.launch.instances import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.launch.plan import instance_name, possible_instances
@@ -37,12 +41,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """While an instance gives back what it works on."""
-WATCH_S = 0.2
-"""Between two looks at what the launcher says of processes, and at who is silent."""
-
-
-class InstanceLost(Exception):
-    """An instance died while something was expected of it."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,17 @@ class SiteFleet:
         self._backend = weight_backend(context.run, context.cluster.hardware == "cuda", several)
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process, of those that are gone, too."""
-        self._curves: list[tuple[str, StepCurve]] = []
-        """(pool, step times as measured) of the instances that the run began with: nothing else disturbed them."""
+        self._curves = FleetCurves(self._pools)
+        """Of the instances that the run began with: nothing else disturbed them."""
         self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
-        self.slow = SlowWatch()
-        self._paces: dict[str, tuple[int, float]] = {}
-        """(Number, ratio) that each instance has told last."""
+        self.watch = InstanceWatch(self)
         self._causes: dict[str, str] = {}
         """Of what instances have died, the newest time."""
         self._loading = asyncio.Lock()
         """Nobody comes or goes while weights are loaded."""
-        self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
-        """Expected of an instance: (kind, instance)."""
+        self.answers = Answers(hub, waits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: asyncio.Queue[Exception] = asyncio.Queue()
         """Of what comes and goes."""
@@ -132,7 +127,7 @@ class SiteFleet:
         coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s))
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
-                for name, words in self._ended().items():
+                for name, words in self.ended().items():
                     if not adopted:
                         raise RunFailed(words or f"{name} ended while it was starting")
                     for event in ("died", "restarted"):
@@ -143,7 +138,7 @@ class SiteFleet:
         finally:
             coming.cancel()
         for name in sorted(names):
-            self._curves.append((self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"])))
+            self._curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
             self.lives[name].on("met")
             if self._backend == "nccl":
                 await self._let_in(name)  # the trainer brings their weights
@@ -169,7 +164,7 @@ class SiteFleet:
         Raises:
             RunFailed: no instance is left, and none can be started again.
         """
-        self._begin(self._watch())
+        self._begin(self.watch.run())
         try:
             raise await self._errors.get()
         finally:
@@ -183,18 +178,11 @@ class SiteFleet:
         await self._changed()
 
     def instances(self) -> list[SimulatedInstance]:
-        """Those that are there, with their step times: like ones have the same, their mean, so that plans do not take
-        noise for a difference."""
+        """Those that are there, with their step times."""
         return [self._simulated(name) for name in self.present]
 
     def _simulated(self, name: str) -> SimulatedInstance:
-        meta, pool = self.hub.peers[name].meta, self.lives[name].pool
-        alike = StepCurve.mean([curve for other, curve in self._curves if self._kind(other) == self._kind(pool)])
-        return SimulatedInstance(name, alike, int(meta["slots"]), pool)
-
-    def _kind(self, pool: str) -> tuple[str, int, int]:
-        found = self._pools[pool]
-        return found.gpu, found.gpus_per_replica, found.threads
+        return self._curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
 
     def told(self) -> dict[str, dict[str, Any]]:
         """Every instance's pool, where it is in its life, and of what it has died last, by name."""
@@ -252,23 +240,30 @@ class SiteFleet:
         process = life.process
         try:
             await self._met(life)
-            async with self._loading:
-                if not (life.process == process and life.can("current")):
-                    return  # it has died, or was retired, meanwhile
-                if self._served is None:
-                    return  # it is let in with the first weights
-                await self._ensure(self._served)
-                await self._load(life.name, self._served)
-                if self._asleep:
-                    await self._ask(life.name, "sleep", {}, "asleep", self.limits.weights_s)
-                if life.can("current"):
-                    await self._let_in(life.name)
-            await self._changed()
         except InstanceLost:
             return  # whoever noticed has seen to it
         except DeadlineExpired as error:
             if life.process == process and life.can("died"):
-                await self._died(life, str(error))
+                await self.died(life, str(error))
+            return
+        await self._catch_up(life)
+
+    async def _catch_up(self, life: InstanceLife) -> None:
+        """A stale instance gets the weights that are served, then requests."""
+        process = life.process
+        async with self._loading:
+            if not (life.process == process and life.can("current")):
+                return  # it has died, was retired, or has got weights with the others, meanwhile
+            if self._served is None:
+                return  # it is let in with the first weights
+            await self._ensure(self._served)
+            if await self._update(life.name, self._served) is None:
+                return  # whoever noticed has seen to it
+            if self._asleep and not await self._sleeps(life.name):
+                return
+            if life.process == process and life.can("current"):
+                await self._let_in(life.name)
+        await self._changed()
 
     async def _met(self, life: InstanceLife) -> None:
         """Waits for an instance's present process; the hello of one before is not meant.
@@ -291,7 +286,8 @@ class SiteFleet:
     async def _let_in(self, name: str) -> None:
         life = self.lives[name]
         life.on("current")
-        self.slow.forget(name)
+        self.dispatcher.leave(name)  # one that was silent is held
+        self.watch.forget(name)
         one = self._simulated(name)
         await self.dispatcher.join(name, one.slots, one.curve, one.pool)
         log.info("%s is ready", name)
@@ -308,7 +304,7 @@ class SiteFleet:
         await self.dispatcher.retire(name)
         if name in self.hub.peers:
             with contextlib.suppress(InstanceLost):
-                await self._ask(name, "retire", {}, "bye", self.limits.generation_s)
+                await self.answers.ask(name, "retire", {}, "bye", self.limits.generation_s)
         life.on("left")
         del self.lives[name]
         log.info("%s has left", name)
@@ -317,7 +313,7 @@ class SiteFleet:
 
     # -- dying, and coming back
 
-    def _ended(self) -> dict[str, str]:
+    def ended(self) -> dict[str, str]:
         """Instances whose present process has ended, as the launcher says, with its last words."""
         return {
             one.name: one.last_words
@@ -325,44 +321,33 @@ class SiteFleet:
             if one.exit_code is not None and one.name in self.lives and one.process == self.lives[one.name].process
         }
 
-    async def _watch(self) -> None:
-        """Notices who has died, who is silent, and who is back."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            ended = self._ended()
-            for life in list(self.lives.values()):
-                if life.name in ended and life.state not in (Life.DEAD, Life.GONE):
-                    await self._died(life, ended[life.name])
-                elif life.state in (Life.READY, Life.SUSPECT) and life.name in self.hub.peers:
-                    await self._listen(life, self.hub.silent_for(life.name))
-            await self._compare()
-
-    async def _compare(self) -> None:
-        """Those whose steps take longer than their curves say, by more than those of others, get less."""
-        for name in self.ready:
-            told = self.hub.peers[name].state.get("pace") if name in self.hub.peers else None
-            if told and self._paces.get(name) != tuple(told):
-                self._paces[name] = number, ratio = int(told[0]), float(told[1])
-                if number > 1:  # the first one has the first prompts in it
-                    self.slow.heard(name, ratio)
-        for name, factor in self.slow.changed(self.ready).items():
-            log.warning("%s is %.1f times as slow as the others", name, factor)
-            await self.dispatcher.slow(name, factor)
-
-    async def _listen(self, life: InstanceLife, silent_s: float) -> None:
-        """One that has been silent for a moment gets nothing new; if it goes on, it is taken for dead."""
-        if silent_s > self.limits.heartbeat_s:
-            await self._died(life, f"{life.name} was silent for {silent_s:.0f} s")
-        elif silent_s > self.recovery.suspect_s and life.can("silent"):
+    async def give_up(self, life: InstanceLife) -> None:
+        """An instance is silent: nobody waits for it, and what it had goes on elsewhere if there is anybody else."""
+        name = life.name
+        waited_for = self.answers.give_up(name)
+        if life.can("silent"):
+            log.warning("%s is silent", name)
             life.on("silent")
-            await self.dispatcher.hold(life.name, requeue=False, why="silent")
+            await self.dispatcher.hold(name, requeue=False, why="silent")
             await self._changed()
-        elif silent_s <= self.recovery.suspect_s and life.can("heard"):
-            life.on("heard")
-            await self.dispatcher.unhold(life.name, "silent")
-            await self._changed()
+        if waited_for and self._backend != "nccl":  # there the trainer brings weights, to those it knows of
+            life.missed = True
+        if self.dispatcher.works_on(name) and any(other != name for other in self.ready):
+            self._log_interrupted(name)
+            for partial in await self.dispatcher.hand_over(name, self.journal.kept):
+                await self._parked(partial)
 
-    async def _died(self, life: InstanceLife, why: str) -> None:
+    async def take_back(self, life: InstanceLife) -> None:
+        """An instance that was silent is heard again; it gets the weights that it has missed, then requests."""
+        log.warning("%s is heard again", life.name)
+        life.on("heard")
+        if life.state is Life.STALE:
+            self._begin(self._catch_up(life))
+        else:
+            await self.dispatcher.unhold(life.name, "silent")
+        await self._changed()
+
+    async def died(self, life: InstanceLife, why: str) -> None:
         """What it had goes on elsewhere; it is started again if its budget allows it.
 
         Raises:
@@ -372,13 +357,11 @@ class SiteFleet:
         if not leaving and not life.can("died"):
             return  # somebody else has noticed
         log.warning("%s has died: %s", name, why)
-        log.warning("%s had %d requests with %d tokens, of which %d are in the journal", name, *self._interrupted(name))
+        self._log_interrupted(name)
         self._causes[name] = why = why.partition("; the end of ")[0]
         due = None if leaving else life.died(time.monotonic(), self.budget)
         self.hub.drop(name)
-        for key in [key for key in self._answers if key[1] == name]:
-            if not (expected := self._answers.pop(key)).done():
-                expected.set_exception(InstanceLost(name))
+        self.answers.give_up(name)
         for partial in await self.dispatcher.lost(name, self.journal.kept):
             await self._parked(partial)
         if leaving:
@@ -392,13 +375,14 @@ class SiteFleet:
             self._begin(self._restart(life, due))
         await self._changed()
 
-    def _interrupted(self, name: str) -> tuple[int, int, int]:
+    def _log_interrupted(self, name: str) -> None:
         """Of a lost instance: its requests, their tokens as it has last told (in a heartbeat or to the journal), and
         how many of them the journal has."""
         told = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
         kept = {one: self.journal.kept(one) for one in self.dispatcher.works_on(name)}
         known = {one: len(part.completion_tokens) if part is not None else 0 for one, part in kept.items()}
-        return len(known), sum(max(told.get(one, 0), n) for one, n in known.items()), sum(known.values())
+        counts = len(known), sum(max(told.get(one, 0), n) for one, n in known.items()), sum(known.values())
+        log.warning("%s had %d requests with %d tokens, of which %d are in the journal", name, *counts)
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -436,7 +420,10 @@ class SiteFleet:
 
     async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
         """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:
-        it died over it."""
+        it died over it, or is silent."""
+        if self.lives[name].state is Life.SUSPECT:
+            self.lives[name].missed = True
+            return None
         on_update = self.context.run.schedule.on_update
         # one that has not been let in has nothing to hold
         held = on_update in ("wait", "abort_and_requeue") and self.dispatcher.knows(name)
@@ -447,45 +434,46 @@ class SiteFleet:
         except InstanceLost:
             return None
         except DeadlineExpired as error:
-            await self._died(self.lives[name], str(error))
+            await self.died(self.lives[name], str(error))
             return None
         if held:
             await self.dispatcher.unhold(name, "weights")
         return loaded
 
+    async def told_of_weights(self, delivery: Delivery) -> None:
+        """An instance has loaded a version, or has not found it in the site's store: which is no wonder if the version
+        is an old one, that it was to load while it stood still."""
+        name, number = delivery.peer, int(delivery.body["number"])
+        if self._served is None or number != self._served.number:
+            return
+        if delivery.kind == "applied":
+            self.answers.take(delivery)
+        elif self.answers.give_up(name):
+            await self.died(self.lives[name], f"{name} has not found version {number} of the weights")
+
     async def _load(self, name: str, version: WeightVersion) -> Loaded:
         waits_for_requests = self.context.run.schedule.on_update == "wait"
         limit_s = self.limits.weights_s + (self.limits.generation_s if waits_for_requests else 0)
         body = {"number": version.number, "content_hash": version.content_hash}
-        answer = await self._ask(name, "apply_weights", body, "applied", limit_s)
+        answer = await self.answers.ask(name, "apply_weights", body, "applied", limit_s)
         return Loaded(float(answer["started"]), float(answer["finished"]))
 
     async def sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
         async with self._loading:
-            asked = (self._ask(name, "sleep", {}, "asleep", self.limits.weights_s) for name in self.present)
-            for failed in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(failed, BaseException) and not isinstance(failed, InstanceLost):
-                    raise failed
+            await asyncio.gather(*(self._sleeps(name) for name in self.present))
             self._asleep = True
 
-    async def _ask(self, name: str, kind: str, body: dict[str, Any], answer: str, limit_s: float) -> dict[str, Any]:
-        """Sends an instance a command and waits for its answer.
-
-        Raises:
-            InstanceLost: it died.
-            DeadlineExpired: it did not answer in time.
-        """
-        if name not in self.hub.peers:
-            raise InstanceLost(name)
-        future = self._answers[answer, name] = asyncio.get_running_loop().create_future()
-        await self.send(name, kind, body)
-        async with self.waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
-            return await future
-
-    def answered(self, delivery: Delivery) -> bool:
-        """An instance's message; whether it was an answer that is waited for."""
-        future = self._answers.pop((delivery.kind, delivery.peer), None)
-        if future is not None and not future.done():
-            future.set_result(delivery.body)
-        return future is not None
+    async def _sleeps(self, name: str) -> bool:
+        """Has one instance free its devices. False: it died over it, or is silent."""
+        if self.lives[name].state is Life.SUSPECT:
+            self.lives[name].missed = True
+            return False
+        try:
+            await self.answers.ask(name, "sleep", {}, "asleep", self.limits.weights_s)
+        except InstanceLost:
+            return False
+        except DeadlineExpired as error:
+            await self.died(self.lives[name], str(error))
+            return False
+        return True

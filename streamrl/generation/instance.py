@@ -19,6 +19,7 @@ from streamrl.launch.plan import PROCESS
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.store import WeightStore
 from streamrl.weights.vllm_plugin import BACKEND
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,10 @@ class Instance:
             if self.asleep:
                 await self.engine.wake_up()
                 self.asleep = False
+            if not WeightStore(self.context.weights_folder).has(number):
+                # asked for while this process stood still: the site has a newer one by now
+                await self.link.send("missed", {"number": number})
+                return
             await self._pause(number)
             started = time.time()
             await self.engine.start_weight_update()

@@ -1,15 +1,19 @@
 """The life of an instance, as its site's service sees it. A pure state machine: no clock, no I/O.
 
+                            +--------- heard (2) / silent ------------------+
+                            v                                               v
     starting --- met ---> stale --- current ---> ready <--- heard / silent ---> suspect
         ^                                          |                              |
         +--- restarted --- dead <------------- died (from any of them) -----------+
                              |
     (any) --- retired ---> draining --- left ---> gone
 
+(2): if it has missed weights (`missed`), or had none before it fell silent.
+
 Only a ready instance gets requests. One becomes ready by holding, verified, the weights that its site serves; a new
-process holds none, so it is stale first, whatever its predecessor held. A suspect one keeps what it works on and gets
-nothing new. What a dead one worked on goes on elsewhere; it is started again as long as its budget lasts, each time
-after a longer pause.
+process holds none, so it is stale first, whatever its predecessor held. A suspect one gets nothing new, and others
+go on with what it worked on. What a dead one worked on goes on elsewhere, too; it is started again as long as its
+budget lasts, each time after a longer pause.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ ALIVE = frozenset({Life.STARTING, Life.STALE, Life.READY, Life.SUSPECT})
 _ALLOWED: dict[str, tuple[frozenset[Life], Life]] = {
     "met": (frozenset({Life.STARTING}), Life.STALE),
     "current": (frozenset({Life.STALE}), Life.READY),
-    "silent": (frozenset({Life.READY}), Life.SUSPECT),
+    "silent": (frozenset({Life.STALE, Life.READY}), Life.SUSPECT),
     "heard": (frozenset({Life.SUSPECT}), Life.READY),
     "died": (ALIVE, Life.DEAD),
     "restarted": (frozenset({Life.DEAD}), Life.STARTING),
@@ -60,6 +64,8 @@ class InstanceLife:
     process: int = 1
     """Number of its process; each new one has the next."""
     state: Life = Life.STARTING
+    missed: bool = False
+    """While it is suspect: whether what weights it holds is not known; set by whoever gives weights to others."""
     deaths: list[float] = field(default_factory=list)
     """When it died, seconds on the caller's clock; the newest last."""
 
@@ -72,7 +78,9 @@ class InstanceLife:
         before, after = _ALLOWED[event]
         if self.state not in before:
             raise ValueError(f"instance {self.name} is {self.state}: {event!r} cannot happen")
-        self.state = after
+        if event == "silent":
+            self.missed = self.state is Life.STALE
+        self.state = Life.STALE if event == "heard" and self.missed else after
         if event == "restarted":
             self.process += 1
 

@@ -41,6 +41,9 @@ from streamrl.weights.store import WeightStore
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 1.0
+TO_AN_INSTANCE = 100_000
+"""Messages that may be under way to one. Its slots bound them: a send that had to wait for a silent instance would hold
+up all others."""
 JOURNAL_S = 0.5
 """Between two writes of the token journal."""
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
@@ -56,7 +59,7 @@ class GenerationService:
         self.site = context.site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
-        self.hub = Hub(context.name, self.waits, flow=context.near)
+        self.hub = Hub(context.name, self.waits, flow=replace(context.near, credits=TO_AN_INSTANCE))
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
         self._orphaned = asyncio.Event()
@@ -214,23 +217,27 @@ class GenerationService:
                     await self.dispatcher.finished(delivery.body["sample_id"], length, delivery.peer)
                 case "released":
                     partial = partial_from_wire(delivery.body, delivery.arrays)
-                    self.journal.add(0, partial)
-                    if await self.dispatcher.released(partial):
+                    if self.dispatcher.has(delivery.peer, partial.sample_id):
+                        self.journal.add(0, partial)
+                    if await self.dispatcher.released(partial, delivery.peer):
                         await self._tell_parked(partial)
                     delivery.ack()
                 case "progress":
                     for start, part in progress_from_wire(delivery.body, delivery.arrays):
-                        if part.sample_id in self.dispatcher.requests:
+                        if self.dispatcher.has(delivery.peer, part.sample_id):  # else others go on with it
                             self.journal.add(start, part)
                     delivery.ack()
-                case "asleep" | "applied":
+                case "asleep":
                     delivery.ack()
-                    self.fleet.answered(delivery)
+                    self.fleet.answers.take(delivery)
+                case "applied" | "missed":
+                    delivery.ack()
+                    await self.fleet.told_of_weights(delivery)
                 case "weight_answer":
                     delivery.ack()
                     if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
                         call.set_result(None)
-                case "bye" if self.fleet.answered(delivery):
+                case "bye" if self.fleet.answers.take(delivery):
                     pass  # it was told to leave
                 case "bye":
                     log.warning("%s has said goodbye", delivery.peer)  # the launcher tells why
@@ -291,7 +298,8 @@ class GenerationService:
                 told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
             if life.state is not Life.READY:
                 told |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
-            elif (factor := self.fleet.slow.factors.get(name)) is not None:
+                told["running"] = len(self.dispatcher.works_on(name))
+            elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
                 told["detail"] = f"{factor:.1f} times as slow as the others"
             states[name] = told
         return states

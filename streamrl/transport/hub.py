@@ -131,6 +131,8 @@ class Hub(Endpoint):
         self._doors: list[_Door] = []
         self._routes: dict[Route, Peer] = {}
         self._joined = asyncio.Event()
+        self._beat_at = time.monotonic()
+        """When the peers were looked at last."""
 
     @property
     def refused_keys(self) -> int:
@@ -197,12 +199,18 @@ class Hub(Endpoint):
                 await self._joined.wait()
 
     def silent_for(self, name: str) -> float:
-        """Seconds since the last sign of life of a peer.
+        """Seconds since the last sign of life of a peer, those left out in which this very process stood still: what
+        it said then lies unread in the socket.
 
         Raises:
             KeyError: there is no such peer.
         """
-        return time.monotonic() - self.peers[name].last_seen
+        now = time.monotonic()
+        return max(0.0, now - self.peers[name].last_seen - self._stalled(now))
+
+    def _stalled(self, now: float) -> float:
+        """Seconds by which the next look at the peers is overdue."""
+        return max(0.0, now - self._beat_at - base.HEARTBEAT_S)
 
     async def send(
         self,
@@ -380,15 +388,13 @@ class Hub(Endpoint):
         peer.credit.set()
 
     async def _beat(self) -> None:
-        last = time.monotonic()
+        self._beat_at = time.monotonic()
         while True:
             await asyncio.sleep(base.HEARTBEAT_S)
             now = time.monotonic()
-            stalled = now - last - base.HEARTBEAT_S
-            last = now
+            stalled, self._beat_at = self._stalled(now), now
             for peer in list(self.peers.values()):
-                # if this very process stood still, peers' beats lie unread in the socket: that is not their silence
-                peer.last_seen += max(0.0, stalled)
+                peer.last_seen += stalled
                 silent = now - peer.last_seen
                 if silent > peer.flow.lost_after_s and not peer.lost:
                     peer.lost = True

@@ -98,6 +98,10 @@ class WeightStore:
         manifest = Manifest.from_dict(json.loads(self._path(number).with_suffix(".json").read_text()))
         return manifest, np.memmap(self._path(number), dtype=np.uint8, mode="c")
 
+    def has(self, number: int) -> bool:
+        """Whether a version is here."""
+        return self._path(number).is_file()
+
     def newest_verified(self) -> int | None:
         """The newest version here, or None. What an earlier process left is verified first, and deleted if it is not
         whole."""

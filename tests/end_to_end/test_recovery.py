@@ -77,6 +77,14 @@ def assert_every_sample_once(run_dir: Path) -> None:
 @pytest.mark.timeout(600)
 def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
     run = Running(tmp_path, 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
+    run.wait(lambda: (run.role("here-regular-0").running or 0) > 0)
+    stopped = run.signal("here-regular-0", signal.SIGSTOP)
+    run.wait(lambda: run.role("here-regular-0").state == "suspect" and not run.role("here-regular-0").running)
+    assert time.time() - stopped < 6  # silent, and everything it had is elsewhere
+    run.goes_on(2)  # weights are loaded without it
+    missed = run.role("here-tail-0").weight_version or 0
+    run.signal("here-regular-0", signal.SIGCONT)
+    run.wait(lambda: (run.role("here-regular-0").weight_version or 0) >= missed > 0)
     run.wait(lambda: (run.role("here-tail-0").running or 0) > 0)
     killed = run.signal("here-tail-0", signal.SIGKILL)
     run.wait(lambda: run.role("here-tail-0").state in ("dead", "starting"))
@@ -95,8 +103,10 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     for name in ("rewards-here", "service-here"):
         assert f"{name} was killed by SIGKILL" in output
     assert_every_sample_once(run.run_dir)
-    ours = [row for row in trained_rows(run.run_dir) if row["instance"] == "here-tail-0"]
-    assert any(float(str(row["t_finished"])) > returned for row in ours)  # it works again
+    assert "here-regular-0 is heard again" in (run.run_dir / "logs" / "service-here.log").read_text()
+    for name, since in (("here-regular-0", stopped + 10), ("here-tail-0", returned)):  # they work again
+        ours = [float(str(row["t_finished"])) for row in trained_rows(run.run_dir) if row["instance"] == name]
+        assert max(ours) > since
 
 
 @pytest.mark.timeout(600)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.baselines import LeastLoaded
 from scheduler.cost import StepCurve
@@ -17,6 +21,7 @@ from scheduler.planned import SkewAware
 from scheduler.policies import make_policy
 from scheduler.policy import REGULAR, TAIL, Assignment, Fleet, Progress, Request
 from streamrl.generation.dispatcher import Dispatcher
+from streamrl.generation.journal import TokenJournal
 from streamrl.generation.messages import request_from_wire
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
@@ -78,6 +83,20 @@ def dispatcher(policy: Any, told: dict[str, int] | None = None) -> tuple[Dispatc
     return Dispatcher(policy, send, lambda _, name: (told or {}).get(name, 0)), sent
 
 
+async def give_back(work: Dispatcher, partial: PartialSample) -> bool:
+    """Whoever has a request takes it off."""
+    return await work.released(partial, owner(work, partial.sample_id))
+
+
+async def end(work: Dispatcher, sample_id: str, length: int) -> None:
+    """Whoever has a request finishes it."""
+    await work.finished(sample_id, length, owner(work, sample_id))
+
+
+def owner(work: Dispatcher, sample_id: str) -> str:
+    return next((name for name in "abcd" if work.has(name, sample_id)), "")
+
+
 def test_a_moved_request_goes_on_with_its_tokens() -> None:
     policy = Scripted()
     told: dict[str, int] = {}
@@ -92,11 +111,11 @@ def test_a_moved_request_goes_on_with_its_tokens() -> None:
         sent.clear()
         told["g.1"] = 3
         policy.to_move = [("g.1", "b")]
-        await work.finished("g.0", 7)
+        await end(work, "g.0", 7)
         assert policy.ended == [("g.0", 7)] and policy.seen == {"g.1": 3}
         assert sent == [("a", "release", {"sample_id": "g.1"}, {})]
         sent.clear()
-        await work.released(part("g.1", 4))
+        await give_back(work, part("g.1", 4))
         (to, kind, b, arrays) = sent.pop()
         assert (to, kind, b["route"]) == ("b", "generate", TAIL)
         again = request_from_wire(b, arrays)
@@ -105,7 +124,7 @@ def test_a_moved_request_goes_on_with_its_tokens() -> None:
         assert work.moves == 1
         await work.submit([])
         assert policy.seen == {"g.1": 4}  # what it had produced elsewhere counts until its instance tells more
-        await work.finished("g.1", 9)
+        await end(work, "g.1", 9)
         assert not work.requests
 
     asyncio.run(body())
@@ -118,10 +137,10 @@ def test_a_request_that_ends_while_it_is_moved_has_ended() -> None:
     async def body() -> None:
         await work.submit([(requests("g.0", "g.1"), None)])
         policy.to_move = [("g.1", "b")]
-        await work.finished("g.0", 1)
-        await work.finished("g.1", 1)
+        await end(work, "g.0", 1)
+        await end(work, "g.1", 1)
         sent.clear()
-        await work.released(part("g.1", 2))  # crossed on the way: of no use any more
+        await give_back(work, part("g.1", 2))  # crossed on the way: of no use any more
         assert not sent and not work.requests and work.moves == 0
 
     asyncio.run(body())
@@ -135,11 +154,11 @@ def test_a_second_move_before_the_first_is_done_changes_the_target_only() -> Non
         await work.submit([(requests("g.0", "g.1", "g.2"), None)])
         sent.clear()
         policy.to_move = [("g.2", "b")]
-        await work.finished("g.0", 1)
+        await end(work, "g.0", 1)
         policy.to_move = [("g.2", "c")]
-        await work.finished("g.1", 1)
+        await end(work, "g.1", 1)
         assert [(to, kind) for to, kind, _, _ in sent] == [("a", "release")]
-        await work.released(part("g.2", 2))
+        await give_back(work, part("g.2", 2))
         assert [(to, kind) for to, kind, _, _ in sent] == [("a", "release"), ("c", "generate")]
 
     asyncio.run(body())
@@ -167,7 +186,7 @@ def test_parked_requests_keep_their_tokens_until_they_are_resumed() -> None:
         assert told(sent) == [("a", "generate", "g.0"), ("a", "generate", "g.1")]
         await work.park(["g.0", "g.2", "gone.0"])  # one runs, one waits, one is none
         assert told(sent) == [("a", "release", "g.0")] and work.parked == {"g.0", "g.2"}
-        assert await work.released(part("g.0", 4)) is False  # nobody has to be told
+        assert await give_back(work, part("g.0", 4)) is False  # nobody has to be told
         await work.park(["g.0"])
         assert told(sent) == []
         await work.resume(["g.0"], budget=10)
@@ -175,7 +194,7 @@ def test_parked_requests_keep_their_tokens_until_they_are_resumed() -> None:
         again = request_from_wire(body, arrays)
         assert told(sent) == [("a", "generate", "g.0")]
         assert again.kept is not None and len(again.kept.completion_tokens) == 4 and again.pause_at == 14
-        await work.finished("g.1", 3)
+        await end(work, "g.1", 3)
         assert told(sent) == []  # g.2 is still parked
         await work.resume(["g.2", "g.1"])
         assert told(sent) == [("a", "generate", "g.2")] and not work.parked
@@ -189,12 +208,12 @@ def test_a_request_that_ends_while_it_is_parked_has_ended_and_one_resumed_on_its
     async def body() -> None:
         await work.submit([(requests("g.0", "g.1"), None)])
         await work.park(["g.0", "g.1"])
-        await work.finished("g.0", 9)
+        await end(work, "g.0", 9)
         assert work.parked == {"g.1"}
         told(sent)
         await work.resume(["g.0", "g.1"])
         assert told(sent) == []  # its tokens are not here yet
-        await work.released(part("g.1", 3))
+        await give_back(work, part("g.1", 3))
         assert told(sent) == [("a", "generate", "g.1")]
 
     asyncio.run(body())
@@ -206,7 +225,7 @@ def test_a_request_that_has_used_its_budget_is_parked_by_itself_and_reported() -
     async def body() -> None:
         await work.submit([([replace(r, pause_at=4) for r in requests("g.0", "g.1")], None)])
         assert told(sent) == [("a", "generate", "g.0")]
-        assert await work.released(part("g.0", 4)) is True
+        assert await give_back(work, part("g.0", 4)) is True
         assert told(sent) == [("a", "generate", "g.1")] and work.parked == {"g.0"}
 
     asyncio.run(body())
@@ -226,13 +245,13 @@ def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_one
         started = {sample for _, kind, sample in seen if kind == "generate"}
         assert started == {sample for _, kind, sample in seen if kind == "release"} and len(started) >= 2
         for sample in sorted(started):
-            await work.released(part(sample, 3))
+            await give_back(work, part(sample, 3))
         assert told(sent) == []  # nobody may work
         for name in "ab":
             await work.unhold(name, "weights")
         running = [sample for _, _, sample in told(sent)]
         for _ in range(4):  # all of them run again, and end
-            await work.finished(running.pop(), 9)
+            await end(work, running.pop(), 9)
             running += [sample for _, _, sample in told(sent)]
         assert not work.requests and not running
 
@@ -249,7 +268,7 @@ def test_instances_that_are_not_used_hand_their_requests_over_also_while_they_lo
         told(sent)
         await work.use(["a"])
         assert told(sent) == [("b", "release", "h.0")]
-        await work.released(part("h.0", 2))
+        await give_back(work, part("h.0", 2))
         assert told(sent) == [("a", "generate", "h.0")]
         await work.hold("b", requeue=True, why="weights")
         await work.unhold("b", "weights")
@@ -276,7 +295,7 @@ def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
         await work.hold("a", requeue=False, why="weights")
         await work.submit([(requests("k.0", "k.1"), None)])
         assert told(sent) == [("b", "generate", "k.0")]  # the other has one slot left
-        await work.finished("g.0", 5)
+        await end(work, "g.0", 5)
         assert told(sent) == [] and "g.0" not in work.requests
         await work.unhold("a", "weights")
         assert told(sent) == [("a", "generate", "k.1")]
@@ -291,16 +310,16 @@ def test_while_throttled_nothing_starts_and_what_runs_goes_on_elsewhere_too() ->
     async def body() -> None:
         await work.submit([(requests("g.0", "g.1", "g.2"), None)])
         policy.to_move = [("g.1", "b")]
-        await work.finished("g.0", 7)
+        await end(work, "g.0", 7)
         told(sent)
         await work.throttle(True)
         await work.submit([(requests("h.0"), None)])
         policy.to_move = [("g.2", "c")]
-        await work.finished("unknown", 1)
+        await end(work, "unknown", 1)
         assert told(sent) == []  # neither started nor moved
-        await work.released(part("g.1", 4))
+        await give_back(work, part("g.1", 4))
         assert told(sent) == [("b", "generate", "g.1")] and work.moves == 1
-        await work.finished("g.1", 9)
+        await end(work, "g.1", 9)
         assert told(sent) == [] and policy.ended[-1] == ("g.1", 9)
         await work.throttle(False)
         assert told(sent) == [("a", "generate", "h.0"), ("a", "release", "g.2")]
@@ -322,14 +341,14 @@ def test_what_comes_back_or_is_new_while_throttled_starts_once_afterwards(policy
         assert len(at) == 5
         await work.throttle(True)
         await work.submit([(requests("h.0", "h.1"), None)])
-        await work.finished("g.0", 5)
+        await end(work, "g.0", 5)
         await work.park(["g.1", "g.2", "h.0"])
         for sample in ("g.1", "g.2"):
-            await work.released(part(sample, 2))
+            await give_back(work, part(sample, 2))
         await work.resume(["g.1", "h.0"])
         held = at["g.3"]
         await work.hold(held, requeue=True, why="weights")
-        await work.released(part("g.3", 3))
+        await give_back(work, part("g.3", 3))
         await work.unhold(held, "weights")
         assert {kind for _, kind, _ in told(sent)} == {"release"}
         await work.throttle(True)
@@ -339,10 +358,10 @@ def test_what_comes_back_or_is_new_while_throttled_starts_once_afterwards(policy
         started = [(kind, sample) for _, kind, sample in told(sent)]
         assert sorted(started) == [("generate", sample) for sample in sorted(back)]
         if at["g.4"] == held:
-            await work.released(part("g.4", 3))
+            await give_back(work, part("g.4", 3))
             assert [(kind, sample) for _, kind, sample in told(sent)] == [("generate", "g.4")]
         for sample in sorted(back | {"g.4"}):
-            await work.finished(sample, 9)
+            await end(work, sample, 9)
         assert told(sent) == [] and work.requests.keys() == work.parked == {"g.2"}
 
     asyncio.run(body())
@@ -465,3 +484,164 @@ def test_a_slow_instance_stays_slow_while_it_is_held_and_is_forgotten_when_it_is
         assert sorted(instance for instance, *_ in sent) == ["b", "b", "b"]
 
     asyncio.run(scenario())
+
+
+def test_what_a_silent_instance_had_goes_on_elsewhere_and_it_is_told_to_give_it_up() -> None:
+    work, sent = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        for name in ("a", "b"):
+            await work.join(name, 4, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
+        first, second = work.works_on("a")
+        sent.clear()
+        await work.hold("a", requeue=False, why="silent")
+        assert await work.hand_over("a", lambda name: part(name, 3)) == []
+        assert [(to, kind, b["sample_id"]) for to, kind, b, _ in sent] == [
+            ("a", "release", first),
+            ("a", "release", second),
+            ("b", "generate", first),
+            ("b", "generate", second),
+        ]
+        assert work.works_on("a") == [] and work.owes("a") == 2
+        sent.clear()
+        assert await work.released(part(first, 9), "a") is False  # it is back: others go on from what was known
+        assert work.has("b", first) and not sent and work.owes("a") == 1
+        await work.finished(second, 9, "a")  # it had that one ready all the time
+        assert sent == [("b", "release", {"sample_id": second}, {})] and work.owes("a") == 0
+        await work.released(part(second, 5), "b")
+        assert second not in work.requests and not work.has("b", second)
+        await work.unhold("a", "silent")
+        sent.clear()
+        await work.submit([(requests("h.0"), None)])
+        assert [to for to, *_ in sent] == ["a"]
+
+    asyncio.run(body())
+
+
+class Playing:
+    """An instance that handles what it is told in order, and only when it is its turn; every token is another."""
+
+    def __init__(self, drawn: dict[int, tuple[int, ...]]) -> None:
+        self.told: list[tuple[str, str, list[int]]] = []
+        self.running: dict[str, list[int]] = {}
+        self.drawn = drawn
+
+    def draw(self) -> None:
+        for tokens in self.running.values():
+            token = len(self.drawn)
+            self.drawn[token] = tuple(tokens)
+            tokens.append(token)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_sample_is_made_of_two_instances_tokens_whoever_falls_silent_and_comes_back(data: st.DataObject) -> None:
+    """A service, its journal, and instances that stand still, speak late, die or end their requests, in any order."""
+    drawn: dict[int, tuple[int, ...]] = {}
+    names = ("a", "b", "c")
+    playing = {name: Playing(drawn) for name in names}
+
+    async def send(instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        kept = request_from_wire(body, arrays).kept if kind == "generate" else None
+        tokens = kept.completion_tokens.tolist() if kept is not None else []
+        playing[instance].told.append((kind, body["sample_id"], tokens))
+
+    def made(sample_id: str, tokens: list[int], start: int = 0) -> PartialSample:
+        ids = np.asarray(tokens[start:], np.int32)
+        return PartialSample(sample_id, ids, ids.astype(np.float32), np.zeros(len(ids), np.int32), 1.0, 2.0)
+
+    def whole(tokens: list[int]) -> None:
+        assert all(drawn[token] == tuple(tokens[:n]) for n, token in enumerate(tokens))
+
+    async def body() -> None:
+        work = Dispatcher(LeastLoaded(), send, lambda *_: 0)
+        said: dict[str, list[tuple[str, str, list[int], int]]] = {name: [] for name in names}
+        known: dict[str, int] = {}
+        finished: set[str] = set()
+        silent: set[str] = set()
+        with tempfile.TemporaryDirectory() as folder:
+            journal = TokenJournal(Path(folder) / "journal")
+            for name in names:
+                await work.join(name, 3, None, REGULAR)
+            everything = requests(*(f"g.{n}" for n in range(6)))
+            await work.submit([(everything, None)])
+
+            def handle(name: str) -> None:
+                one = playing[name]
+                for kind, sample_id, tokens in one.told:
+                    if kind == "generate":
+                        assert sample_id not in one.running
+                        one.running[sample_id] = list(tokens)
+                        known[name + sample_id] = len(tokens)
+                    elif (had := one.running.pop(sample_id, None)) is not None:
+                        said[name].append(("released", sample_id, had, 0))
+                one.told.clear()
+
+            async def listen(name: str) -> None:
+                """As `GenerationService._from_instances` does."""
+                while said[name]:
+                    kind, sample_id, tokens, start = said[name].pop(0)
+                    if kind == "sample":
+                        whole(tokens)
+                        journal.forget([sample_id])
+                        await work.finished(sample_id, len(tokens), name)
+                        finished.add(sample_id)
+                    elif kind == "released":
+                        if work.has(name, sample_id):
+                            journal.add(0, made(sample_id, tokens))
+                        await work.released(made(sample_id, tokens), name)
+                    elif work.has(name, sample_id):
+                        journal.add(start, made(sample_id, tokens, start))
+
+            def end_one(name: str) -> None:
+                if running := sorted(playing[name].running):
+                    sample_id = running[0]
+                    said[name].append(("sample", sample_id, playing[name].running.pop(sample_id), 0))
+
+            async def back(name: str) -> None:
+                if name in silent and not work.owes(name):
+                    silent.discard(name)
+                    await work.unhold(name, "silent")
+
+            for _ in range(data.draw(st.integers(5, 60))):
+                name = data.draw(st.sampled_from(names))
+                match data.draw(st.sampled_from(("handle", "draw", "tell", "listen", "end", "silent", "back", "dies"))):
+                    case "handle":
+                        handle(name)
+                    case "draw":
+                        playing[name].draw()
+                    case "tell":
+                        for sample_id, tokens in playing[name].running.items():
+                            start = known[name + sample_id]
+                            said[name].append(("progress", sample_id, list(tokens), start))
+                            known[name + sample_id] = len(tokens)
+                    case "listen":
+                        await listen(name)
+                    case "end":
+                        end_one(name)
+                    case "silent" if name not in silent and len(silent) < 2:
+                        silent.add(name)
+                        await work.hold(name, requeue=False, why="silent")
+                        await work.hand_over(name, journal.kept)
+                    case "back":
+                        await back(name)
+                    case "dies":
+                        playing[name], said[name] = Playing(drawn), []
+                        silent.discard(name)
+                        await work.lost(name, journal.kept)
+                        await work.join(name, 3, None, REGULAR)
+                for sample_id in work.requests:
+                    if (kept := journal.kept(sample_id)) is not None:
+                        whole(kept.completion_tokens.tolist())
+            for _ in range(4 * len(everything)):  # all are there again: everything ends
+                for name in names:
+                    handle(name)
+                    await listen(name)
+                    await back(name)
+                    end_one(name)
+            assert finished == {request.sample_id for request in everything}
+            assert not work.requests and journal.tokens == 0
+            journal.close()
+
+    asyncio.run(body())

@@ -303,6 +303,10 @@ def test_a_request_that_is_taken_off_goes_on_with_its_tokens(tmp_path: Path) -> 
         try:
             await engine.set_up_weights({"directory": str(tmp_path)}, 3)
             asked = request(0, seed=5)
+            at_once = asyncio.create_task(engine.generate(asked, "regular"))
+            await asyncio.sleep(0)  # vLLM does not know of it yet
+            await engine.release(asked.sample_id)
+            assert isinstance(nothing := await at_once, PartialSample) and len(nothing.completion_tokens) < 100
             running = asyncio.create_task(engine.generate(asked, "regular"))
             while engine.produced().get(asked.sample_id, 0) < 5:
                 await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ from streamrl.launch.restarts import RestartBudget
 ALLOWED = {
     ("starting", "met"): "stale",
     ("stale", "current"): "ready",
+    ("stale", "silent"): "suspect",
     ("ready", "silent"): "suspect",
     ("suspect", "heard"): "ready",
     ("starting", "died"): "dead",
@@ -73,7 +74,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.now, self.processes = 0.0, [1]
         self.deaths: list[tuple[float, float | None]] = []
         """When, and after which pause it was to start again."""
-        self.current_since_met = self.leaving = False
+        self.current_since_met = self.leaving = self.missed = False
 
     @rule(event=st.sampled_from([event for event in EVENTS if event != "died"]))
     def happens(self, event: str) -> None:
@@ -83,13 +84,22 @@ class LifeMachine(RuleBasedStateMachine):
                 self.life.on(event)
             assert self.life.state is before
             return
+        back_to_stale = event == "heard" and self.missed
         self.life.on(event)
-        assert str(self.life.state) == ALLOWED[str(before), event]
+        assert str(self.life.state) == ("stale" if back_to_stale else ALLOWED[str(before), event])
+        if event == "silent":
+            self.missed = before is Life.STALE
+        self.current_since_met &= not back_to_stale
         if event == "restarted":
             self.processes.append(self.life.process)
         if event in ("met", "current"):
             self.current_since_met = event == "current"
         self.leaving |= event == "retired"
+
+    @rule()
+    def others_get_weights(self) -> None:
+        if self.life.state is Life.SUSPECT:
+            self.life.missed = self.missed = True
 
     @rule(seconds=st.floats(0, 60))
     def passes(self, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -149,6 +150,29 @@ def test_nothing_is_repeated_into_silence_and_the_rest_is_after_resend_s(monkeyp
         sent = hub.peers["far"].bytes_out
         await asyncio.sleep(1.0)
         assert hub.peers["far"].bytes_out < sent + 100_000
+        await far.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_hub_that_stood_still_does_not_take_that_for_silence_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
+
+    async def body() -> None:
+        sites = Sites()
+        hub = sites.hub()
+        far = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        await until(lambda: hub.silent_for("far") < 0.1)
+        time.sleep(1.0)
+        assert hub.silent_for("far") < 0.5  # before it has looked at anything
+        await asyncio.sleep(0)
+        assert hub.silent_for("far") < 0.5
+        for task in far._tasks:
+            task.cancel()
+        await until(lambda: hub.silent_for("far") > 0.5)
         await far.close()
         await hub.close()
 
