@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,8 @@ class SiteFleet:
         self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
+        self._loads: defaultdict[str, set[int]] = defaultdict(set)
+        """Versions that each instance was told to load, and has not answered for."""
         self.watch = InstanceWatch(self)
         self._causes: dict[str, str] = {}
         """Of what instances have died, the newest time."""
@@ -170,6 +173,10 @@ class SiteFleet:
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    def being_loaded(self) -> set[int]:
+        """Versions that instances may be in the middle of: an old one if it has been silent since."""
+        return set().union(*self._loads.values())
 
     async def scale(self, replicas: Mapping[str, int]) -> None:
         """From now on pools are to have so many instances; that they are is reached in time."""
@@ -362,6 +369,7 @@ class SiteFleet:
         due = None if leaving else life.died(time.monotonic(), self.budget)
         self.hub.drop(name)
         self.answers.give_up(name)
+        self._loads.pop(name, None)
         for partial in await self.dispatcher.lost(name, self.journal.kept):
             await self._parked(partial)
         if leaving:
@@ -444,6 +452,7 @@ class SiteFleet:
         """An instance has loaded a version, or has not found it in the site's store: which is no wonder if the version
         is an old one, that it was to load while it stood still."""
         name, number = delivery.peer, int(delivery.body["number"])
+        self._loads[name].discard(number)
         if self._served is None or number != self._served.number:
             return
         if delivery.kind == "applied":
@@ -455,6 +464,7 @@ class SiteFleet:
         waits_for_requests = self.context.run.schedule.on_update == "wait"
         limit_s = self.limits.weights_s + (self.limits.generation_s if waits_for_requests else 0)
         body = {"number": version.number, "content_hash": version.content_hash}
+        self._loads[name].add(version.number)
         answer = await self.answers.ask(name, "apply_weights", body, "applied", limit_s)
         return Loaded(float(answer["started"]), float(answer["finished"]))
 

@@ -252,7 +252,7 @@ class GenerationService:
         fetched = time.time()
         loaded = await self.fleet.update(version)
         home = self.controller.clock.to_hub_time
-        self.weights.store.keep_only({version.number})
+        self.weights.store.keep_only({version.number} | self.fleet.being_loaded())
         report = {
             "number": version.number,
             "source": source,
