@@ -18,7 +18,7 @@ are a step. The ledger is on the disk of the results' folder: a commit takes as 
 "commit ms" says how long the first one was.
 
 *steady*: 50,000 samples a minute are offered. Latency is from the instance's send to the commit. Slopes of memory are
-least-squares lines over the whole time. *ceiling*: as many as go, also without the ledger. CPU is percent of one core:
+least-squares lines over the second half. *ceiling*: as many as go, also without the ledger. CPU is percent of one core:
 what is near 100 % bounds it, or all cores together do, or the disk. *backpressure*: the same offer in five equal
 parts: free, trainer at a tenth, free, commits at a tenth, free. The uplink's high mark is here the smallest there is
 (4 MB, of a slow link): inside a site it is 256 MB, and 128 samples for each of a few instances never reach it.

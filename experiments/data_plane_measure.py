@@ -109,9 +109,10 @@ class Series:
 
 
 def _process(rows: Sequence[tuple[float, float, float]], start: float, end: float) -> dict[str, float]:
-    """Share of a core, resident MB at the start and end, and the slope in MB/min."""
+    """Share of a core, resident MB at the start and end, and the slope over the second half in MB/min."""
     at, cpu, mb = np.array([row for row in rows if start <= row[0] <= end]).T
-    slope = 60 * float(np.polyfit(at, mb, 1)[0])
+    late = at >= (start + end) / 2
+    slope = 60 * float(np.polyfit(at[late], mb[late], 1)[0])
     return {"cpu": (cpu[-1] - cpu[0]) / (at[-1] - at[0]), "first_mb": mb[0], "last_mb": mb[-1], "mb_per_min": slope}
 
 
