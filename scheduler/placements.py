@@ -48,6 +48,11 @@ def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None)
         slots: [workers] most requests of each at once; for like idle instances any one number will do.
         running: [workers] slots that are taken already; None: none.
     """
+    if len(set(slots)) == 1 and not any(running or ()):  # as below, at once
+        there, back = np.arange(len(slots)), 2 * len(slots) - 1 - np.arange(len(slots))
+        rounds = np.arange(0, count, 2 * len(slots))[:, None]
+        dealt = np.stack([rounds + there, rounds + back], axis=1).reshape(-1, len(slots)).T
+        return [hand[hand < count].tolist() for hand in dealt]
     queues: list[list[int]] = [[] for _ in slots]
     request = 0
     for number, hand in enumerate(_hands(slots, running or [0] * len(slots))):
@@ -235,11 +240,11 @@ def _best_cuts(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """best[u][j] = least makespan of the requests before cut j on the first u units; the last stretch takes units
     of one kind."""
-    size = len(cuts)
+    size, columns = len(cuts), np.arange(len(cuts))
     best = [np.where(np.arange(size) == 0, 0.0, np.inf)]
-    choice: list[npt.NDArray[np.int64]] = [np.zeros((size, 2), dtype=int)]
+    choice = [(np.zeros(size, dtype=int), np.zeros(size, dtype=int))]
     for used in range(1, len(units) + 1):
-        values, chosen = np.full(size, np.inf), np.zeros((size, 2), dtype=int)
+        values, starts, begins = np.full(size, np.inf), np.zeros(size, dtype=int), np.zeros(size, dtype=int)
         machines = 0
         for start in range(used - 1, -1, -1):
             if of_run[start] != of_run[used - 1]:
@@ -247,20 +252,21 @@ def _best_cuts(
             machines += len(units[start])
             candidates = np.maximum(best[start][:, None], cost(of_run[start], machines))
             where = candidates.argmin(axis=0)
-            least = candidates[where, np.arange(size)]
+            least = candidates[where, columns]
             better = least < values
-            values = np.where(better, least, values)
-            chosen[better] = np.stack([np.full(size, start), where], axis=1)[better]
+            np.copyto(values, least, where=better)
+            np.copyto(starts, start, where=better)
+            np.copyto(begins, where, where=better)
         best.append(values)
-        choice.append(chosen)
+        choice.append((starts, begins))
     queues: list[list[int]] = [[] for _ in range(workers)]
     used, cut, parts = len(units), size - 1, []
     while used:
-        start, begin = choice[used][cut]
+        start, begin = (int(chosen[cut]) for chosen in choice[used])
         seats = [seat for unit in units[start:used] for seat in unit]
         if begin < cut:
             parts.append(seats)
             for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), [1] * len(seats)), strict=True):
                 queues[seat] = [int(cuts[begin]) + request for request in hand]
-        used, cut = int(start), int(begin)
+        used, cut = start, begin
     return queues, parts[::-1]

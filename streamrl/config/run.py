@@ -98,7 +98,8 @@ class WeightSyncConfig(StrictModel):
 
     backend: Literal["auto", "stream", "nccl"] = Field(
         "auto",
-        description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda",
+        description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda, "
+        "unless the schedule is colocated",
     )
     encoding: Literal["auto", "raw", "delta"] = Field(
         "auto", description="what relays fetch: raw: all bytes; delta: lossless differences; auto: delta across sites"
@@ -191,6 +192,11 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"model.max_context ({self.model.max_context})"
+            )
+        if self.schedule.name == "colocated" and self.weights.backend == "nccl":
+            raise ValueError(
+                "weights.backend nccl needs a GPU of its own for each member, and schedule colocated shares the "
+                "trainer's with instances; set backend: auto or stream"
             )
         names = [task.key for task in self.tasks]
         if len(names) != len(set(names)):

@@ -93,9 +93,10 @@ def engine_config(
 
 
 def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
-    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site and sends no codes."""
+    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site, sends no codes, and has no
+    two members on one GPU."""
     chosen = run.weights.backend
     if chosen == "auto":
-        whole = run.weights.generation_dtype == "same"
-        chosen = "nccl" if cuda and whole and not several_sites else "stream"
+        whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
+        chosen = "nccl" if cuda and whole and not several_sites and not shared else "stream"
     return BACKEND if chosen == "stream" else chosen

@@ -58,7 +58,7 @@ def check(
         lambda: check_model(run),
         lambda: check_heads(cluster, run),
         lambda: check_sites(cluster, run),
-        lambda: check_gpus(cluster, count_gpus() if cluster.hardware == "cuda" else 0, site),
+        lambda: check_gpus(cluster, run, count_gpus() if cluster.hardware == "cuda" else 0, site),
         lambda: check_disk(run, runs_root),
         lambda: check_ray(cluster, run, site),
     ]
@@ -201,12 +201,15 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         yield str(error)
 
 
-def check_gpus(cluster: ClusterConfig, present: int, site: str | None = None) -> Iterable[str]:
-    """Enough GPUs on this machine."""
+def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str | None = None) -> Iterable[str]:
+    """Enough GPUs on this machine; trainer and instances may share them under `colocated`."""
     if cluster.hardware != "cuda":
         return
+    together = max if run.schedule.name == "colocated" else sum
     wanted = sum(
-        (one.trainer.ranks if one.trainer else 0) + sum(p.replicas * p.gpus_per_replica for p in one.generation)
+        together(
+            [one.trainer.ranks if one.trainer else 0, sum(p.replicas * p.gpus_per_replica for p in one.generation)]
+        )
         for one in sites_here(cluster, site)
     )
     if wanted > present:

@@ -178,28 +178,8 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
     assert done >= 1
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds_and_says_so(tmp_path: Path) -> None:
-    project = Project(tmp_path, tail=False)
-    process = project.start("--steps", "50")
-    run_dir = project.run_dir()
-    wait_for(
-        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")),
-        240,
-        process,
-    )
-    family = psutil.Process(process.pid).children(recursive=True)
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - started < 10
-    assert process.returncode == 130, output
-    assert psutil.wait_procs(family, timeout=1)[1] == []
-    assert read_status(run_dir).state == "interrupted"
-    assert f"--resume {run_dir.relative_to(project.folder)}" in output
-
-
 @pytest.mark.timeout(600)
-def test_a_pool_grows_and_shrinks_while_the_run_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lost(tmp_path: Path) -> None:
     project = Project(tmp_path)
     easy = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
     changes = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 400}}
@@ -238,8 +218,15 @@ def test_a_pool_grows_and_shrinks_while_the_run_goes_on_and_loses_nothing(tmp_pa
     assert "here-regular-1" not in read_status(run_dir).roles
     shrunk = steps()
     wait_for(lambda: steps() >= shrunk + 2, 100, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130, output
+    assert psutil.wait_procs(family, timeout=1)[1] == []
+    assert read_status(run_dir).state == "interrupted"
+    assert f"--resume {run_dir.relative_to(project.folder)}" in output
     rows = trained_rows(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")
     by_instance = {name: [row for row in rows if row["instance"] == name] for name in {row["instance"] for row in rows}}

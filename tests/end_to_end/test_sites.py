@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -109,17 +110,21 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
         assert all(later > earlier - 0.05 for earlier, later in itertools.pairwise(times))
 
 
-def test_two_launchers_find_each_other_in_any_order_and_strangers_stay_out(tmp_path: Path) -> None:
+def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_share(tmp_path: Path) -> None:
     project = Project(tmp_path)
     easy(project)
     path = two_sites(project, free_port())
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
     assert "generate" in subprocess.run(keys, check=True, capture_output=True, text=True, env=project.env).stdout
-    with started(project, "--site", "generate", **ASYNC) as generate:
-        generate_dir = project.folder / "runs" / "tiny-generate"
-        wait_for(lambda: (generate_dir / "logs").exists(), 60, generate)
-        time.sleep(3)
-        with started(project, "--site", "train", **ASYNC) as train:
+    generate_dir = project.folder / "runs" / "tiny-generate"
+    with started(project, "--site", "train", **ASYNC) as train:
+        wait_for(lambda: (project.folder / "runs" / "tiny-train" / "status.json").exists(), 60, train)
+        with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **ASYNC) as generate:
+            output = ended(generate, project, code=1)
+        assert "run sampling.max_tokens is 17 there and 16 here" in output
+        assert train.poll() is None
+        shutil.rmtree(generate_dir)
+        with started(project, "--site", "generate", **ASYNC) as generate:
             ended(train, project)
             output = ended(generate, project)
     assert_all_trained(project.folder / "runs" / "tiny-train", 4)
@@ -133,24 +138,6 @@ def test_two_launchers_find_each_other_in_any_order_and_strangers_stay_out(tmp_p
     for file in project.folder.glob("runs/*/**/*"):
         if file.is_file():
             assert secret not in file.read_text(errors="replace"), file
-
-
-def test_a_site_that_was_started_with_another_run_file_is_refused_with_the_reason(tmp_path: Path) -> None:
-    project = Project(tmp_path)
-    easy(project)
-    path = two_sites(project, free_port())
-    subprocess.run(
-        [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)],
-        check=True,
-        capture_output=True,
-        env=project.env,
-    )
-    with started(project, "--site", "train", **ASYNC) as train:
-        wait_for(lambda: (project.folder / "runs" / "tiny-train" / "status.json").exists(), 60, train)
-        with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **ASYNC) as generate:
-            output = ended(generate, project, code=1)
-        assert "run sampling.max_tokens is 17 there and 16 here" in output
-        assert train.poll() is None
 
 
 def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: Path) -> None:

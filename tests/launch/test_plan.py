@@ -78,11 +78,11 @@ def test_replicas_lie_between_their_limits(limits: dict[str, int]) -> None:
 
 
 def test_more_gpus_than_there_are_is_said() -> None:
-    assert list(preflight.check_gpus(cluster(), present=7)) == []
-    (problem,) = preflight.check_gpus(cluster(), present=4)
+    assert list(preflight.check_gpus(cluster(), RunConfig(), present=7)) == []
+    (problem,) = preflight.check_gpus(cluster(), RunConfig(), present=4)
     assert "asks for 7 GPUs" in problem
     assert "has 4" in problem
-    assert list(preflight.check_gpus(cluster("cpu"), present=0)) == []
+    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), present=0)) == []
 
 
 def started(tmp_path: Path, code: str) -> LocalProcess:

@@ -31,9 +31,12 @@ def make_model(folder: Path, megabytes: int = 1, **config: object) -> RunConfig:
 
 def test_more_gpus_than_there_are() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
-    assert list(preflight.check_gpus(asked, 9)) == ["the cluster asks for 10 GPUs, this machine has 9"]
-    assert list(preflight.check_gpus(asked, 10)) == []
-    assert list(preflight.check_gpus(cluster("cpu"), 0)) == []
+    assert list(preflight.check_gpus(asked, RunConfig(), 9)) == ["the cluster asks for 10 GPUs, this machine has 9"]
+    assert list(preflight.check_gpus(asked, RunConfig(), 10)) == []
+    in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
+    assert list(preflight.check_gpus(asked, in_turns, 8)) == []
+    assert list(preflight.check_gpus(asked, in_turns, 7)) == ["the cluster asks for 8 GPUs, this machine has 7"]
+    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), 0)) == []
 
 
 def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
