@@ -12,7 +12,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,10 +127,10 @@ class Injector:
             case Kind.INSTANCE_HANG:
                 return Injected(frozenset({target}), 0.0, self._stop(target, seen))
             case Kind.ENGINE_KILL:
-                children = self._process(target, seen).children(recursive=True)
-                engines = [one for one in children if ENGINE in _command(one)]
-                _kill(engines or _nothing(f"{target} has no process {ENGINE}"))
+                _kill(self._engines(target, seen))
                 return Injected(frozenset({target}))
+            case Kind.ENGINE_HANG:
+                return Injected(frozenset({target}), 0.0, _stopped(self._engines(target, seen)))
             case Kind.TRAINER_KILL:
                 children = self._process(target, seen).children(recursive=True)
                 ranks = [one for one in children if f"{ROLE_MODULE} trainer" in _command(one)]
@@ -179,17 +179,11 @@ class Injector:
     def _stop(self, name: str, seen: Seen) -> Callable[[], None]:
         """Stops a process and its children; returns what lets them go on."""
         process = self._process(name, seen)
-        family = [process, *process.children(recursive=True)]
+        return _stopped([process, *process.children(recursive=True)])
 
-        def go_on() -> None:
-            for one in family:
-                with contextlib.suppress(psutil.Error):  # psutil knows whether the id is still the same process's
-                    one.send_signal(signal.SIGCONT)
-
-        for one in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGSTOP)
-        return go_on
+    def _engines(self, instance: str, seen: Seen) -> list[psutil.Process]:
+        children = self._process(instance, seen).children(recursive=True)
+        return [one for one in children if ENGINE in _command(one)] or _nothing(f"{instance} has no process {ENGINE}")
 
     def _link(self, kind: Kind, site: str) -> Injected:
         link = self.cluster.link(site)
@@ -274,6 +268,20 @@ def _command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join([process.name(), *process.cmdline()])
     return ""
+
+
+def _stopped(processes: Sequence[psutil.Process]) -> Callable[[], None]:
+    """Stops processes; returns what lets them go on."""
+
+    def go_on() -> None:
+        for one in processes:
+            with contextlib.suppress(psutil.Error):  # psutil knows whether the id is still the same process's
+                one.send_signal(signal.SIGCONT)
+
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGSTOP)
+    return go_on
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

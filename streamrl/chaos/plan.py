@@ -23,6 +23,7 @@ class Kind(StrEnum):
     INSTANCE_PAUSE = "instance-pause"
     INSTANCE_HANG = "instance-hang"
     ENGINE_KILL = "engine-kill"
+    ENGINE_HANG = "engine-hang"
     SERVICE_KILL = "service-kill"
     REWARDS_KILL = "rewards-kill"
     CONTROLLER_KILL = "controller-kill"
@@ -42,6 +43,7 @@ WHAT = {
     Kind.INSTANCE_PAUSE: "SIGSTOP of an instance, SIGCONT before it is taken for dead",
     Kind.INSTANCE_HANG: "SIGSTOP of an instance until it is replaced",
     Kind.ENGINE_KILL: "SIGKILL of the EngineCore process of an instance",
+    Kind.ENGINE_HANG: "SIGSTOP of the EngineCore process of an instance until that is replaced",
     Kind.SERVICE_KILL: "SIGKILL of a site's generation service",
     Kind.REWARDS_KILL: "SIGKILL of a rewards process",
     Kind.CONTROLLER_KILL: "SIGKILL of the controller",
@@ -57,7 +59,9 @@ WHAT = {
 }
 """What is injected, in words."""
 
-OF_INSTANCES = frozenset({Kind.INSTANCE_KILL, Kind.INSTANCE_PAUSE, Kind.INSTANCE_HANG, Kind.ENGINE_KILL})
+OF_INSTANCES = frozenset(
+    {Kind.INSTANCE_KILL, Kind.INSTANCE_PAUSE, Kind.INSTANCE_HANG, Kind.ENGINE_KILL, Kind.ENGINE_HANG}
+)
 OF_LINKS = frozenset({Kind.LINK_CUT, Kind.LINK_SLOW, Kind.LINK_LOSSY})
 ENDS_RUN = frozenset({Kind.DISK_FULL, Kind.LAUNCHER_KILL})
 """After these nobody is left who would start the run again."""
@@ -110,6 +114,7 @@ def targets(found: Inventory) -> tuple[dict[Kind, tuple[str, ...]], dict[Kind, s
         Kind.INSTANCE_PAUSE: (found.instances, "there is no instance"),
         Kind.INSTANCE_HANG: (found.instances, "there is no instance"),
         Kind.ENGINE_KILL: (found.instances, "there is no instance"),
+        Kind.ENGINE_HANG: (found.instances, "there is no instance"),
         Kind.SERVICE_KILL: (found.services, "there is no service"),
         Kind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
         Kind.CONTROLLER_KILL: (home, here),

@@ -28,8 +28,9 @@ COLUMNS = (
 )
 NOT_SEEN = "-"
 AFTER = {
-    "the death of an instance": OF_INSTANCES - {Kind.INSTANCE_HANG},
-    "an instance hung (deadlines.heartbeat_s)": frozenset({Kind.INSTANCE_HANG}),
+    "the death of an instance": OF_INSTANCES - {Kind.INSTANCE_HANG, Kind.ENGINE_HANG},
+    "an instance fell silent (recovery.suspect_s)": frozenset({Kind.INSTANCE_HANG}),
+    "an engine hung (deadlines.heartbeat_s)": frozenset({Kind.ENGINE_HANG}),
 }
 """Kinds of faults after which others take over."""
 

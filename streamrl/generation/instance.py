@@ -53,6 +53,8 @@ class Instance:
         """Of the service: what was asked for by an earlier one is of no use to the present one."""
         self._giving_up: set[asyncio.Future[None]] = set()
         self._rate = (time.monotonic(), Worked())
+        self._moved = time.monotonic()
+        """When the engine last had made a token, or had nothing to make."""
         self._pace: tuple[int, float] | None = None
         """(Number, ratio) of the last stretch of work that was compared with the step curve."""
 
@@ -195,6 +197,8 @@ class Instance:
     def _state(self) -> dict[str, Any]:
         now, worked = time.monotonic(), self.engine.worked()
         (then, before), self._rate = self._rate, (now, worked)
+        if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
+            self._moved = now
         ratio = pace(self.curve, before, worked)
         if ratio is not None and not self._updated:
             self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
@@ -203,6 +207,7 @@ class Instance:
             "state": self._doing(),
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
+            "stalled_s": now - self._moved,
             "pace": self._pace,
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,

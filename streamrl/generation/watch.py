@@ -56,10 +56,14 @@ class InstanceWatch:
 
     async def _listen(self, life: InstanceLife, silent_s: float, now: float) -> None:
         """One that has been silent for a moment has nothing any more: others have; if it goes on, it is taken for
-        dead. Once it is heard, and has given up what it had, it is taken back."""
+        dead. Once it is heard, and has given up what it had, it is taken back. One that speaks while its engine makes
+        nothing of what it has is taken for dead, too."""
         fleet, name = self.fleet, life.name
+        stalled_s = float(fleet.hub.peers[name].state.get("stalled_s", 0.0))
         if silent_s > fleet.limits.heartbeat_s:
             await fleet.died(life, f"{name} was silent for {silent_s:.0f} s")
+        elif stalled_s > fleet.limits.heartbeat_s and life.state is Life.READY:
+            await fleet.died(life, f"{name} has made no token for {stalled_s:.0f} s of the requests that it runs")
         elif silent_s > fleet.recovery.suspect_s:
             self._heard_at.pop(name, None)
             await fleet.give_up(life)

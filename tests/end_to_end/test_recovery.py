@@ -21,8 +21,8 @@ EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2
 class Running:
     """A run of the tiny model with answers long enough to be interrupted."""
 
-    def __init__(self, folder: Path, steps: int, **changes: object) -> None:
-        self.project = Project(folder)
+    def __init__(self, folder: Path, steps: int, tail: bool = True, **changes: object) -> None:
+        self.project = Project(folder, tail)
         model = {"path": str(folder / "model"), "max_context": 512}
         base = {"tasks": EASY, "model": model, "sampling": {"max_tokens": 300}, "checkpoint": {"every": 2}}
         self.process = self.project.start(steps=steps, **(base | changes))
@@ -111,7 +111,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
 
 @pytest.mark.timeout(600)
 def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    run = Running(tmp_path, 8, schedule={"name": "async"}, deadlines={"heartbeat_s": 25})
+    run = Running(tmp_path, 8, False, schedule={"name": "async"}, deadlines={"heartbeat_s": 25})
     run.wait(lambda: run.steps >= 3)
     instances = {one.pid for one in read_started(run.run_dir) if one.role == "instance"}
     before = run.pid("controller")
@@ -132,13 +132,13 @@ def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_check
 
 
 def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, tail=False)
     process = project.start(steps=5)
     started = project.run_dir() / "processes.json"
-    wait_for(lambda: started.exists() and len(read_started(started.parent)) == 6, 60, process)
-    victim = next(one for one in read_started(started.parent) if one.name == "here-tail-0")
+    wait_for(lambda: started.exists() and len(read_started(started.parent)) == 5, 60, process)
+    victim = next(one for one in read_started(started.parent) if one.name == "here-regular-0")
     os.kill(victim.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "here-tail-0 was killed by SIGKILL" in output
-    assert "here-tail-0" in (read_status(project.run_dir()).error or "")
+    assert "here-regular-0 was killed by SIGKILL" in output
+    assert "here-regular-0" in (read_status(project.run_dir()).error or "")

@@ -102,11 +102,11 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
 
 
 def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, tail=False)
     easy_prompts(project)
     project.launch(
         tasks=EASY,
-        # four times the batchers' slots: when a step has its groups, others have produced only a part
+        # several times the batchers' slots: when a step has its groups, others have produced only a part
         schedule={"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 60, "over_issue": 3}},
         model={"path": str(tmp_path / "model"), "max_context": 160},
         sampling={"max_tokens": 110},
@@ -125,7 +125,7 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
 
 
 def test_auto_profiles_decides_and_says_why(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, tail=False)
     easy_prompts(project)
     output = project.launch(tasks=EASY, steps=9, schedule={"name": "auto", "profile_steps": 1}, checkpoint={"every": 9})
     run_dir = project.run_dir()
