@@ -210,7 +210,7 @@ class _Timed:
         taken_for = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)  # [scenarios, slots]
         full = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True)]
         pace = np.repeat(full, [len(taken) for taken in at_once])
-        ends = taken_for * pace
+        ends = np.ascontiguousarray(taken_for * pace)  # indexing columns has left it in another order
         if len(ends) == 1:
             _refill(taken_for[0], ends[0], pace, self.drawn[0, waiting])
             waiting = []

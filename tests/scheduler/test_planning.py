@@ -13,7 +13,7 @@ from scheduler.expected import Worker, expected_time
 from scheduler.forecast import Forecast, scenarios
 from scheduler.placements import blocks, even, greedy, packed, together
 from scheduler.planned import SkewAware
-from scheduler.planning import SCENARIOS, Prompts, best_partition, plan
+from scheduler.planning import SCENARIOS, Prompts, _Timed, best_partition, plan
 from scheduler.policy import Request
 from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
 
@@ -230,3 +230,18 @@ def test_where_anyone_may_run_to_the_limit_the_longest_do_not_start_first() -> N
     assert sorted(chosen.ranks) == list(range(256))
     known = np.sort(rng.lognormal(5, 1, 256))[::-1, None]
     assert plan(known, workers(2, slots=32), arrivals=range(256)).ranks == tuple(range(256))
+
+
+def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None:
+    drawn = np.stack([long_tailed(120, seed)[np.random.default_rng(seed).permutation(120)] for seed in range(5)])
+    machines = [*workers(2, slots=16), *workers(1, slots=8, curve=STEEP)]
+    at_once, waiting = [list(range(0, 16)), list(range(16, 32)), list(range(32, 40))], list(range(40, 120))
+
+    def steps(some: np.ndarray) -> list[np.ndarray]:
+        return _Timed(some, machines, [range(0)] * 3)._steps(machines, at_once, waiting)
+
+    together = steps(drawn)
+    for number, lengths in enumerate(drawn):
+        for mine, alone in zip(together, steps(lengths[None]), strict=True):
+            assert mine[number] == pytest.approx(alone[0])
+    assert sum(one.sum() for one in together) == pytest.approx(drawn.sum())
