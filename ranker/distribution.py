@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from ranker.segments import Array
 
@@ -37,8 +38,9 @@ class Distribution:
     """Median log length of each bin [B], not decreasing with the score."""
     tables: Array
     """Quantiles of (log length - median) / spread [B, Q]."""
-    runaway: float = 0.0
-    """Share of samples that ran to the length limit though that was far beyond what was expected of them."""
+    runaway: Array
+    """Share of samples that ran to the length limit though that was far beyond what was expected of them [B], not
+    decreasing with the score: the more there is to write, the more goes wrong."""
 
     def location(self, score: Array) -> Array:
         """The median log length [N] of scores [N]."""
@@ -58,7 +60,8 @@ class Distribution:
         logs = self.location(score)[:, None] + spread[:, None] * rows
         tokens: Array = np.exp(np.clip(logs, 0.0, np.log(limit)))
         tokens = np.maximum.accumulate(tokens, axis=1)
-        run = _far_from(tokens, limit)[:, None] & (1 - self.runaway < LEVELS)
+        share = np.interp(score, self.centres, self.runaway)
+        run = _far_from(tokens, limit)[:, None] & (1 - share[:, None] < LEVELS)
         return np.where(run, float(limit), tokens)
 
 
@@ -91,13 +94,17 @@ def fit_distribution(score: Array, spread: Array, log: Array, cap: float | None 
     number, centres, medians = fit_medians(score, log)
     residual = (log - np.interp(score, centres, medians)) / spread
     tables = np.array([np.quantile(residual[number == b], LEVELS) for b in range(len(centres))])
-    plain = Distribution(centres, medians, tables)
+    plain = Distribution(centres, medians, tables, np.zeros(len(centres)))
     if cap is None:
         return plain
-    # a bin has too few of them to tell; all bins together have enough
     far = _far_from(plain.quantiles(score, spread, cap), cap)
-    share = float((log[far] >= np.log(cap) - 1e-9).mean()) if far.any() else 0.0
-    return replace(plain, runaway=share)
+    if not far.any():
+        return plain
+    counts = np.bincount(number[far], minlength=len(centres))
+    run = np.bincount(number[far], weights=log[far] >= np.log(cap) - 1e-9, minlength=len(centres))
+    # a bin has too few of them to tell; that they do not get fewer with the score joins bins until there are enough
+    shares = isotonic_regression(run / np.maximum(counts, 1), weights=np.maximum(counts, 1e-6)).x
+    return replace(plain, runaway=shares)
 
 
 def _far_from(quantiles: Array, limit: float) -> Array:

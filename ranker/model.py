@@ -29,7 +29,9 @@ from ranker.segments import Array
 from ranker.unfamiliar import COLUMNS, Unfamiliar
 
 FORMAT = "streamrl-ranker"
-VERSION = 2
+TABLES = ("centres", "medians", "tables", "runaway")
+"""Arrays of the distribution."""
+VERSION = 3
 """Raised by any change after which older files would be read wrongly; also of `ranker.text` and `ranker.history`."""
 
 
@@ -120,7 +122,6 @@ class LengthModel:
             "tasks": list(self.schema.tasks),
             "cap": self.cap,
             "longest": self.longest,
-            "runaway": self.distribution.runaway,
             "shift": scorer.shift if scorer else 0.0,
             "scale": scorer.scale if scorer else 1.0,
             "report": self.report.to_json(),
@@ -128,7 +129,7 @@ class LengthModel:
         arrays = {f"table_{kind}": table for kind, table in self.schema.projection.tables.items()}
         arrays |= {f"weight_{kind}": weight for kind, weight in self.schema.projection.weights.items()}
         arrays["common"] = np.packbits(self.schema.rare.common)
-        arrays |= {name: getattr(self.distribution, name) for name in ("centres", "medians", "tables")}
+        arrays |= {name: getattr(self.distribution, name) for name in TABLES}
         if self.unfamiliar is not None:
             arrays |= {"unfamiliar_means": self.unfamiliar.means, "unfamiliar_slopes": self.unfamiliar.slopes}
             manifest["unfamiliar"] = [getattr(self.unfamiliar, name) for name in ("bound", "typical", "spread")]
@@ -203,7 +204,7 @@ class LengthModel:
             scorer=scorer,
             spread=lgb.Booster(model_str=spread) if spread else None,
             unfamiliar=unfamiliar,
-            distribution=Distribution(arrays["centres"], arrays["medians"], arrays["tables"], manifest["runaway"]),
+            distribution=Distribution(*(arrays[name] for name in TABLES)),
             cap=manifest["cap"],
             longest=manifest["longest"],
             report=Report.from_json(manifest["report"]),

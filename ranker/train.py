@@ -281,7 +281,7 @@ def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
     note = f"{why}; every request gets the distribution of all lengths"
     log = np.log(rollouts.output_length)
     distribution = Distribution(
-        np.zeros(1), np.array([np.median(log)]), (np.quantile(log, LEVELS) - np.median(log))[None, :]
+        np.zeros(1), np.array([np.median(log)]), (np.quantile(log, LEVELS) - np.median(log))[None, :], np.zeros(1)
     )
     report = Report(
         samples=len(rollouts),

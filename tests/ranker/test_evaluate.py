@@ -137,10 +137,23 @@ def test_requests_that_run_away_are_in_every_short_ones_last_quantiles() -> None
     log = np.minimum(np.where(away, np.log(1000.0), log), np.log(1000.0))
     spread = np.full(len(score), 0.1)
     fitted = fit_distribution(score, spread, log, cap=1000)
-    assert fitted.runaway == pytest.approx(0.004, abs=0.0015)
+    far = fitted.centres < np.log(500.0)
+    assert fitted.runaway[far].mean() == pytest.approx(0.004, abs=0.0015)
     quantiles = fitted.quantiles(np.array([3.5, 4.5, 6.0]), np.full(3, 0.1), 1000)
     assert quantiles[:2, -1].tolist() == [1000, 1000]
     assert (quantiles[:2, int(np.searchsorted(LEVELS, 0.99))] < 200).all()
     assert (np.diff(quantiles, axis=1) >= 0).all()
-    assert fit_distribution(score, spread, log).runaway == 0.0
+    assert not fit_distribution(score, spread, log).runaway.any()
     assert isinstance(fitted, Distribution)
+
+
+def test_those_run_away_whose_like_did() -> None:
+    rng = np.random.default_rng(1)
+    score = rng.random(20_000) * 3 + 3
+    log = score + 0.1 * rng.standard_normal(len(score))
+    away = rng.random(len(log)) < np.where(score > 5.0, 0.02, 0.0)
+    log = np.minimum(np.where(away, np.log(1000.0), log), np.log(1000.0))
+    fitted = fit_distribution(score, np.full(len(score), 0.1), log, cap=1000)
+    assert (np.diff(fitted.runaway) >= 0).all()
+    quantiles = fitted.quantiles(np.array([3.5, 4.5, 5.5]), np.full(3, 0.1), 1000)
+    assert quantiles[2, -1] == 1000 and (quantiles[:2, -1] < 300).all()
