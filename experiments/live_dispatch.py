@@ -277,12 +277,19 @@ async def compare(workload: Workload, model: LengthModel, repeats: int, console:
         bench.close()
 
 
-def agreement(results: Sequence[Result]) -> tuple[int, int]:
-    """Pairs of policies of a workload that measured clearly apart: (simulated in the same order, all)."""
+def agreement(results: Sequence[Result], in_every_repeat: bool = False) -> tuple[int, int]:
+    """Pairs of policies of a workload that measured apart: (simulated in the same order, all).
+
+    Args:
+        results: of all workloads.
+        in_every_repeat: only pairs of which one was quicker in each of its repeats than the other in any.
+    """
     same = count = 0
     for _, some in itertools.groupby(results, key=lambda result: result.workload):
         for a, b in itertools.combinations(list(some), 2):
-            if abs(a.measured - b.measured) > CLOSE * min(a.measured, b.measured):
+            quicker, slower = sorted((a, b), key=lambda result: result.measured)
+            apart = max(quicker.all_measured) < min(slower.all_measured)
+            if slower.measured > (1 + CLOSE) * quicker.measured and (apart or not in_every_repeat):
                 count += 1
                 same += (a.measured < b.measured) == (a.simulated < b.simulated)
     return same, count
@@ -322,7 +329,9 @@ def main(repeats: int, only: tuple[str, ...], out: Path) -> None:
     errors = [abs(result.simulated / result.measured - 1) for result in results]
     same, count = agreement(results)
     console.print(f"median error of the simulated time {statistics.median(errors):.1%}", highlight=False)
+    same_apart, apart = agreement(results, in_every_repeat=True)
     console.print(f"policies that measured over {CLOSE:.0%} apart: {same} of {count} pairs simulated in that order")
+    console.print(f"of those whose repeats do not overlap: {same_apart} of {apart}")
     for name in list(POLICIES)[1:]:
         mine = [result for result in results if result.policy == name]
         measured = statistics.geometric_mean(result.measured_ratio for result in mine)
@@ -330,6 +339,7 @@ def main(repeats: int, only: tuple[str, ...], out: Path) -> None:
         console.print(f"{name}: {measured:.3f} of round-robin's time, simulated {expected:.3f}", highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     summary = {"median_error": statistics.median(errors), "same_order": same, "pairs": count}
+    summary |= {"same_order_apart": same_apart, "pairs_apart": apart}
     (out / "results.json").write_text(json.dumps(summary | {"results": [asdict(r) for r in results]}, indent=1) + "\n")
     plot(results, out / "prediction.svg")
 
