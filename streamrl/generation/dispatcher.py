@@ -188,7 +188,7 @@ class Dispatcher:
         self._forget(instance)
 
     def leave(self, instance: str) -> None:
-        """An instance that is held, and has nothing left, has to join again before it gets requests."""
+        """An instance has to join again before it gets requests; what it works on stays its own."""
         self._forget(instance)
 
     def _forget(self, instance: str) -> None:

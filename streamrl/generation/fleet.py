@@ -335,7 +335,8 @@ class SiteFleet:
         if life.can("silent"):
             log.warning("%s is silent", name)
             life.on("silent")
-            await self.dispatcher.hold(name, requeue=False, why="silent")
+            if self.dispatcher.knows(name):
+                await self.dispatcher.hold(name, requeue=False, why="silent")
             await self._changed()
         if waited_for and self._backend != "nccl":  # there the trainer brings weights, to those it knows of
             life.missed = True
