@@ -6,6 +6,11 @@ its own) knows it. vLLM calls init, start, update, finish; what is done in betwe
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+
+from streamrl.processes import end_with_parent
+
 BACKEND = "streamrl"
 
 
@@ -13,6 +18,8 @@ def register() -> None:
     """Entry point: makes `WeightTransferConfig(backend="streamrl")` known. Called once or more per process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+    if multiprocessing.parent_process() is not None:  # an engine, or one of its workers: alone it only holds memory
+        end_with_parent(signal.SIGKILL)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine"

@@ -84,6 +84,7 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     assert len(ids) == len(set(ids)) == 18 * STEPS
     assert sorted(ids) == Ledger(run_dir / "ledger.sqlite").trained_ids()
     assert not any(is_alive(one.pid) for one in started.values())
+    assert [p.info["name"] for p in psutil.process_iter(["name", "cwd"]) if p.info["cwd"] == str(tmp_path)] == []
 
 
 def second_part(folder: Path, instance: str) -> int:
