@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from ranker.segments import Array
 
@@ -103,8 +102,19 @@ def fit_distribution(score: Array, spread: Array, log: Array, cap: float | None 
     counts = np.bincount(number[far], minlength=len(centres))
     run = np.bincount(number[far], weights=log[far] >= np.log(cap) - 1e-9, minlength=len(centres))
     # a bin has too few of them to tell; that they do not get fewer with the score joins bins until there are enough
-    shares = isotonic_regression(run / np.maximum(counts, 1), weights=np.maximum(counts, 1e-6)).x
-    return replace(plain, runaway=shares)
+    return replace(plain, runaway=_not_decreasing(run, counts))
+
+
+def _not_decreasing(hits: Array, counts: Array) -> Array:
+    """The shares hits / counts [B], neighbours joined until none is below the one before (pool adjacent violators, the
+    least-squares fit; bins without a count take part in whatever they are joined to)."""
+    blocks: list[tuple[float, float, int]] = []
+    for hit, count in zip(hits.tolist(), counts.tolist(), strict=True):
+        blocks.append((hit, count, 1))
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] >= blocks[-1][0] * blocks[-2][1]:
+            (a, n, k), (b, m, j) = blocks.pop(-2), blocks.pop()
+            blocks.append((a + b, n + m, k + j))
+    return np.repeat([hit / max(count, 1.0) for hit, count, _ in blocks], [size for _, _, size in blocks])
 
 
 def _far_from(quantiles: Array, limit: float) -> Array:
