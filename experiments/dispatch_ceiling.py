@@ -12,14 +12,13 @@ the share of the oracle's saving, and says little where the oracle saves next to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 import numpy as np
 from rich.progress import track
-from running import Sheet, machine, terminal
+from running import Sheet, machine, terminal, write_results
 
 from ranker.data import Rollouts, read_rollouts
 from ranker.segments import Array
@@ -30,7 +29,7 @@ from scheduler.saving import Saving, saving
 from scheduler.simulator import SimulatedInstance, SimulatedRequest
 
 HERE = Path(__file__).parent
-DATA, OUT = HERE / "data" / "small_reasoner.parquet", HERE / "results"
+DATA, OUT = HERE / "data" / "small_reasoner.parquet", HERE / "results" / "dispatch_ceiling.json"
 MANY, ISSUED = 32, 8
 """Samples of a prompt, and how many of them are a batch's."""
 LEVELS = np.linspace(0.02, 0.98, 25)
@@ -101,14 +100,9 @@ def main(count: int) -> None:
     columns = ("slots each", "oracle", RANKER, "captured", OTHERS, "captured")
     sheet = Sheet(f"{count} batches of {len(prompts)} prompts x {ISSUED}: time against least-loaded", columns, rows)
     sheet.show(console)
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "dispatch_ceiling.json").write_text(json.dumps(values, indent=1) + "\n")
-    about = (__doc__ or "").split("\n\n", 2)[2].strip()
-    head = f"Written by `experiments/{Path(__file__).name}`, {machine()}.\n\n{about}\n\n"
-    (OUT / "dispatch_ceiling.md").write_text(
-        f"# What of the oracle's saving can be captured\n\n{head}{sheet.markdown()}"
-    )
-    console.print(f"written to {OUT / 'dispatch_ceiling.json'} and .md beside", highlight=False)
+    record = {"machine": machine(), "batches": count, "slots": values}
+    write_results(OUT, record, "What of the oracle's saving can be captured", [sheet])
+    console.print(f"written to {OUT} and .md beside", highlight=False)
 
 
 if __name__ == "__main__":

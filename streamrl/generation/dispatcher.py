@@ -148,7 +148,7 @@ class Dispatcher:
         if instance in self._joined:
             await self.hold(instance, requeue=False, why="lost")
         parked = await self._go_on_elsewhere(self.works_on(instance), kept)
-        self._forget(instance)
+        self.leave(instance)
         return parked
 
     async def hand_over(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
@@ -185,13 +185,10 @@ class Dispatcher:
     async def retire(self, instance: str) -> None:
         """An instance that was held, and has nothing left, is gone."""
         self._unused.discard(instance)
-        self._forget(instance)
+        self.leave(instance)
 
     def leave(self, instance: str) -> None:
         """An instance has to join again before it gets requests; what it works on stays its own."""
-        self._forget(instance)
-
-    def _forget(self, instance: str) -> None:
         self._held.pop(instance, None)
         self._joined.pop(instance, None)
         self._handed_over.pop(instance, None)
