@@ -25,6 +25,7 @@ from streamrl.weights.entropy import (
     BLOCK,
     Bytes,
     CorruptDelta,
+    Indices,
     PositionReader,
     PositionWriter,
     Reader,
@@ -214,7 +215,8 @@ def _sparse(fresh: Words, before: Words, bits: Bytes, ordered: bool) -> Bytes:
     done = 0
     for where in positions.blocks():
         part = slice(done, done + len(where))
-        difference = _signed(_difference(fresh[where], before[where], ordered))
+        run = _run(where)
+        difference = _signed(_difference(fresh[run], before[run], ordered))
         below = difference >> (8 * difference.itemsize - 1)  # -1 or 0
         np.less(difference, 0, out=negative[part])
         magnitudes[part] = (difference ^ below) - (below + 1)  # -d - 1 or d - 1
@@ -242,8 +244,16 @@ def _apply(reader: Reader, values: Words, ordered: bool) -> None:
         part = slice(done, done + len(where))
         below = word.type(0) - negative[part]  # all ones or zero
         difference = (magnitudes[part] + (word.type(1) - negative[part])) ^ below
-        values[where] = _ordered(_ordered(values[where], ordered) + difference, ordered)
+        run = _run(where)
+        values[run] = _ordered(_ordered(values[run], ordered) + difference, ordered)
         done += len(where)
+
+
+def _run(where: Indices) -> Indices | slice:
+    """Increasing elements; as a slice, which needs no copy, if they follow each other."""
+    if len(where) and where[-1] - where[0] == len(where) - 1:
+        return slice(int(where[0]), int(where[-1]) + 1)
+    return where
 
 
 def _difference(new: Words, old: Words, ordered: bool) -> Words:

@@ -30,15 +30,17 @@ MIN_ZSTD = 48
 """A shorter stream is stored as it is: a zstd frame has a header and a Huffman table."""
 ONE_BYTE_GAP, TWO_BYTE_GAP = 150, 30_000
 """Up to these mean gaps, gaps are coded in one and two bytes, with few escapes; in three above."""
+RICE_GAP = 64
+"""From this mean gap on Rice's code is tried beside: below, bits of gaps take longer than what they save is worth."""
 MASK_SHARE = 0.22
 """From this share of chosen elements a bitmask through zstd is smaller than gaps (both within 2 % of the entropy)."""
 HELD_SHARE = 0.5
 """Below this share of bytes with any bit set, only those are looked into."""
 LEVEL_SHARE = 0.3
 """Numbers of which more than this share are the smallest possible have that said in a set of its own."""
-LEVEL_COUNT, MAX_LEVELS = 16, 12
+LEVEL_COUNT, MAX_LEVELS = 4, 12
 """Fewer numbers than this are not worth a set; sets that are tried one after the other."""
-NOTHING, MASK = 0, 4
+NOTHING, MASK, RICE = 0, 4, 5
 """Codings of a set, besides gaps in 1, 2 or 3 bytes."""
 COMPLEMENT = 8
 """Added to the coding: elements that are *not* chosen are listed."""
@@ -75,6 +77,17 @@ class Writer:
                 return
         self.number(0)
         self._parts.append(data)
+
+    def bits(self, data: npt.NDArray[np.bool_]) -> None:
+        """Bits whose count the reader knows, as they are."""
+        self._parts.append(np.packbits(data, bitorder="little"))
+
+    def add(self, other: Writer) -> None:
+        """All that the other one wrote."""
+        self._parts += other._parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
 
     def payload(self) -> Bytes:
         """All of it."""
@@ -113,6 +126,11 @@ class Reader:
             raise CorruptDelta(f"a stream is corrupt: {error}") from error
         return np.frombuffer(data, dtype=np.uint8)
 
+    def bits(self, count: int) -> Bytes:
+        """`count` bits as uint8 [count], zero or one."""
+        data = np.frombuffer(self._take((count + 7) // 8), dtype=np.uint8)
+        return np.unpackbits(data, count=count, bitorder="little")
+
     def end(self) -> None:
         """Nothing may follow."""
         if self._at != len(self._data):
@@ -128,16 +146,18 @@ class Reader:
 class PositionWriter:
     """Codes which `k` of `n` elements are chosen.
 
-    Gaps between chosen elements are symbols of 1 to 3 bytes, whose largest value says "go on as far, nothing is chosen
-    there": for elements chosen at random gaps are geometric, and a Huffman code of them is within 3 % of log2 C(n, k).
-    From `MASK_SHARE` on a bitmask is. Of more than half, those left out are coded.
+    For elements chosen at random gaps between them are geometric, and Rice's code of them is within 0.14 bit each of
+    log2 C(n, k): the low bits as they are, what is above in unary. Where elements cluster, symbols of 1 to 3 bytes are
+    smaller, whose largest value says "go on as far, nothing is chosen there", and which zstd codes by their frequency.
+    The smaller of both is written. From `MASK_SHARE` on a bitmask is near the entropy, and quicker. Of more than half,
+    those left out are coded.
     """
 
     def __init__(self, bits: Bytes, n: int, k: int) -> None:
         """Takes a bitmask, uint8 [ceil(n / 8)], little endian, of `k` ones."""
         self._bits, self._n = bits, n
         self._coding = _coding(n, k)
-        self._symbols: list[Bytes] = []
+        self._gaps: list[Indices] = []
 
     def blocks(self) -> Iterator[Indices]:
         """Chosen elements, increasing, a block after the other; to be asked for once, and before `finish`."""
@@ -145,40 +165,40 @@ class PositionWriter:
         last = -1
         for where in chosen(self._bits, self._n):
             if gaps and len(where):
-                self._symbols.append(_symbols(where, last, self._coding))
+                self._gaps.append(np.diff(where, prepend=last) - 1)
                 last = int(where[-1])
             yield where
 
     def finish(self, writer: Writer) -> None:
         """Writes the set; `n` and `k` are for the caller to write."""
-        writer.number(self._coding)
-        planes, bits = self._coding & ~COMPLEMENT, self._bits
-        if planes == NOTHING:
-            return
-        if self._coding & COMPLEMENT:
+        complement, planes, bits = self._coding & COMPLEMENT, self._coding & ~COMPLEMENT, self._bits
+        if complement:
             bits = _inverted(bits, self._n)
-            if planes != MASK:
-                self._symbols = [_symbols(np.concatenate([*chosen(bits, self._n)]), -1, planes)]
-        if planes == MASK:
+        if planes == NOTHING:
+            writer.number(self._coding)
+        elif planes == MASK:
+            writer.number(self._coding)
             writer.stream(bits)
-            return
-        symbols = np.concatenate(self._symbols)
-        writer.number(len(symbols))
-        for plane in range(planes):
-            writer.stream(symbols[:, plane])
+        else:
+            if complement:
+                self._gaps = [np.diff(np.concatenate([*chosen(bits, self._n)]), prepend=-1) - 1]
+            coding, coded = _coded_gaps(np.concatenate(self._gaps), planes, self._n)
+            writer.number(complement + coding)
+            writer.add(coded)
 
 
 class PositionReader:
     """A set that a `PositionWriter` wrote, checked as it is made: exactly `k` elements below `n`."""
 
     def __init__(self, reader: Reader, n: int, k: int) -> None:
-        coding = reader.number(COMPLEMENT + MASK)
+        coding = reader.number(COMPLEMENT + RICE)
         planes, complement = coding & ~COMPLEMENT, bool(coding & COMPLEMENT)
         coded = n - k if complement else k
-        self._n, self._skip = n, 256**planes - 1
+        self._n = n
+        self._skip = -1 if planes == RICE else 256**planes - 1
         self._symbols: Words | None = None  # of gaps
         self._bits = np.zeros((n + 7) // 8 if complement and planes != MASK else 0, dtype=np.uint8)
-        if planes > MASK:
+        if planes > RICE:
             raise CorruptDelta("no such coding of a set")
         if planes == NOTHING and coded:
             raise CorruptDelta("a set is empty")
@@ -189,7 +209,7 @@ class PositionReader:
             if ones(self._bits) != coded:
                 raise CorruptDelta("a bitmask has another number of elements")
         elif planes != NOTHING:
-            self._symbols = _read_gaps(reader, planes, n, coded)
+            self._symbols = _read_rice(reader, n, coded) if planes == RICE else _read_gaps(reader, planes, n, coded)
         if complement:
             if self._symbols is not None:
                 mask = np.zeros(n, dtype=np.bool_)
@@ -265,12 +285,59 @@ def _coding(n: int, k: int) -> int:
     return complement + (1 if n <= ONE_BYTE_GAP * coded else 2 if n <= TWO_BYTE_GAP * coded else 3)
 
 
-def _symbols(where: Indices, last: int, planes: int) -> Bytes:
-    """Gaps before elements, of which `last` is the one before the first, as symbols: uint8 [symbols, planes]."""
-    gaps = np.empty_like(where)
-    gaps[0] = where[0] - last
-    np.subtract(where[1:], where[:-1], out=gaps[1:])
-    gaps -= 1
+def _coded_gaps(gaps: Indices, planes: int, n: int) -> tuple[int, Writer]:
+    """The coding of gaps that is smaller, and what it writes.
+
+    Args:
+        gaps: int64 [k], elements left out before each that is chosen.
+        planes: bytes of a symbol.
+        n: the set's elements.
+    """
+    symbols, rice = Writer(), Writer()
+    coded = _symbols(gaps, planes)
+    symbols.number(len(coded))
+    for plane in range(planes):
+        symbols.stream(coded[:, plane])
+    if n < RICE_GAP * len(gaps) and len(gaps) >= MIN_ZSTD:
+        return planes, symbols
+    low = _low_bits(n, len(gaps))
+    high = gaps >> low
+    total = int(high.sum())
+    if (len(gaps) * (low + 1) + total) // 8 + 2 >= len(symbols):
+        return planes, symbols
+    bits = np.zeros((low + 1) * len(gaps) + total, dtype=np.bool_)
+    bits[np.cumsum(high) + np.arange(len(gaps))] = True
+    rows = bits[len(gaps) + total :].reshape(low, -1)
+    for bit in range(low):
+        rows[bit] = (gaps >> bit) & 1
+    rice.number(total)
+    rice.bits(bits)
+    return RICE, rice
+
+
+def _read_rice(reader: Reader, n: int, count: int) -> Words:
+    """Gaps before `count` elements below `n`, int64 [count]."""
+    low = _low_bits(n, count)
+    total = reader.number(n >> low)
+    bits = reader.bits((low + 1) * count + total)
+    ends = np.flatnonzero(bits[: count + total].view(np.bool_))
+    if len(ends) != count or (count and ends[-1] != count + total - 1):
+        raise CorruptDelta("gaps do not end")
+    gaps = (np.diff(ends, prepend=-1) - 1) << low
+    for bit, row in enumerate(bits[count + total :].reshape(low, count)):
+        gaps |= row.astype(np.int64) << bit
+    if int(gaps.sum()) + count > n:
+        raise CorruptDelta("gaps lead elsewhere")
+    return gaps
+
+
+def _low_bits(n: int, k: int) -> int:
+    """Bits of a gap that Rice's code leaves as they are; the mean gap is 1 to 2 times what they can say."""
+    return max(0, (n // max(k, 1)).bit_length() - 1)
+
+
+def _symbols(gaps: Indices, planes: int) -> Bytes:
+    """Gaps as symbols: uint8 [symbols, planes]."""
     skip = 256**planes - 1
     word = (np.uint8, np.uint16, np.uint32)[planes - 1]
     if int(gaps.max()) < skip:
