@@ -16,6 +16,7 @@ from streamrl.launch.agreement import disagreement
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
+from streamrl.processes import this_host
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
@@ -180,7 +181,7 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
     store = WeightStore(context.weights_folder)
     if not context.remote:
-        return WeightRelay(link, store, limit_s, encoding)
+        return WeightRelay(link, store, limit_s, encoding, host=this_host())
     from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
 
     model = resolve_model(context.run.model.path)

@@ -18,6 +18,11 @@ PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 """OpenMP threads sleep at barriers. Spinning ones made a 2-thread trainer 7 x slower beside two busy instances on two
 cores, because whoever waits takes the core from whoever is waited for."""
 
+KEPT_HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 40}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 40}"}
+"""glibc keeps the memory of tensors that are freed. Given back to the system, as large blocks are by default, every
+page of the next tensor is made anew and cleared: a quarter of a CPU trainer's time. One heap, because those of further
+threads cannot hold large blocks."""
+
 ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library starts its threads as it is loaded, and an instance's process is to have one until it has forked its
 engine (`generation/engine.py`)."""
@@ -150,6 +155,7 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
                 ],
                 env={"OMP_NUM_THREADS": str(trainer.threads)}
                 | PASSIVE_WAITING
+                | ({} if cuda else KEPT_HEAP)
                 | _pinned(trainer.cores or ())
                 | _visible(gpus, cuda),
                 threads=trainer.threads,

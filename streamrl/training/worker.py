@@ -1,8 +1,8 @@
 """The trainer process (one per rank): takes micro-batches from the controller, publishes weights.
 
 Commands of the controller, each answered when done: prepare, train, step, publish, checkpoint, resources. Every rank
-gets the same commands in the same order, so collectives always meet. Computing runs in a thread; the event loop stays
-free for heartbeats and for sending weights.
+gets the same commands in the same order, so collectives always meet. Computing runs in a thread, always the same; the
+event loop stays free for heartbeats and for sending weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -59,6 +60,9 @@ class TrainerWorker:
         self.version = 0
         self.threads = 1
         """CPU threads to compute with."""
+        self.computing = ThreadPoolExecutor(1, "compute")
+        """One thread for all of torch's work: the current CUDA device is a thread's own, and so is its team of OpenMP
+        threads, of which several wait for each other more slowly than one."""
         self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
         self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
         self.publisher = make_publisher(context, self.hub)
@@ -72,7 +76,7 @@ class TrainerWorker:
                 bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
                 if weight_backend(self.run_config, self.cuda, self.several_sites) != "nccl":
                     tasks.create_task(self.publisher.serve())
-            await asyncio.to_thread(self._load)
+            await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.near)
             link.state = lambda: {"state": self.state, "weight_version": self.version}
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
@@ -139,10 +143,10 @@ class TrainerWorker:
             case "publish":
                 self.state = "publishing weights"
                 answer = await self._publish(link)
-                await asyncio.to_thread(self.trainer.mark_published)
+                await self._compute(self.trainer.mark_published)
             case "checkpoint":
                 self.state = "saving"
-                await asyncio.to_thread(self._checkpoint, int(body["step"]), body["state"], body["pending"])
+                await self._compute(self._checkpoint, int(body["step"]), body["state"], body["pending"])
                 answer = {"step": body["step"]}
             case other:
                 log.warning("trainer ignores %r", other)
@@ -154,14 +158,14 @@ class TrainerWorker:
         await link.send(f"{delivery.kind}_done", answer | about, arrays)
 
     async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the trainer's work in a thread, on the threads that it has now (torch counts them by calling thread)."""
+        """Runs the trainer's work in its thread, on the OpenMP threads that it has now."""
 
         def run() -> R:
             if not self.cuda:
                 torch.set_num_threads(self.threads)
             return work(*args, **kwargs)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self.computing, run)
 
     def _move_to(self, cores: set[int]) -> None:
         """From now on this process computes on these CPU cores, with a thread on each."""
@@ -183,7 +187,7 @@ class TrainerWorker:
                 raise RunFailed(f"NCCL does not send weights.generation_dtype: {kind}; set weights.backend: stream")
             if not hasattr(self, "nccl"):
                 self.nccl = NcclSender(self.trainer, self.context, link)
-            await self.nccl.send(self.version)
+            await self._compute(self.nccl.send, self.version)
             return {"number": self.version, "content_hash": "", "bytes": self.nccl.nbytes}
         manifest, buffer = await self._compute(self.trainer.lay_out, self.version)
         if self.rank == 0:

@@ -69,12 +69,9 @@ class NcclSender:
         self.dtype = torch.bfloat16 if context.run.model.dtype == "bfloat16" else torch.float32
         self.nbytes = sum(p.numel() for p in parameters) * self.dtype.itemsize
 
-    async def send(self, version: int) -> None:
-        """Sends the current weights to all instances as `version`."""
+    def send(self, version: int) -> None:
+        """Sends the current weights to all instances as `version`; to be called in the thread that computes."""
         self.client.version = version
-        await asyncio.to_thread(self._send)
-
-    def _send(self) -> None:
         if self._engine is None:
             self._engine = self._connect()
         self._engine.send_weights()

@@ -1,12 +1,13 @@
 """The trainer's side: keeps the newest version in memory and sends versions to the relay of each site.
 
-    relay -> fetch {request, number, newest, encoding, holds, holds_hash}
-    publisher -> manifest {request, manifest, parts} | no_version {request, available, reason}
-    publisher -> chunk {request, part, offset} + bytes ...
+    relay -> fetch {request, number, newest, encoding, host, holds, holds_hash}
+    publisher -> manifest {request, manifest, parts, file} | no_version {request, available, reason}
+    publisher -> chunk {request, part, offset} + bytes ...      unless the relay can copy the `file`
     relay -> again {request, of, tensors}         those payloads once more, of a transfer that is not yet `have`
     relay -> have {number}                        verified and stored
 
-A relay inside the site asks for `encoding: raw` and gets the buffer's bytes. One across a link asks for `delta` and
+A relay inside the site asks for `encoding: raw` and gets the buffer's bytes; on the same host it copies them itself,
+from the file in memory that the buffer is. One across a link asks for `delta` and
 gets the cheapest way from the version that it holds (`chain.py`). Deltas are made only from the first such request on;
 until then one buffer is held, and nothing is coded. From then on the publisher holds the newest version, the newest
 anchor (compressed), the deltas that the chain keeps, and while it codes, what it codes from.
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.chain import Chain, Step, Unreachable
 from streamrl.weights.delta import encode_tensor
@@ -219,10 +221,22 @@ class WeightPublisher:
         self._open[peer] = transfer
         parts = [part.to_dict() for part, _ in transfer.streams]
         body = {"request": transfer.request, "manifest": transfer.manifest.to_dict(), "parts": parts}
-        await self.hub.send(peer, "manifest", body)
         everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
-        await self._send_ranges(peer, transfer, transfer.request, everything)
+        if (file := self._file(peer, transfer, delivery.body.get("host"))) is not None:
+            await self.hub.send(peer, "manifest", body | {"file": file})
+            self.bytes_sent += transfer.manifest.nbytes
+        else:
+            await self.hub.send(peer, "manifest", body)
+            await self._send_ranges(peer, transfer, transfer.request, everything)
         self._count(peer, transfer, everything, kind_of([part for part, _ in transfer.streams]), started)
+
+    def _file(self, peer: str, transfer: _Transfer, host: Any) -> str | None:
+        """Path that a relay on this host reads the whole transfer from; None: it has to be sent. What comes from
+        outside goes by its link, also where links are emulated on one host."""
+        if not host or host != this_host() or self.hub.peers[peer].site is not None:
+            return None
+        (part, stream), *others = transfer.streams
+        return str(stream.filename) if not part.coded and not others and isinstance(stream, np.memmap) else None
 
     async def _send_again(self, delivery: Delivery) -> None:
         started = time.monotonic()

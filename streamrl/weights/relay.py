@@ -79,6 +79,7 @@ class WeightRelay:
         limit_s: float,
         encoding: Encoding = "raw",
         expected: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        host: str = "",
     ) -> None:
         """
         Args:
@@ -87,6 +88,7 @@ class WeightRelay:
             limit_s: for one fetch.
             encoding: raw for complete weights as they are, delta for the fewest bytes.
             expected: type (torch's name) and shape of every tensor of the site's model; None: not known.
+            host: `this_host()` inside the publisher's site: if it is there, too, its file is copied.
         """
         self.link = link
         self.store = store
@@ -105,6 +107,8 @@ class WeightRelay:
         """Payload bytes since the start."""
         self.version: int | None = None
         """Newest version that this relay knows to be in the store, verified (no file is looked at)."""
+        self.host = host
+        """Told to the publisher; "" for weights to be sent."""
         self.last: Received | None = None
         """The last fetch."""
 
@@ -168,7 +172,7 @@ class WeightRelay:
         self._request += 1  # what still arrives of an earlier, failed request is told apart by it
         self._first = self._request
         self._early.clear()
-        ask: dict[str, Any] = {"number": number, "newest": newest, "encoding": self.encoding}
+        ask: dict[str, Any] = {"number": number, "newest": newest, "encoding": self.encoding, "host": self.host}
         if base is not None:
             ask |= {"holds": base.version.number, "holds_hash": base.version.content_hash}
         begun: int | None = None
@@ -181,18 +185,31 @@ class WeightRelay:
                 if not parts:
                     return manifest, kind_of(parts)
                 begun, first = manifest.version.number, parts[0].base
+                file = answer.body.get("file") if self.host else None
                 try:
-                    target = await asyncio.to_thread(self.store.begin, manifest, first)
+                    target = await asyncio.to_thread(self.store.begin, manifest, first, file)
                 except FileNotFoundError as error:
-                    raise WrongBase(f"version {first} is gone: {error}") from error
+                    if file is None:
+                        raise WrongBase(f"version {first} is gone: {error}") from error
+                    raise self._sent_instead(error) from error
+                except PermissionError as error:
+                    raise self._sent_instead(error) from error
                 incoming = [_Incoming(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
-                await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
+                if file is None:
+                    await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
+                else:
+                    self.bytes_received += manifest.nbytes
                 await self._complete(manifest, target, incoming)
                 begun = None
                 return manifest, kind_of(parts)
         finally:
             if begun is not None:
                 self.store.abandon(begun)
+
+    def _sent_instead(self, error: OSError) -> CorruptWeights:
+        """The publisher's file cannot be read from here: from now on weights are to be sent."""
+        self.host = ""
+        return CorruptWeights(f"the publisher's file cannot be copied: {error}")
 
     def _check(
         self,

@@ -20,9 +20,9 @@ really converted needs whole tensors: those are gathered, those of one conversio
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -262,7 +262,7 @@ def ranks_of_first_host() -> list[int]:
 
 
 def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
-    """One buffer (uint8 [nbytes], zeros) for the ranks of rank 0's host (`near`), an empty one for others; a
+    """One buffer (uint8 [nbytes], zeros, a file's) for the ranks of rank 0's host (`near`), an empty one for others; a
     collective. It goes when the last rank lets go of it.
 
     Raises:
@@ -280,14 +280,17 @@ def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
         path, mapped = told[0], np.zeros(0, np.uint8)
         if problem is None and dist.get_rank() in near:
             try:
-                mapped = _map(path, nbytes)
+                mapped = np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
             except (OSError, ValueError) as error:
                 problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
         agree(problem)
+        if descriptor >= 0:  # its path is good for as long: a relay of this host may copy the file
+            weakref.finalize(mapped, os.close, descriptor)
+            descriptor = -1
         return mapped
     finally:
         if descriptor >= 0:
-            os.close(descriptor)  # the mapping keeps it
+            os.close(descriptor)
 
 
 def agree(problem: str | None) -> None:
@@ -314,14 +317,6 @@ def _anonymous_file(nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _map(path: str, nbytes: int) -> np.ndarray:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def _layers(names: Iterable[str]) -> list[list[str]]:

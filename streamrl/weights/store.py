@@ -46,14 +46,15 @@ class WeightStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def begin(self, manifest: Manifest, base: int | None = None) -> np.ndarray:
+    def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> np.ndarray:
         """A writable buffer (uint8 [nbytes]) for a version to be received: with the bytes of a version that is here
-        (`base`), to which deltas are applied, or with zeros. The base stays until the version is committed or
-        abandoned.
+        (`base`), to which deltas are applied; with those of a file of this host; or with zeros. The base stays until
+        the version is committed or abandoned.
 
         Raises:
             RunFailed: there is no room.
-            FileNotFoundError: the base is not here.
+            FileNotFoundError: the base, or the file, is not here.
+            PermissionError: the file is somebody else's.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self.directory).free
@@ -65,9 +66,10 @@ class WeightStore:
         number = manifest.version.number
         partial = self._path(number).with_suffix(".partial")
         self._writing[number] = base
-        if base is None:
+        source = file if base is None else self._path(base)
+        if source is None:
             return np.memmap(partial, dtype=np.uint8, mode="w+", shape=(manifest.nbytes,))
-        shutil.copyfile(self._path(base), partial)
+        shutil.copyfile(source, partial)
         os.truncate(partial, manifest.nbytes)
         return np.memmap(partial, dtype=np.uint8, mode="r+", shape=(manifest.nbytes,))
 

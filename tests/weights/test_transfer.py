@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from streamrl.errors import RunFailed
+from streamrl.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.publisher import WeightPublisher
@@ -241,6 +242,34 @@ def test_a_newer_version_may_come_instead_and_an_older_one_by_anchor_and_deltas(
             await late.fetch(9, "x", newest=True)
         with pytest.raises(RunFailed, match="corrupt"):
             await late.fetch(4, "of another run")
+
+    in_world(tmp_path, body)
+
+
+@pytest.mark.parametrize("place", ["this host", "another host", "outside", "file gone"])
+def test_a_relay_on_the_publisher_s_host_copies_the_file_and_any_other_is_sent_it(tmp_path: Path, place: str) -> None:
+    class Counting(DamagingLink):
+        share = 0.0
+
+    async def body(world: World) -> None:
+        host = "other" if place == "another host" else this_host()
+        relay = await world.relay("site", "raw", link=Counting, host=host)
+        if place == "outside":
+            world.hub.peers["site"].site = "far"
+        policy = Policy()
+        for _ in range(2):
+            manifest, plain = policy.step()
+            path = tmp_path / f"in_memory_{manifest.version.number}"
+            buffer = np.memmap(path, dtype=np.uint8, mode="w+", shape=plain.shape)
+            buffer[:] = plain
+            if place == "file gone":
+                path.unlink()
+            await world.publisher.publish(manifest, buffer)
+            await world.fetch(relay, (manifest, plain))
+            assert relay.last.kind == "complete"
+        assert relay.bytes_received == world.publisher.bytes_sent - (place == "file gone") * plain.nbytes
+        sent = 0 if place == "this host" else 2 * plain.nbytes
+        assert sum(relay.link.chunk_bytes) == sent
 
     in_world(tmp_path, body)
 
