@@ -39,13 +39,16 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python tools/audit.py locks/cpu.txt
 
-# start processes of their own on every core, or compare numbers that another load would change
+# start processes of their own on every core, or compare numbers that another load would change: one at a time
 ALONE := tests/end_to_end tests/chaos/test_chaos_live.py tests/generation/test_calibrate.py \
 	tests/launch/test_ray_autoscaling.py tests/training/test_losses_against_trl.py
 
+# start one vLLM engine after the other, with low priority: in the time that those above leave
+BESIDE := tests/generation/test_engine.py tests/generation/test_parallel_engine.py
+
 test: lint
-	$(BIN)/python -m pytest -n 2 $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -n 2 $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ALONE) $(BESIDE)
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

@@ -3,6 +3,9 @@
     .venv/bin/python experiments/delta_codec.py                  # 4 minutes of one core; wants 4 GB of memory
     .venv/bin/python experiments/delta_codec.py --steps 0        # only made changes
     .venv/bin/python experiments/delta_codec.py --summary-only   # tables and plot from the JSON again
+    .venv/bin/python experiments/delta_codec.py --live DIR       # adds a run that kept a checkpoint of every step:
+        streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml \\
+            --set checkpoint.every=1 --set checkpoint.keep=10
 
 *Made changes*: SmolLM2-135M's tensors, of which a share, chosen at random, moves by some ulp (90 % of them by one). All
 tensors are coded and decoded one after the other. Speeds are bytes of the whole model per second of one thread's CPU
@@ -16,7 +19,11 @@ and answers made by reasoning-gym, four texts a step. That is not a loss of RL: 
 their size, so that an update is about the learning rate in either. Versions are bf16 casts of the masters after each
 step. Masters begin on the bf16 grid, as they do when a bf16 checkpoint is loaded; an element changes once it has moved
 half an ulp, so in the first steps only small weights can. "Settled" masters begin at random within half an ulp of the
-checkpoint, as they are after many steps. Writes experiments/results/delta_codec.json, .md and .svg.
+checkpoint, as they are after many steps.
+
+*A live run*: versions of a run of GRPO, from the model's file over one checkpoint after the other.
+
+Writes experiments/results/delta_codec.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ from rich.console import Console
 from running import HERE, ROOT, Sheet, machine, shown, terminal
 from safetensors.torch import load_file
 
+from streamrl.config.load import load_resolved
 from streamrl.config.run import OptimizerConfig
 from streamrl.launch.models import resolve_model
 from streamrl.weights.delta import decode_tensor, encode_tensor, entropy_bound_bits
@@ -104,6 +112,15 @@ class Step:
     coded: Coded
 
 
+@dataclass(frozen=True)
+class Live:
+    """The steps of a run."""
+
+    name: str
+    lr: float
+    steps: list[Coded]
+
+
 def timed(done: Callable[[], Any], repeats: int = 1) -> tuple[float, Any]:
     """CPU seconds of this thread, the fewest of all repeats, and the result."""
     fewest, result = math.inf, None
@@ -116,8 +133,13 @@ def timed(done: Callable[[], Any], repeats: int = 1) -> tuple[float, Any]:
 
 def model_tensors(dtype: str) -> Tensors:
     """The model's tensors as this type; fp8 scaled by tensor, to fill its range."""
+    return tensors_of(Path(resolve_model(MODEL)), dtype)
+
+
+def tensors_of(folder: Path, dtype: str) -> Tensors:
+    """A checkpoint's tensors, likewise."""
     tensors = []
-    for tensor in load_file(Path(resolve_model(MODEL)) / "model.safetensors").values():
+    for _, tensor in sorted(load_file(folder / "model.safetensors").items()):
         if dtype.startswith("float8"):
             tensor = tensor.float() * (448 / tensor.float().abs().max().clamp(min=1e-6))
         tensors.append(tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -267,6 +289,42 @@ def optimizer_steps(lr: float, settled: bool, steps: int, on_step: Callable[[Ste
         old = new
 
 
+def live_steps(folder: Path) -> Live:
+    """Every step of a run, from its model's file over its checkpoints.
+
+    Raises:
+        click.ClickException: not every step has a checkpoint.
+    """
+    run = load_resolved(folder)[1]
+    checkpoints = [folder / "checkpoints" / f"step_{step}" for step in range(1, run.steps + 1)]
+    if missing := [path.name for path in checkpoints if not (path / "model.safetensors").is_file()]:
+        raise click.ClickException(f"{folder} has no checkpoint {', '.join(missing)}: run it with checkpoint.every=1")
+    steps = []
+    old = tensors_of(Path(resolve_model(run.model.path)), "bfloat16")
+    for path in checkpoints:
+        new = tensors_of(path, "bfloat16")
+        steps.append(code(new, old, "bfloat16"))
+        old = new
+    return Live(run.name, run.optimizer.lr, steps)
+
+
+def live_sheet(live: Live) -> Sheet:
+    """A run's steps."""
+    body = [
+        (
+            str(step),
+            f"{coded.density:.3%}",
+            f"{coded.full_bytes / 1e6:.1f}",
+            f"{coded.delta_bytes / 1e6:.3f}",
+            f"{coded.delta_bytes / coded.bound_bytes:.3f}",
+            f"{coded.full_bytes / coded.delta_bytes:.1f}",
+        )
+        for step, coded in enumerate(live.steps, start=1)
+    ]
+    columns = ("step", "changed", "full MB", "delta MB", "/ bound", "full / delta")
+    return Sheet(f"A live run: {live.name}, learning rate {live.lr:g}, bf16 versions", columns, body)
+
+
 def made_sheet(rows: Sequence[Coded]) -> Sheet:
     """Made changes."""
     columns = (
@@ -375,10 +433,11 @@ def surroundings() -> str:
     return f"{machine()}, load average {os.getloadavg()[0]:.1f}"
 
 
-def save(path: Path, on: str, rows: Sequence[Coded], steps: Sequence[Step]) -> None:
+def save(path: Path, on: str, rows: Sequence[Coded], steps: Sequence[Step], live: Live | None = None) -> None:
     """Everything, as JSON."""
     made, real = ([asdict(some) for some in both] for both in (rows, steps))
     values = {"machine": on, "targets": targets(rows), "made": made, "steps": real}
+    values["live"] = asdict(live) if live else None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=1) + "\n")
 
@@ -412,16 +471,26 @@ def measure(steps: int, console: Console, kept: Path) -> None:
 @click.option("--steps", default=6, show_default=True, help="Real optimizer steps at each learning rate.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
 @click.option("--summary-only", is_flag=True, help="Measure nothing: tables and plot from the JSON.")
-def main(steps: int, out: Path, summary_only: bool) -> None:
+@click.option(
+    "--live",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Measure only what the versions of this run cost; the rest is taken from the JSON.",
+)
+def main(steps: int, out: Path, summary_only: bool, live: Path | None) -> None:
     console = terminal()
     torch.set_num_threads(1)
     kept = out / "delta_codec.json"
-    if not summary_only:
+    if not summary_only and not live:
         measure(steps, console, kept)
     values = json.loads(kept.read_text())
     rows = [Coded(**row) for row in values["made"]]
     done = [Step(**step | {"coded": Coded(**step["coded"])}) for step in values["steps"]]
-    sheets = [made_sheet(rows), *([steps_sheet(done)] if done else [])]
+    left = values.get("live")
+    ran = Live(**left | {"steps": [Coded(**step) for step in left["steps"]]}) if left else None
+    if live:
+        ran = live_steps(live)
+        save(kept, values["machine"], rows, done, ran)
+    sheets = [made_sheet(rows), *([steps_sheet(done)] if done else []), *([live_sheet(ran)] if ran else [])]
     for sheet in sheets:
         sheet.show(console)
     about = (__doc__ or "").split("\n\n", 2)[2].strip()

@@ -1,13 +1,15 @@
-"""Step time of this system beside TRL's GRPOTrainer: same model, prompts, group size, token limit, machine, one run.
+"""Step time of this system beside TRL's GRPOTrainer: same model, prompts, group size, token limit, machine, in turns.
 
     .venv/bin/pip install --no-deps trl==1.16.0     # in locks/cpu.txt already
-    .venv/bin/python experiments/peer_trl.py --steps 3
+    .venv/bin/python experiments/peer_trl.py        # half an hour, on a machine that does nothing else
 
-Both make optimizer steps of 8 prompts x 8 completions of at most 96 tokens with SmolLM2-135M-Instruct on all cores,
+All make optimizer steps of 8 prompts x 8 completions of at most 96 tokens with SmolLM2-135M-Instruct on all cores,
 with the same AdamW learning rate, no KL term, and the same reward. TRL runs twice: as it comes (fp32 weights, bf16
 autocast: the precision that this system keeps too), and with bf16 weights (faster and less exact: no fp32 master copy).
-The first step of each is left out (kernels are compiled in it). Prints the medians and the ratios, and writes
-experiments/results/peer_trl.json.
+This system runs with schedule `stream`, on-policy as TRL is. They take turns, because a shared machine's speed changes
+from hour to hour: in each block one after the other makes the same steps, TRL in processes that wait in between. The
+first step of each process is left out (kernels are compiled and memory is got in it). Prints medians and ratios, also
+of every block, and writes experiments/results/peer_trl.json and .md.
 """
 
 from __future__ import annotations
@@ -19,69 +21,109 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
-from streamrl.observe.metrics import read_metrics
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
 
-HERE = Path(__file__).parent
 TRL_VARIANTS = {"TRL": "float32", "TRL, bf16 weights": "bfloat16"}
 """What is shown -> type of the weights."""
-console = Console()
+OURS = "StreamRL"
+LIMIT_S = 1800
+"""For one run of this system."""
+MEASURED = "MEASURED "
+"""Before a line of TRL's process."""
+SAMPLES = 64
+"""In a step."""
+
+Step = dict[str, float]
+"""`seconds`, `mean_length` and `reward`."""
 
 
-def run_config(steps: int, model: str) -> RunConfig:
-    """The work that both do."""
+def run_config(steps: int, model: str, seed: int = 0) -> RunConfig:
+    """The work that all do."""
     return RunConfig.model_validate(
         {
             "name": "peer",
             "steps": steps,
+            "seed": seed,
             "model": {"path": model},
             "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_tokens": 1024},
             "sampling": {"max_tokens": 96},
+            "schedule": {"name": "stream"},
             "optimizer": {"lr": 1e-5},
             "checkpoint": {"every": 1000},
         }
     )
 
 
-def ours(config: RunConfig) -> dict[str, Any]:
-    """Runs this system; per-step seconds, tokens and rewards."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_file = Path(folder) / "run.yaml"
-        run_file.write_text(json.dumps(config.model_dump(mode="json")))
-        cluster = HERE.parent / "cluster_configs" / "local.yaml"
-        command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--cluster", str(cluster)]
-        subprocess.run([*command, "--run", str(run_file), "--runs-dir", folder], check=True)
-        rows = read_metrics(Path(folder) / config.name / "metrics.jsonl")
-    return {
-        "step_times_s": [row.step_time_s for row in rows],
-        "mean_length": [row.output_length_mean for row in rows],
-        "rewards": [row.reward_mean for row in rows],
-        "groups_no_gradient": [row.groups_no_gradient for row in rows],
-    }
+def ours(config: RunConfig, folder: Path, name: str) -> list[Step]:
+    """Runs this system; its steps but the first."""
+    run_file = folder / f"{name}.yaml"
+    run_file.write_text(json.dumps(config.model_dump(mode="json")))
+    job = Job(name, ROOT / "cluster_configs" / "local.yaml", run_file, config.steps)
+    outcome = run_job(job, folder, lambda steps: None, LIMIT_S)
+    if outcome.error:
+        raise click.ClickException(outcome.error)
+    return [
+        {"seconds": row.step_time_s, "mean_length": row.output_length_mean, "reward": row.reward_mean}
+        for row in outcome.rows[1:]
+    ]
 
 
-def trl(config: RunConfig, dtype: str) -> dict[str, Any]:
-    """Runs TRL on the same prompts in this process; per-step seconds, tokens and rewards."""
+class Peer:
+    """TRL in a process of its own, which makes a step when it is told to."""
+
+    def __init__(self, dtype: str, model: str, blocks: int, steps: int) -> None:
+        command = [sys.executable, __file__, "--only-trl", dtype, "--model", model]
+        self._process = subprocess.Popen(
+            [*command, "--blocks", str(blocks), "--steps", str(steps)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def step(self) -> Step:
+        """Makes one."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MEASURED):  # beside what TRL prints
+                step: Step = json.loads(line.removeprefix(MEASURED))
+                return step
+        raise click.ClickException("TRL has ended; its last words are above")
+
+    def end(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
+    """Runs TRL in this process on the prompts of all blocks (of the first one those of its first step, too): waits for
+    a line before each step, and prints what it measured after it."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
-    source, scorer = PromptSource(config.tasks, config.seed), Scorer(config.tasks, config.seed)
-    count = config.steps * config.batch.prompts_per_step
-    prompts = [source.prompt(index) for index in range(count)]
-    model = resolve_model(config.model.path)
+    configs = [run_config(steps + 1, model, seed) for seed in range(blocks)]
+    config, size = configs[0], configs[0].batch.samples_per_prompt
+    scorer, each = Scorer(config.tasks, config.seed), config.batch.prompts_per_step
+    sources = [PromptSource(one.tasks, one.seed) for one in configs]
+    places = [(n, i) for n in range(blocks) for i in range(each * (n > 0), each * (steps + 1))]
+    prompts = [sources[n].prompt(i) for n, i in places]
+    path = resolve_model(model)
     rows = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": p.text}], "number": i} for i, p in enumerate(prompts)]
     )
@@ -92,28 +134,28 @@ def trl(config: RunConfig, dtype: str) -> dict[str, Any]:
             scorer.score(prompts[n].task, text, prompts[n].reward_input) for n, text in zip(number, texts, strict=True)
         ]
 
-    class Clock(TrainerCallback):
-        """Seconds per optimizer step."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    class Gate(TrainerCallback):
+        """Waits before each optimizer step, and tells its seconds."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            sys.stdin.readline()
             self.started = time.monotonic()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.times.append(time.monotonic() - self.started)
-            print(f"  step {len(self.times)}: {self.times[-1]:.1f} s", file=sys.stderr)
+            self.seconds = time.monotonic() - self.started
 
-    clock = Clock()
-    size = config.batch.samples_per_prompt
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "reward" in logs:
+                found = {"mean_length": logs["completions/mean_length"], "reward": logs["reward"]}
+                print(MEASURED + json.dumps(found | {"seconds": self.seconds}), flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=model,
+            model=path,
             reward_funcs=reward,
             args=GRPOConfig(
                 output_dir=folder,
-                max_steps=config.steps,
+                max_steps=blocks * steps + 1,
                 # one group per forward and backward, as many as there are prompts accumulated
                 per_device_train_batch_size=size,
                 gradient_accumulation_steps=config.batch.prompts_per_step,
@@ -134,57 +176,96 @@ def trl(config: RunConfig, dtype: str) -> dict[str, Any]:
                 model_init_kwargs={"dtype": dtype},
             ),
             train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-            callbacks=[clock],
+            processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+            callbacks=[Gate()],
         )
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
-    return {
-        "step_times_s": clock.times,
-        "mean_length": [log.get("completions/mean_length") for log in logs],
-        "rewards": [log["reward"] for log in logs],
-    }
+
+
+def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
+    """What was measured, and the ratios."""
+    names = list(blocks[0])
+    steps = {name: [step for block in blocks for step in block[name]] for name in names}
+    medians = {name: statistics.median(step["seconds"] for step in steps[name]) for name in names}
+
+    def mean(name: str, key: str) -> float:
+        return statistics.mean(step[key] for step in steps[name])
+
+    def ratio(peer: str) -> list[str]:
+        each = [
+            statistics.median(s["seconds"] for s in block[peer]) / statistics.median(s["seconds"] for s in block[OURS])
+            for block in blocks
+        ]
+        means = mean(peer, "seconds") / mean(OURS, "seconds")
+        return [f"{medians[peer] / medians[OURS]:.2f}", f"{means:.2f}", ", ".join(f"{one:.2f}" for one in each)]
+
+    return [
+        Sheet(
+            "Steps",
+            ("system", "steps", "median s", "shortest", "longest", "samples/s", "mean length", "reward"),
+            [
+                [
+                    name,
+                    str(len(steps[name])),
+                    f"{medians[name]:.1f}",
+                    f"{min(step['seconds'] for step in steps[name]):.1f}",
+                    f"{max(step['seconds'] for step in steps[name]):.1f}",
+                    f"{SAMPLES / medians[name]:.2f}",
+                    f"{mean(name, 'mean_length'):.0f}",
+                    f"{mean(name, 'reward'):.2f}",
+                ]
+                for name in names
+            ],
+            ["first steps of each process left out"],
+        ),
+        Sheet(
+            f"Samples/s of {OURS} over those of",
+            ("peer", "by medians", "by means", "by medians of each block"),
+            [[peer, *ratio(peer)] for peer in names[1:]],
+        ),
+    ]
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(2), help="optimizer steps of each")
+@click.option("--blocks", default=2, show_default=True, type=click.IntRange(1), help="turns of each")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="steps of each in a turn")
 @click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--bf16/--no-bf16", default=True, help="also TRL with bf16 weights, which takes 40 % of the time")
 @click.option("--only-trl", hidden=True, help="used by this script itself, in a process of its own")
-def main(steps: int, model: str, only_trl: str | None) -> None:
-    config = run_config(steps, model)
+def main(blocks: int, steps: int, model: str, bf16: bool, only_trl: str | None) -> None:
     if only_trl:
-        json.dump(trl(config, only_trl), sys.stdout)
+        trl(model, only_trl, blocks, steps)
         return
-    results = {"StreamRL": ours(config)}
-    for name, dtype in TRL_VARIANTS.items():
-        console.print(f"running {name} on the same prompts ...")
-        answer = subprocess.run(
-            [sys.executable, __file__, "--only-trl", dtype, "--steps", str(steps), "--model", model],
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        )
-        results[name] = json.loads(answer.stdout.splitlines()[-1])
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    table = Table("system", "step time (s)", "samples/s", "mean length", "reward")
-    medians = {}
-    for name, result in results.items():
-        medians[name] = statistics.median(result["step_times_s"][1:])
-        table.add_row(
-            name,
-            f"{medians[name]:.1f}",
-            f"{samples / medians[name]:.2f}",
-            f"{statistics.mean(result['mean_length']):.0f}",
-            f"{statistics.mean(result['rewards']):.2f}",
-        )
-    console.print(table)
-    ratios = {name: medians[name] / medians["StreamRL"] for name in TRL_VARIANTS}
-    for name, ratio in ratios.items():
-        console.print(f"StreamRL makes {ratio:.1f} x the samples/s of {name} ({samples} samples a step)")
+    console = terminal()
+    peers: dict[str, Peer] = {}
+    measured: list[dict[str, list[Step]]] = []
+    try:
+        for name, dtype in list(TRL_VARIANTS.items())[: 1 + bf16]:
+            peers[name] = Peer(dtype, model, blocks, steps)
+            said(console, name, [peers[name].step()], "not counted")
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(blocks):
+                block = {OURS: ours(run_config(steps + 1, model, number), Path(folder), f"block-{number}")}
+                said(console, OURS, block[OURS], f"block {number + 1} of {blocks}")
+                for name, peer in peers.items():
+                    block[name] = [peer.step() for _ in range(steps)]
+                    said(console, name, block[name], f"block {number + 1} of {blocks}")
+                measured.append(block)
+    finally:
+        for peer in peers.values():
+            peer.end()
+    sheets = tables(measured)
+    for sheet in sheets:
+        sheet.show(console)
     target = HERE / "results" / "peer_trl.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"ratios": ratios, "median_step_s": medians, "runs": results}, indent=1) + "\n")
-    console.print(f"written to {target}")
+    write_results(target, {"machine": machine(), "blocks": measured}, "Beside TRL 1.16", sheets)
+    console.print(f"written to {target} and .md")
+
+
+def said(console: Console, name: str, steps: Sequence[Step], where: str) -> None:
+    """Prints what was just measured."""
+    times = ", ".join(f"{step['seconds']:.1f}" for step in steps)
+    console.print(f"  {where}: {name}: {times} s", highlight=False)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 
 So no rank gathers the model, and a host holds each version once, in shared memory. The buffer is an anonymous file
 (`memfd_create`): it has no name in any file system, so nothing is left of it however its processes end, and it is not
-bounded by the size of /dev/shm. Each version has a buffer of its own, because the one before is still being sent.
+bounded by the size of /dev/shm. Each version has a buffer of its own, because the one before is still being sent; once
+nobody holds that any more, its file serves a later version.
 
 With ranks on several hosts the buffer is on rank 0's. If that host's ranks own all rows between them (HSDP: a copy on
 every node), nothing changes; else tensors are gathered, one at a time, and rank 0 writes them.
@@ -48,6 +49,8 @@ from streamrl.weights.version import (
     content_hash,
 )
 
+SPARE_FILES = 2
+"""Of buffers that are not used, kept for the next: while one version is sent another one is made."""
 HASHING_THREADS = 4
 
 Tensors = dict[str, torch.Tensor]
@@ -157,6 +160,9 @@ class ShardedLayout:
             for name, shape in part.targets.items()
         }
         described = plain if self.kind is None else quantized(plain, self.kind)
+        self._files: list[int] = []
+        """See `shared_buffer`."""
+        weakref.finalize(self, _close, self._files)
         self.slots: dict[str, Slot] = {}
         """The version's tensors by name, in its order."""
         self.nbytes = 0
@@ -176,7 +182,7 @@ class ShardedLayout:
                 quantized).
         """
         near = ranks_of_first_host()
-        buffer = shared_buffer(self.nbytes, near)
+        buffer = shared_buffer(self.nbytes, near, self._files)
         agree(self._write(buffer, near))
         slots, ranks = list(self.slots.values()), dist.get_world_size()
         dealt = dict(zip(near, deal([slot.nbytes for slot in slots], len(near)), strict=True))
@@ -261,9 +267,16 @@ def ranks_of_first_host() -> list[int]:
     return [rank for rank, host in enumerate(hosts) if host == hosts[0]]
 
 
-def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
-    """One buffer (uint8 [nbytes], zeros, a file's) for the ranks of rank 0's host (`near`), an empty one for others; a
-    collective. It goes when the last rank lets go of it.
+def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndarray:
+    """One buffer (uint8 [nbytes], a file's) for the ranks of rank 0's host (`near`), an empty one for others; a
+    collective.
+
+    Args:
+        nbytes: of each buffer, always the same.
+        near: see above.
+        files: descriptors of files that nobody maps any more, of rank 0. Their memory is used again: what the system
+            has to find and clear anew costs more than laying weights out. A buffer's file goes there, if there are
+            fewer than `SPARE_FILES`, when rank 0 lets go of it: the others must have done so by then.
 
     Raises:
         RunFailed: on every rank, if one cannot have it.
@@ -272,7 +285,7 @@ def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
     try:
         if dist.get_rank() == 0:
             try:
-                descriptor = _anonymous_file(nbytes)
+                descriptor = files.pop() if files else _anonymous_file(nbytes)
             except (OSError, MemoryError) as error:
                 problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {error}"
         told = [f"/proc/{os.getpid()}/fd/{descriptor}"]
@@ -285,12 +298,24 @@ def shared_buffer(nbytes: int, near: Sequence[int]) -> np.ndarray:
                 problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
         agree(problem)
         if descriptor >= 0:  # its path is good for as long: a relay of this host may copy the file
-            weakref.finalize(mapped, os.close, descriptor)
+            weakref.finalize(mapped, _let_go, descriptor, files)
             descriptor = -1
         return mapped
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _close(files: list[int]) -> None:
+    for descriptor in files:
+        os.close(descriptor)
+
+
+def _let_go(descriptor: int, files: list[int]) -> None:
+    if len(files) < SPARE_FILES:
+        files.append(descriptor)
+    else:
+        os.close(descriptor)
 
 
 def agree(problem: str | None) -> None:

@@ -114,6 +114,18 @@ def _check_a_step(rank: int, ranks: int, folder: Path) -> None:
     assert after[0].version.content_hash != before[0].version.content_hash
     np.testing.assert_array_equal(before[1], kept)
     before[0].verify(before[1])
+    opened = 0
+    for number in range(2, 8):  # files of buffers that nobody holds serve again
+        before, after = after, trainer.lay_out(number)
+        assert_equal(after, lay_out(number, trainer.weights()))
+        before[0].verify(before[1])
+        dist.barrier()
+        opened = _descriptors() if number == 4 else opened
+    assert _descriptors() <= opened
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _check_mixture(rank: int, ranks: int, folder: Path) -> None:
