@@ -119,7 +119,7 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     configs = [run_config(steps + 1, model, seed) for seed in range(blocks)]
     config, size = configs[0], configs[0].batch.samples_per_prompt
-    scorer, each = Scorer(config.tasks, config.seed), config.batch.prompts_per_step
+    scorers, each = [Scorer(one.tasks, one.seed) for one in configs], config.batch.prompts_per_step
     sources = [PromptSource(one.tasks, one.seed) for one in configs]
     places = [(n, i) for n in range(blocks) for i in range(each * (n > 0), each * (steps + 1))]
     prompts = [sources[n].prompt(i) for n, i in places]
@@ -131,7 +131,8 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
     def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         return [
-            scorer.score(prompts[n].task, text, prompts[n].reward_input) for n, text in zip(number, texts, strict=True)
+            scorers[places[n][0]].score(prompts[n].task, text, prompts[n].reward_input)
+            for n, text in zip(number, texts, strict=True)
         ]
 
     class Gate(TrainerCallback):
