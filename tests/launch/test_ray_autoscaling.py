@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,13 +56,14 @@ def autoscaling(gcs_address: str) -> dict[str, object]:
 
 
 @pytest.fixture
-def head(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def head(tmp_path: Path) -> Iterator[str]:
     """Its address."""
     with socket.socket() as probe:
         probe.bind(("0.0.0.0", 0))
         port = probe.getsockname()[1]
     address = f"{ray.util.get_node_ip_address()}:{port}"
-    settings, folder = tmp_path / "autoscaling.json", tmp_path_factory.mktemp("ray")
+    settings = tmp_path / "autoscaling.json"
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path: the system bounds those of Ray's sockets in it
     settings.write_text(json.dumps(autoscaling(address)))
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", "--num-cpus=2"]
     command += ["--include-dashboard=false", f"--autoscaling-config={settings}", f"--temp-dir={folder}"]
@@ -73,8 +76,9 @@ def head(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         ray.shutdown()
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or [])
-            if process.pid not in before and (str(folder) in words or str(settings) in words):
+            if process.pid not in before and (folder in words or str(settings) in words):
                 process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.timeout(500)
