@@ -308,19 +308,19 @@ def live_steps(folder: Path) -> Live:
     return Live(run.name, run.optimizer.lr, steps)
 
 
+def compared(coded: Coded) -> tuple[str, ...]:
+    """Cells: full MB, delta MB, times the bound, times smaller than full."""
+    return (
+        f"{coded.full_bytes / 1e6:.1f}",
+        f"{coded.delta_bytes / 1e6:.3f}",
+        f"{coded.delta_bytes / coded.bound_bytes:.3f}",
+        f"{coded.full_bytes / coded.delta_bytes:.1f}",
+    )
+
+
 def live_sheet(live: Live) -> Sheet:
     """A run's steps."""
-    body = [
-        (
-            str(step),
-            f"{coded.density:.3%}",
-            f"{coded.full_bytes / 1e6:.1f}",
-            f"{coded.delta_bytes / 1e6:.3f}",
-            f"{coded.delta_bytes / coded.bound_bytes:.3f}",
-            f"{coded.full_bytes / coded.delta_bytes:.1f}",
-        )
-        for step, coded in enumerate(live.steps, start=1)
-    ]
+    body = [(str(step), f"{coded.density:.3%}", *compared(coded)) for step, coded in enumerate(live.steps, start=1)]
     columns = ("step", "changed", "full MB", "delta MB", "/ bound", "full / delta")
     return Sheet(f"A live run: {live.name}, learning rate {live.lr:g}, bf16 versions", columns, body)
 
@@ -335,10 +335,7 @@ def made_sheet(rows: Sequence[Coded]) -> Sheet:
         (
             row.dtype,
             f"{row.density:.4%}",
-            f"{row.full_bytes / 1e6:.1f}",
-            f"{row.delta_bytes / 1e6:.3f}",
-            f"{row.delta_bytes / row.bound_bytes:.3f}",
-            f"{row.full_bytes / row.delta_bytes:.1f}",
+            *compared(row),
             shown(row.encode_gb_s),
             shown(row.decode_gb_s),
             shown(row.encode_checked_gb_s),

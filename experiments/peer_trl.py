@@ -41,8 +41,8 @@ LIMIT_S = 1800
 """For one run of this system."""
 MEASURED = "MEASURED "
 """Before a line of TRL's process."""
-SAMPLES = 64
-"""In a step."""
+PROMPTS, SIZE = 8, 8
+"""Of a step, and completions of each."""
 
 Step = dict[str, float]
 """`seconds`, `mean_length` and `reward`."""
@@ -56,7 +56,7 @@ def run_config(steps: int, model: str, seed: int = 0) -> RunConfig:
             "steps": steps,
             "seed": seed,
             "model": {"path": model},
-            "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_tokens": 1024},
+            "batch": {"prompts_per_step": PROMPTS, "samples_per_prompt": SIZE, "micro_batch_tokens": 1024},
             "sampling": {"max_tokens": 96},
             "schedule": {"name": "stream"},
             "optimizer": {"lr": 1e-5},
@@ -118,10 +118,10 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
 
     torch.set_num_threads(os.cpu_count() or 1)
     configs = [run_config(steps + 1, model, seed) for seed in range(blocks)]
-    config, size = configs[0], configs[0].batch.samples_per_prompt
-    scorers, each = [Scorer(one.tasks, one.seed) for one in configs], config.batch.prompts_per_step
+    config = configs[0]
+    scorers = [Scorer(one.tasks, one.seed) for one in configs]
     sources = [PromptSource(one.tasks, one.seed) for one in configs]
-    places = [(n, i) for n in range(blocks) for i in range(each * (n > 0), each * (steps + 1))]
+    places = [(n, i) for n in range(blocks) for i in range(PROMPTS * (n > 0), PROMPTS * (steps + 1))]
     prompts = [sources[n].prompt(i) for n, i in places]
     path = resolve_model(model)
     rows = Dataset.from_list(
@@ -158,9 +158,9 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
                 output_dir=folder,
                 max_steps=blocks * steps + 1,
                 # one group per forward and backward, as many as there are prompts accumulated
-                per_device_train_batch_size=size,
-                gradient_accumulation_steps=config.batch.prompts_per_step,
-                num_generations=size,
+                per_device_train_batch_size=SIZE,
+                gradient_accumulation_steps=PROMPTS,
+                num_generations=SIZE,
                 max_completion_length=config.sampling.max_tokens,
                 temperature=config.sampling.temperature,
                 learning_rate=config.optimizer.lr,
@@ -211,7 +211,7 @@ def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
                     f"{medians[name]:.1f}",
                     f"{min(step['seconds'] for step in steps[name]):.1f}",
                     f"{max(step['seconds'] for step in steps[name]):.1f}",
-                    f"{SAMPLES / medians[name]:.2f}",
+                    f"{PROMPTS * SIZE / medians[name]:.2f}",
                     f"{mean(name, 'mean_length'):.0f}",
                     f"{mean(name, 'reward'):.2f}",
                 ]

@@ -7,10 +7,10 @@
     relay -> have {number}                        verified and stored
 
 A relay inside the site asks for `encoding: raw` and gets the buffer's bytes; on the same host it copies them itself,
-from the file in memory that the buffer is. One across a link asks for `delta` and
-gets the cheapest way from the version that it holds (`chain.py`). Deltas are made only from the first such request on;
-until then one buffer is held, and nothing is coded. From then on the publisher holds the newest version, the newest
-anchor (compressed), the deltas that the chain keeps, and while it codes, what it codes from.
+from the file in memory that the buffer is. One across a link asks for `delta` and gets the cheapest way from the
+version that it holds (`chain.py`). Deltas are made only from the first such request on; until then one buffer is held,
+and nothing is coded. From then on the publisher holds the newest version, the newest anchor (compressed), the deltas
+that the chain keeps, and while it codes, what it codes from.
 
 Chunks are reliable messages, so the hub's credits bound how much is under way; a rate per relay leaves the rest of its
 link to samples and heartbeats.

@@ -188,12 +188,12 @@ class WeightRelay:
                 file = answer.body.get("file") if self.host else None
                 try:
                     target = await asyncio.to_thread(self.store.begin, manifest, first, file)
-                except FileNotFoundError as error:
-                    if file is None:
-                        raise WrongBase(f"version {first} is gone: {error}") from error
-                    raise self._sent_instead(error) from error
-                except PermissionError as error:
-                    raise self._sent_instead(error) from error
+                except (FileNotFoundError, PermissionError) as error:
+                    if file is not None:
+                        raise self._sent_instead(error) from error
+                    if isinstance(error, PermissionError):
+                        raise
+                    raise WrongBase(f"version {first} is gone: {error}") from error
                 incoming = [_Incoming(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
                 if file is None:
                     await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
