@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from streamrl.training.packing import GroupLayout
+from streamrl.training.plain_attention import PlainAttention
 
 SHARED_PREFIX = "streamrl_shared_prefix"
 
 PLAIN_SCORES = 2**23
-"""A CPU computes groups of up to so many attention scores (32 MB in fp32, for a moment) with `PlainAttention`."""
+"""A CPU computes rows whose groups have up to so many attention scores each (32 MB in fp32, for a moment) with
+`PlainAttention`."""
 
 Lengths = tuple[int, ...]
 
@@ -51,6 +53,9 @@ def shared_prefix_attention(
     layout: tuple[GroupLayout, ...] = kwargs["layout"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query[0], key[0], value[0]
+    if query.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= PLAIN_SCORES:
+        plain: torch.Tensor = PlainAttention.apply(q, k, v, layout, scale)
+        return plain.transpose(0, 1)[None], None
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
@@ -83,10 +88,6 @@ def _prefix_attention(
     Returns:
         [T, H, D].
     """
-    scores = query.shape[0] * len(lengths) * max(lengths) * (prefix + max(lengths))
-    if query.device.type == "cpu" and scores <= PLAIN_SCORES:
-        plain: torch.Tensor = PlainAttention.apply(query, key, value, prefix, lengths, scale)
-        return plain
     out = F.scaled_dot_product_attention(
         Padded.apply(query, 0, lengths),
         Padded.apply(key, prefix, lengths),
@@ -97,6 +98,13 @@ def _prefix_attention(
     )
     rows: torch.Tensor = Unpadded.apply(out, lengths)
     return rows.transpose(0, 1)
+
+
+def _scores(group: GroupLayout) -> int:
+    """Of one query head, computed for a group's largest part; padding is computed, too."""
+    longest = max(group.completion_lengths, default=0)
+    answers = len(group.completion_lengths) * longest * (group.prompt_length + longest)
+    return max(group.prompt_length**2, answers)
 
 
 def _visible(prefix: int, longest: int, device: torch.device) -> torch.Tensor:
@@ -151,81 +159,6 @@ class Unpadded(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Zero where there was padding."""
         return _pad(grads[0], 0, ctx.lengths), None
-
-
-class PlainAttention(torch.autograd.Function):
-    """softmax(scale Q K^T) V by batched products, for short sequences on a CPU.
-
-    torch's flash attention for CPUs is made for long sequences: for 8 answers of 96 tokens its backward pass took three
-    times as long as this whole formula. Scores and softmax are fp32; the other products take the compute type. Kept for
-    the backward pass are the inputs only: the scores are computed again. With S = softmax, dP = dO V^T:
-
-        dV = S^T dO    dZ = scale S (dP - rowsum(S dP))    dQ = dZ K    dK = dZ^T Q
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        prefix: int,
-        lengths: Lengths,
-        scale: float,
-    ) -> torch.Tensor:
-        """query [H, T, D]; key, value [H_kv, prefix + T, D] -> [T, H, D]."""
-        ctx.save_for_backward(query, key, value)
-        ctx.shape = prefix, lengths, scale
-        kv_heads = key.shape[0]
-        q, k = _rows_by_kv_head(query, kv_heads, lengths), _pad(key, prefix, lengths).flatten(0, 1)
-        weights = PlainAttention.softmax(q, k, prefix, max(lengths), scale).to(value.dtype)
-        out = torch.bmm(weights, _pad(value, prefix, lengths).flatten(0, 1))
-        return _by_query_head(out, query, kv_heads, lengths).transpose(0, 1)
-
-    @staticmethod
-    def softmax(q: torch.Tensor, k: torch.Tensor, prefix: int, longest: int, scale: float) -> torch.Tensor:
-        """[B, g C, D], [B, prefix + C, D] -> [B, g C, prefix + C] fp32."""
-        hidden = torch.zeros(longest, prefix + longest).masked_fill_(~_visible(prefix, longest, q.device), -torch.inf)
-        bias = hidden.repeat(q.shape[1] // longest, 1)
-        scores = torch.baddbmm(bias, q.float(), k.float().transpose(1, 2), alpha=scale)
-        return torch.softmax(scores, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
-        """See the class."""
-        query, key, value = ctx.saved_tensors
-        prefix, lengths, scale = ctx.shape
-        kv_heads = key.shape[0]
-        q, k = _rows_by_kv_head(query, kv_heads, lengths), _pad(key, prefix, lengths).flatten(0, 1)
-        v = _pad(value, prefix, lengths).flatten(0, 1)
-        grad_out = _rows_by_kv_head(grads[0].transpose(0, 1), kv_heads, lengths)
-        weights = PlainAttention.softmax(q, k, prefix, max(lengths), scale)
-        grad_v = torch.bmm(weights.to(value.dtype).transpose(1, 2), grad_out)
-        grad_scores = torch.bmm(grad_out, v.transpose(1, 2)).float()
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_scores, weights, -1, torch.float32)
-        grad_scores = grad_scores.mul_(scale).to(value.dtype)
-        grad_q = torch.bmm(grad_scores, k)
-        grad_k = torch.bmm(grad_scores.transpose(1, 2), q)
-        count = len(lengths)
-        return (
-            _by_query_head(grad_q, query, kv_heads, lengths),
-            _unpad(grad_k.unflatten(0, (count, kv_heads)), prefix, lengths),
-            _unpad(grad_v.unflatten(0, (count, kv_heads)), prefix, lengths),
-            None,
-            None,
-            None,
-        )
-
-
-def _rows_by_kv_head(x: torch.Tensor, kv_heads: int, lengths: Lengths) -> torch.Tensor:
-    """[H, T, D] -> [G H_kv, (H / H_kv) C, D]: the query heads of one key-value head become rows of one product, so that
-    keys and values are not repeated."""
-    return _pad(x, 0, lengths).view(len(lengths) * kv_heads, -1, x.shape[-1])
-
-
-def _by_query_head(rows: torch.Tensor, query: torch.Tensor, kv_heads: int, lengths: Lengths) -> torch.Tensor:
-    """The way back: [G H_kv, (H / H_kv) C, D] -> [H, T, D]."""
-    return _unpad(rows.view(len(lengths), query.shape[0], max(lengths), query.shape[-1]), 0, lengths)
 
 
 AttentionInterface.register(SHARED_PREFIX, shared_prefix_attention)

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
+from streamrl.training import attention
+from streamrl.training.attention import PLAIN_SCORES
 from streamrl.training.packing import pack
 from streamrl.training.policy import load_policy
 from tests.training.conftest import random_groups, relative_error
@@ -27,8 +29,11 @@ def separate_logprobs(model: torch.nn.Module, groups: list[TrainGroup], temperat
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_shared_prefix_packing_equals_separate_sequences(tiny_model: Path, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "plain_scores"), [(1.0, PLAIN_SCORES), (0.7, PLAIN_SCORES), (1.0, 0)])
+def test_shared_prefix_packing_equals_separate_sequences(
+    tiny_model: Path, temperature: float, plain_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "PLAIN_SCORES", plain_scores)  # with 0 all goes through torch's own attention
     groups = random_groups(3)
     policy = load_policy(str(tiny_model))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
@@ -96,4 +101,19 @@ def test_squares_count_the_pairs_that_attention_multiplies() -> None:
         for seq in group.sequences:
             pairs += sum(len(group.prompt_tokens) + place + 0.5 for place in range(len(seq.completion_tokens)))
         pairs += sum(place + 0.5 for place in range(len(group.prompt_tokens)))
-    assert pack(groups).squares == 2 * pairs
+    batch = pack(groups)
+    filler = batch.input_ids.numel() - sum(group.tokens for group in groups)  # sees itself only
+    assert batch.squares == 2 * pairs + filler
+
+
+def test_a_row_is_even_and_what_fills_it_up_changes_nothing(tiny_model: Path) -> None:
+    group = random_groups(1, samples=2)[0]
+    one = TrainSequence(group.prompt_tokens[:1], np.zeros(1, np.float32), 1.0)
+    sequences = [*group.sequences, one]  # of the other parity
+    policy = load_policy(str(tiny_model))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    for groups in ([group], [TrainGroup("g", group.prompt_tokens, sequences)]):
+        batch = pack(groups)
+        assert batch.input_ids.numel() % 2 == 0 and len(batch.layout) - 1 == sum(g.tokens for g in groups) % 2
+        expected = separate_logprobs(plain, groups, 1.0)
+        torch.testing.assert_close(policy(batch, 1.0)[0], expected, rtol=1e-5, atol=1e-5)
