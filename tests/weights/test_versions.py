@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,11 +128,47 @@ def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> 
     np.testing.assert_array_equal(store.open(1)[1], old)  # a copy was changed, not the base
     store.commit(manifest, target)
     store.keep_only({2})
-    assert sorted(path.name for path in store.directory.iterdir()) == ["version_2.bin", "version_2.json"]
+    assert sorted(path.name for path in store.directory.iterdir()) == ["spare.bin", "version_2.bin", "version_2.json"]
     with pytest.raises(FileNotFoundError):
         store.begin(lay_out(3, some_tensors(3).items())[0], base=1)
     store.abandon(3)
     assert store.newest_verified() == 2
+
+
+@pytest.mark.parametrize("reader", [None, "open", "mapped"])
+def test_memory_serves_again_only_when_nobody_reads_it(tmp_path: Path, reader: str | None) -> None:
+    store = WeightStore(tmp_path / "store")
+    _, old = put(store, 1, seed=1)
+    of_old = (store.directory / "version_1.bin").stat().st_ino
+    held = WeightStore(store.directory).open(1)[1] if reader == "mapped" else None
+    script = f"file = open({str(store.directory / 'version_1.bin')!r}); print(flush=True); input()"
+    other = None
+    if reader == "open":
+        other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdout
+        other.stdout.readline()
+    put(store, 2, seed=2)
+    store.keep_only({2})
+    manifest, buffer = lay_out(3, some_tensors(3).items())
+    source = tmp_path / "published"
+    source.write_bytes(buffer.tobytes())
+    target = store.begin(manifest, file=str(source))
+    np.testing.assert_array_equal(target, buffer)
+    again = (store.directory / "version_3.partial").stat().st_ino == of_old
+    if other:
+        other.communicate(b"\n")
+    assert again == (reader is None)
+    if held is not None:
+        np.testing.assert_array_equal(held, old)
+    store.commit(manifest, target)
+    assert store.newest_verified() == 3 and store.is_whole(2)
+
+
+def test_memory_that_serves_again_shows_nothing_of_before(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    put(store, 1, seed=1)
+    store.keep_only(set())
+    assert not store.begin(lay_out(2, some_tensors(2).items())[0]).any()  # deltas may be applied to it
 
 
 def test_a_part_that_does_not_fit_its_manifest_is_refused() -> None:
