@@ -179,7 +179,7 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     chosen = context.run.weights.encoding
     encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
-    store = WeightStore(context.weights_folder)
+    store = WeightStore(context.weights_folder, context.one_machine)
     if not context.remote:
         return WeightRelay(link, store, limit_s, encoding, host=this_host())
     from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers

@@ -76,9 +76,14 @@ class RoleContext:
         return next(pool for pool in self.cluster.sites[self.site].generation if pool.name == name)
 
     @property
+    def one_machine(self) -> bool:
+        """Whether all processes of this site are on this machine."""
+        return not self.cluster.sites[self.site].on_ray
+
+    @property
     def weights_folder(self) -> Path:
         """Where all processes of this site find versions of the weights."""
-        return store_directory(self.run_dir, not self.cluster.sites[self.site].on_ray)
+        return store_directory(self.run_dir, self.one_machine)
 
     @property
     def remote(self) -> bool:

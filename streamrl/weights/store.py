@@ -39,8 +39,14 @@ def store_directory(run_dir: Path, one_machine: bool = True) -> Path:
 class WeightStore:
     """Files of one run's versions; one writer (the relay), any number of readers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, one_machine: bool = True) -> None:
+        """
+        Args:
+            directory: of the store.
+            one_machine: whether all its readers are on this one: then it is known whether there are any.
+        """
         self.directory = directory
+        self.one_machine = one_machine
         self._verified: set[int] = set()
         """Versions that this object has seen whole."""
         self._writing: dict[int, int | None] = {}
@@ -151,11 +157,11 @@ class WeightStore:
 
     def keep_only(self, numbers: set[int]) -> None:
         """Deletes other versions (a reader that still maps one keeps its memory until it lets go), except what is
-        being written and what it is made from. The file of one of them stays as a spare one."""
+        being written and what it is made from. On one machine the file of one of them stays as a spare one."""
         kept = numbers | self._writing.keys() | set(self._writing.values())
         for path in self.directory.glob("version_*.*"):
             if (number := int(path.stem.split("_")[1])) not in kept:
-                if path.suffix == ".bin":
+                if path.suffix == ".bin" and self.one_machine:
                     path.replace(self._spare)
                 else:
                     path.unlink(missing_ok=True)

@@ -135,9 +135,9 @@ def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> 
     assert store.newest_verified() == 2
 
 
-@pytest.mark.parametrize("reader", [None, "open", "mapped"])
+@pytest.mark.parametrize("reader", [None, "open", "mapped", "elsewhere"])
 def test_memory_serves_again_only_when_nobody_reads_it(tmp_path: Path, reader: str | None) -> None:
-    store = WeightStore(tmp_path / "store")
+    store = WeightStore(tmp_path / "store", one_machine=reader != "elsewhere")
     _, old = put(store, 1, seed=1)
     of_old = (store.directory / "version_1.bin").stat().st_ino
     held = WeightStore(store.directory).open(1)[1] if reader == "mapped" else None
