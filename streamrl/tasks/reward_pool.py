@@ -11,7 +11,7 @@ Each worker builds the `Scorer` once, then takes one completion at a time. What 
 
 The limit counts scoring alone: a worker takes a completion only after it has started, and a completion waits
 here, not in the pool, until a worker is free. Workers are spawned, not forked: the parent has threads and
-sockets. They die with the parent, however it dies, and write to a log file, never to the terminal.
+sockets. They die with the parent, however it dies, and once started write to a log file, never to the terminal.
 """
 
 from __future__ import annotations

