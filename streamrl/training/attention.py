@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from streamrl.training.packing import GroupLayout
-from streamrl.training.plain_attention import PlainAttention
+from streamrl.training.plain_attention import PlainAttention, visible
 
 SHARED_PREFIX = "streamrl_shared_prefix"
 
@@ -59,7 +59,7 @@ def shared_prefix_attention(
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
-        answers = slice(prompt.stop, prompt.stop + sum(group.completion_lengths))
+        answers = slice(prompt.stop, group.stop)
         # a prompt is a completion without a prompt
         outputs.append(_prefix_attention(q[:, prompt], k[:, prompt], v[:, prompt], 0, (group.prompt_length,), scale))
         if group.completion_lengths:
@@ -92,7 +92,7 @@ def _prefix_attention(
         Padded.apply(query, 0, lengths),
         Padded.apply(key, prefix, lengths),
         Padded.apply(value, prefix, lengths),
-        attn_mask=_visible(prefix, max(lengths), query.device),
+        attn_mask=visible(prefix, max(lengths), query.device),
         scale=scale,
         enable_gqa=True,
     )
@@ -105,12 +105,6 @@ def _scores(group: GroupLayout) -> int:
     longest = max(group.completion_lengths, default=0)
     answers = len(group.completion_lengths) * longest * (group.prompt_length + longest)
     return max(group.prompt_length**2, answers)
-
-
-def _visible(prefix: int, longest: int, device: torch.device) -> torch.Tensor:
-    """[C, prefix + C]: query t sees the prefix and positions <= t of its own sequence. Padding lies behind every
-    valid position, so this hides it; what padded queries compute is thrown away."""
-    return torch.ones(longest, prefix + longest, dtype=torch.bool, device=device).tril(diagonal=prefix)
 
 
 def _pad(x: torch.Tensor, prefix: int, lengths: Lengths) -> torch.Tensor:

@@ -36,8 +36,7 @@ class Block:
     keys: torch.Tensor
     """[G (P + C)]: the row of each in [T, D]."""
     bias: torch.Tensor
-    """[g C, P + C]: -inf where a query must not see a key, else 0. Repetitions lie behind all valid positions, so this
-    hides them; what they compute as queries is not used."""
+    """[g C, P + C]: -inf where a query must not see a key (`visible`), else 0."""
     from_queries: torch.Tensor
     """[g n]: the way back: where each query is in `queries`."""
     from_keys: torch.Tensor
@@ -62,6 +61,12 @@ def blocks(layout: tuple[GroupLayout, ...], per_key: int) -> list[Block]:
     return found
 
 
+def visible(prefix: int, longest: int, device: torch.device) -> torch.Tensor:
+    """[C, prefix + C]: query t sees the prefix and positions <= t of its own sequence. Padding lies behind every
+    valid position, so this hides it; what padded queries compute is thrown away."""
+    return torch.ones(longest, prefix + longest, dtype=torch.bool, device=device).tril(diagonal=prefix)
+
+
 def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, total: int) -> Block:
     count, longest, shared = len(lengths), max(lengths), prefix.stop - prefix.start
     place = torch.arange(longest)
@@ -73,7 +78,7 @@ def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, tota
     in_queries = (torch.arange(count)[:, None, None] * per_key + heads) * longest + place  # [G, g, C]
     in_keys = torch.arange(count)[:, None] * (shared + longest) + shared + place
     of_prefix = torch.arange(prefix.start, prefix.stop).expand(count, -1)
-    visible = torch.ones(longest, shared + longest, dtype=torch.bool).tril(diagonal=shared)
+    hidden = ~visible(shared, longest, place.device)
     return Block(
         prefix,
         slice(start, start + sum(lengths)),
@@ -81,7 +86,7 @@ def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, tota
         queries=(heads * total + row[:, None]).flatten(),
         valid=valid[:, None].expand(-1, per_key, -1).reshape(-1, 1),
         keys=torch.cat([of_prefix, row], dim=1).flatten(),
-        bias=torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).repeat(per_key, 1),
+        bias=torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat(per_key, 1),
         from_queries=in_queries.transpose(0, 1)[:, valid].flatten(),
         from_keys=in_keys[valid],
     )

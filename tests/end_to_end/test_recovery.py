@@ -99,6 +99,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     run.goes_on(1)
     run.wait(lambda: read_status(run.run_dir).scaling.ready == {"here/regular": 1, "here/tail": 1})
     returned = run.signal("service-here", signal.SIGKILL)
+    run.goes_on(2)
     for name, since in (("here-regular-0", stopped + 10), ("here-tail-0", returned)):  # they work again
         run.wait(lambda name=name, since=since: run.last_finished(name) > since)
     instances = {one.name: one.process for one in read_started(run.run_dir) if one.role == "instance"}
