@@ -108,7 +108,10 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
         tasks=EASY,
         steps=6,  # in one or two a parked sample may end before newer weights are there
         # several times the batchers' slots: when a step has its groups, others have produced only a part
-        schedule={"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 60, "over_issue": 3}},
+        schedule={
+            "name": "stream",
+            "rounds": {"kind": "partial_rollouts", "round_tokens": 60, "over_issue": 3, "max_age": 3},
+        },
         model={"path": str(tmp_path / "model"), "max_context": 160},
         sampling={"max_tokens": 110},
         algorithm={"name": "dapo", "overlong": None},
