@@ -44,6 +44,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import PASSIVE_WAITING
+from streamrl.machine.compute_type import decided
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "live_dispatch"
@@ -127,7 +128,7 @@ class Bench:
         values["sampling"]["max_tokens"] = workload.cap
         values["batch"] = {"prompts_per_step": workload.prompts, "samples_per_prompt": workload.samples}
         values["model"]["max_context"] = max(workload.cap + 384, int(values["model"]["max_context"]))
-        self.run = RunConfig.model_validate(values)
+        self.run = decided(RunConfig.model_validate(values), cuda=False)
         self.engines = {}
         for number, slots in enumerate(workload.slots):
             pool = GenerationPool(max_batch=slots, kv_cache_gb=0.5)

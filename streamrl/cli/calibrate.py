@@ -51,6 +51,11 @@ def command(
         raise UserError(f"--out {out}: its folder does not exist")
     # before torch is loaded: threads as an instance of a run has them
     os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": str(chosen.threads)})
+    from streamrl.machine.compute_type import choose, with_type
+
+    types = choose(run.model, cluster.hardware == "cuda")
+    click.echo(f"computes in {types}")
+    run = with_type(run, types)
     from streamrl.generation.calibrate import measure
     from streamrl.generation.engine import Engine
 
@@ -63,7 +68,8 @@ def command(
             engine.close()
         return curve.to_json() | {
             "model": run.model.path,
-            "dtype": run.model.dtype,
+            "dtype": types.dtype,
+            "dtype_why": types.why,
             "gpu": chosen.gpu,
             "gpus_per_replica": chosen.gpus_per_replica,
             "threads": chosen.threads,

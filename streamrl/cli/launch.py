@@ -14,6 +14,7 @@ from streamrl.errors import UserError
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
     from streamrl.config.run import RunConfig
+    from streamrl.machine.compute_type import TypeChoice
 
 
 @click.command()
@@ -52,6 +53,7 @@ def command(
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.launch.emulated import emulated
     from streamrl.launch.preflight import check
+    from streamrl.machine.compute_type import choose
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -75,9 +77,13 @@ def command(
         cluster = emulated(cluster)
     for warning in check(cluster, run, run_dir.parent, site, emulate):
         click.echo(f"warning: {warning}", err=True)
+    types = choose(run.model, cluster.hardware == "cuda")
+    if types.warning:
+        click.echo(f"warning: {types.warning}", err=True)
     if dry_run:
-        _print_plan(cluster, run, run_dir, site, emulate)
+        _print_plan(cluster, run, run_dir, site, emulate, types)
         return
+    click.echo(f"computes in {types}")
     from streamrl.launch import supervisor
 
     supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
@@ -116,7 +122,23 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
     return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
 
 
-def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool) -> None:
+def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bool, here: TypeChoice) -> str:
+    """What trainer and instances will compute in, and what weights are sent in."""
+    from streamrl.machine.compute_type import wire_type
+
+    text = f"{here}"
+    others = [name for name in cluster.remote_sites if name != site] if not emulate else []
+    if others and run.model.dtype == "auto":
+        text += f"; {', '.join(others)}: decided there"
+    if any(one.on_ray for one in cluster.sites.values()) and run.model.dtype == "auto":
+        text += "; on Ray each node decides for itself"
+    sent = wire_type(run.model.dtype, here.dtype, bool(cluster.remote_sites))
+    return text if sent == here.dtype else f"{text}; weights are sent in {sent}"
+
+
+def _print_plan(
+    cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -133,7 +155,8 @@ def _print_plan(cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str
     batch, sampling = run.batch, run.sampling
     tasks = ", ".join(f"{task.key} ({task.kind}, weight {task.weight:g})" for task in run.tasks)
     lines = {
-        "model": f"{run.model.path} -> {resolve_model(run.model.path)} ({run.model.dtype})",
+        "model": f"{run.model.path} -> {resolve_model(run.model.path)}",
+        "computes in": _types(cluster, run, site, emulate, types),
         "tasks": tasks,
         "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "
         f"at most {sampling.max_tokens} tokens each, temperature {sampling.temperature:g}",

@@ -21,8 +21,10 @@ class ModelConfig(StrictModel):
         description="a name that `streamrl fetch-model` knows, a folder in HF format, or an HF hub id",
     )
     max_context: int = Field(1024, ge=16, description="prompt + completion tokens at most")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="compute type of trainer and instances (master weights are always fp32)"
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="compute type of trainer and instances (master weights are always fp32); auto: bfloat16 where the "
+        "device computes it well, float32 elsewhere",
     )
     system_prompt: str | None = Field(None, description="system message put before every prompt")
 
@@ -110,8 +112,8 @@ class WeightSyncConfig(StrictModel):
     chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame at most; less on slow links")
     generation_dtype: Literal["same", "fp8", "int8"] = Field(
         "same",
-        description="of the linear weights that instances get; same: model.dtype; fp8, int8: 8 bits, which halves what "
-        "is sent and makes generation off-policy (see algorithm.off_policy)",
+        description="of the linear weights that instances get; same: that of all other weights; fp8, int8: 8 bits, "
+        "which halves what is sent and makes generation off-policy (see algorithm.off_policy)",
     )
 
     @model_validator(mode="after")

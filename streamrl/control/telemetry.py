@@ -55,6 +55,8 @@ class Telemetry:
         self._started = time.time()
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
+        self._types: dict[str, dict[str, str]] = {}
+        """What each process computes in, and why, also after it has gone."""
 
     async def keep_writing(self) -> None:
         """Writes the status until cancelled."""
@@ -193,13 +195,19 @@ class Telemetry:
             if self._states.get(name, ("", 0.0))[0] != state:
                 self._states[name] = (state, time.time())
             numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
-            roles[name] = {
-                "role": role,
-                "state": state,
-                "detail": str(known.get("detail", "")),
-                "since": self._states[name][1],
-                "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
-            } | numbers
+            if known.get("dtype"):
+                self._types[name] = {key: str(known.get(key, "")) for key in ("dtype", "dtype_why")}
+            roles[name] = (
+                {
+                    "role": role,
+                    "state": state,
+                    "detail": str(known.get("detail", "")),
+                    "since": self._states[name][1],
+                    "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
+                }
+                | numbers
+                | self._types.get(name, {})
+            )
         return roles
 
     def _waits(self) -> list[dict[str, Any]]:

@@ -46,7 +46,12 @@ def engine_config(
         cuda: whether the cluster has GPUs.
         several_sites: weights come over links.
         place: which node this is; None: the only one.
+
+    Raises:
+        ValueError: `model.dtype: auto` has not been decided for this process; vLLM would take the files' type.
     """
+    if run.model.dtype == "auto":
+        raise ValueError("model.dtype: auto has to be decided before an engine starts")
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 

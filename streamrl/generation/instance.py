@@ -205,6 +205,7 @@ class Instance:
         self._updated = self.updating
         return {
             "state": self._doing(),
+            **self.context.type_told,
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
             "stalled_s": now - self._moved,

@@ -185,7 +185,7 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
 
     model = resolve_model(context.run.model.path)
-    types = context.run.model.dtype, context.run.weights.generation_dtype
+    types = context.wire_type, context.run.weights.generation_dtype
     expected = expected_tensors(model, *types)
     relay = WeightRelay(link, store, limit_s, encoding, expected)
     if encoding == "delta" and (known := initial_version(model, expected, *types)) is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.launch.agreement import agreement
+from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
 from streamrl.weights.store import store_directory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,13 @@ class RoleContext:
     run_dir: Path
     cluster: ClusterConfig
     run: RunConfig
+    """In a process that computes, `model.dtype` is the type that it computes in."""
     addresses: Addresses
     resume: bool
+    as_written: RunConfig | None = None
+    """The run file before `model.dtype: auto` was decided, which all sites have alike; None: nothing was decided."""
+    type_choice: TypeChoice | None = None
+    """Of a process that computes."""
 
     @staticmethod
     def load(name: str, site: str, run_dir: Path, resume: bool) -> RoleContext:
@@ -66,14 +75,41 @@ class RoleContext:
         addresses = Addresses.load(run_dir)
         return RoleContext(name, site or cluster.trainer_site, run_dir, cluster, run, addresses, resume)
 
+    def computing(self) -> RoleContext:
+        """Decide `model.dtype` for the device of this process; loads torch."""
+        choice = choose_in_process(self.run.model, self.cluster.hardware == "cuda")
+        log.info("computes in %s", choice)
+        return self.computing_in(choice)
+
+    def computing_in(self, choice: TypeChoice) -> RoleContext:
+        """The same, with a type that was decided for it."""
+        written = self.as_written or self.run
+        return replace(self, run=with_type(written, choice), as_written=written, type_choice=choice)
+
     @cached_property
     def agreement(self) -> dict[str, Any]:
         """What this process was started with, for other sites to compare; reads the tokenizer's files, once."""
-        return agreement(self.cluster, self.run)
+        return agreement(self.cluster, self.as_written or self.run)
 
     def pool(self, name: str) -> GenerationPool:
         """Of this site."""
         return next(pool for pool in self.cluster.sites[self.site].generation if pool.name == name)
+
+    @property
+    def wire_type(self) -> ComputeType:
+        """The type that versions of the weights are published in.
+
+        Raises:
+            ValueError: this process neither computes nor knows it from the files.
+        """
+        asked = (self.as_written or self.run).model.dtype
+        computed = self.type_choice.dtype if self.type_choice else None
+        return wire_type(asked, computed, bool(self.cluster.remote_sites))
+
+    @property
+    def type_told(self) -> dict[str, str]:
+        """What this process's heartbeats say of the type that it computes in."""
+        return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
 
     @property
     def one_machine(self) -> bool:

@@ -68,7 +68,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
         case "trainer":
             from streamrl.training.worker import TrainerWorker
 
-            return TrainerWorker(context("trainer")).run()
+            return TrainerWorker(context("trainer").computing()).run()
         case "service":
             from streamrl.generation.service import GenerationService
 
@@ -80,10 +80,10 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
             if place.node > 0:
                 from streamrl.generation.shard import Shard
 
-                return Shard(context(args.name), args.pool, place).run()
+                return Shard(context(args.name).computing(), args.pool, place).run()
             from streamrl.generation.instance import Instance
 
-            return Instance(context(args.name), args.pool, place).run()
+            return Instance(context(args.name).computing(), args.pool, place).run()
         case "rewards":
             from streamrl.tasks.worker import RewardWorker
 

@@ -61,7 +61,7 @@ def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
     ended = status.updated_at if status.final else now
     text = Text()
     text.append(status.run, style="bold")
-    for part in (status.model, status.schedule, status.hardware):
+    for part in (status.model, status.types, status.schedule, status.hardware):
         if part:
             text.append(f"  {part}")
     text.append("\n")

@@ -84,7 +84,7 @@ def _head(data: RunData, now: float) -> str:
     parts = [f"<h1>{escape(status.run if status else data.run_dir.name)}</h1>"]
     if status is not None:
         ended = status.updated_at if status.final or status.stale_for(now) else now
-        facts = (status.model, f"schedule {status.schedule}", status.hardware)
+        facts = (status.model, status.types, f"schedule {status.schedule}", status.hardware)
         parts.append(f'<p class="facts">{" · ".join(escape(fact) for fact in facts if fact)}</p>')
         sentence = f"{status.state} at step {status.step} of {status.steps}, "
         sentence += f"{duration(ended - status.started_at)} after its start"
@@ -211,15 +211,17 @@ def _timeline(data: RunData) -> str:
 
 
 def _training(data: RunData) -> str:
+    why = data.status.why_types if data.status else ""
     return section(
         "Training",
+        f"<p>Compute types: {escape(why)}.</p>" if why else "",
         figure(
             plots.training_figure(data.rows),
             "training",
             "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the "
             "policy, per completion token. Log-probability gap: mean absolute difference between the "
             "trainer's and the generator's log-probability of the sampled tokens (0 when both compute "
-            "alike with the same weights).",
+            "alike, in one type and with the same weights).",
         ),
     )
 

@@ -45,6 +45,8 @@ class RoleStatus(StatusModel):
     waiting: int | None = Field(None, description="requests in its queue")
     tokens_per_s: float | None = None
     weight_version: int | None = None
+    dtype: str = Field("", description="the type that it computes in; '': it does not compute, or has not said it yet")
+    dtype_why: str = ""
 
 
 class Progress(StatusModel):
@@ -142,6 +144,27 @@ class RunStatus(StatusModel):
     latest: MetricsRow | None = None
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None
+
+    @property
+    def types(self) -> str:
+        """What trainer and instances compute in: 'float32', or 'trainer bfloat16, instances float32'."""
+        of_role: dict[str, set[str]] = {}
+        for one in self.roles.values():
+            if one.dtype:
+                of_role.setdefault(one.role, set()).add(one.dtype)
+        if len(set().union(*of_role.values())) < 2:
+            return "".join(set().union(*of_role.values()))
+        names = {"trainer": "trainer", "instance": "instances"}
+        return ", ".join(f"{names.get(role, role)} {' and '.join(sorted(types))}" for role, types in of_role.items())
+
+    @property
+    def why_types(self) -> str:
+        """Why these: what was measured, by process; processes of one cause are named together."""
+        causes: dict[str, list[str]] = {}
+        for name, one in self.roles.items():
+            if one.dtype:
+                causes.setdefault(f"{one.dtype} ({one.dtype_why})", []).append(name)
+        return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
 
     @property
     def final(self) -> bool:

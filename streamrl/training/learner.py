@@ -21,8 +21,21 @@ Model = TypeVar("Model", Policy, Critic)
 
 
 def compute_type(run: RunConfig) -> torch.dtype:
-    """The type that forward and backward passes use."""
+    """The type that forward and backward passes use.
+
+    Raises:
+        ValueError: `model.dtype: auto` has not been decided for this process (`streamrl.machine.compute_type`).
+    """
+    if run.model.dtype == "auto":
+        raise ValueError("model.dtype: auto has to be decided before anything computes")
     return torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
+
+
+def agreed_type(dtype: str) -> str:
+    """The type that all ranks compute in: what each has decided for its device, fp32 where they differ."""
+    chosen: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(chosen, dtype)
+    return dtype if len(set(chosen)) == 1 else "float32"
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Trainer:
         device: torch.device,
         critic_path: str | None = None,
         division: Division | None = None,
+        published: torch.dtype | None = None,
     ) -> None:
         """Loads and shards the models that the run's algorithm needs.
 
@@ -105,6 +106,7 @@ class Trainer:
             device: this rank's device.
             critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
             division: of each model among the ranks, see `learner.shard`.
+            published: type of the versions that are laid out; None: the compute type.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
@@ -112,7 +114,7 @@ class Trainer:
         policy = load_policy(model_path, checkpointing)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
-        self.layout = ShardedLayout(self.policy.model, compute_type(run), run.weights.generation_dtype)
+        self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
         self._shape = _shape(self.policy.model.config)
 
         def frozen() -> Policy:

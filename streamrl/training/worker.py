@@ -29,9 +29,10 @@ from streamrl.generation.engine_config import weight_backend
 from streamrl.launch.connections import PUBLISHER, bind_home, home_hub, make_publisher
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
+from streamrl.machine.compute_type import TypeChoice
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.training.checkpoints import CheckpointFolder
-from streamrl.training.learner import Division
+from streamrl.training.learner import Division, agreed_type
 from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -79,7 +80,7 @@ class TrainerWorker:
                     tasks.create_task(self.publisher.serve())
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.near)
-            link.state = lambda: {"state": self.state, "weight_version": self.version}
+            link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
             try:
                 while True:
@@ -100,6 +101,7 @@ class TrainerWorker:
             torch.set_num_threads(self.threads)
             device = torch.device("cpu")
         dist.init_process_group("nccl" if self.cuda else "gloo")
+        self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
         algorithm = self.run_config.algorithm
         own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
@@ -108,12 +110,24 @@ class TrainerWorker:
         assert pool is not None
         division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
         model = resolve_model(self.run_config.model.path)
-        self.trainer = Trainer(self.run_config, model, device, critic_path, division)
+        published = getattr(torch, self.context.wire_type)
+        self.trainer = Trainer(self.run_config, model, device, critic_path, division, published)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
             self.trainer.load(self.checkpoints.path(step))
             self.version = step
         gc.freeze()  # what has been imported and loaded stays: looking through it again took 2 % of a step
         self.state = "idle"
+
+    def _agree_on_type(self) -> None:
+        """Ranks on unlike devices may have decided differently."""
+        choice = self.context.type_choice
+        assert choice is not None
+        if (agreed := agreed_type(choice.dtype)) != choice.dtype:
+            self.context = self.context.computing_in(
+                TypeChoice("float32", f"other ranks cannot do better; here {choice}")
+            )
+            self.run_config = self.context.run
+            log.info("computes in %s, like the other ranks", agreed)
 
     async def _handle(self, link: Link, delivery: Delivery) -> None:
         body = delivery.body

@@ -66,7 +66,7 @@ class NcclSender:
         self.client = _Client(link, asyncio.get_running_loop(), context.run.deadlines.weights_s)
         self._engine: Any = None
         parameters = list(trainer.policy.model.parameters())
-        self.dtype = torch.bfloat16 if context.run.model.dtype == "bfloat16" else torch.float32
+        self.dtype: torch.dtype = getattr(torch, trainer.run.model.dtype)
         self.nbytes = sum(p.numel() for p in parameters) * self.dtype.itemsize
 
     def send(self, version: int) -> None:

@@ -91,7 +91,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
     assert "key 'tasks.2.kind' is missing" in errors[7]
     assert errors[8] == "F:13: 'steps' is 'many', expected a whole number"
     assert "'name' is 5, expected text" in errors[9]
-    assert errors[10] == "F:16: 'model.dtype' is 'fp16', expected one of: bfloat16, float32"
+    assert errors[10] == "F:16: 'model.dtype' is 'fp16', expected one of: auto, bfloat16, float32"
 
 
 @pytest.mark.parametrize(

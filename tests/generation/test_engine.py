@@ -26,9 +26,8 @@ POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
 
 
 def config(model: Path, **sampling: object) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": {"path": str(model), "max_context": 128}, "sampling": {"max_tokens": 24} | sampling}
-    )
+    values = {"path": str(model), "max_context": 128, "dtype": "bfloat16"}
+    return RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24} | sampling})
 
 
 def request(number: int, seed: int = 0) -> SampleRequest:

@@ -1,0 +1,174 @@
+"""The type that a process computes in: `model.dtype`, where `auto` is decided for the device at hand.
+
+    CPU    bf16 if the CPU has instructions for it and the probe finds it no slower than fp32; else fp32
+    CUDA   bf16 from compute capability 8.0 (Ampere) on; else fp32
+
+Every process that computes decides for its own device, so the sites of a run may differ, and so may trainer and
+instances. What travels is stated: `wire_type`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from streamrl.config.run import ModelConfig, RunConfig
+from streamrl.errors import UserError
+from streamrl.launch.models import resolve_model
+from streamrl.machine.cpu import Cpu, this_cpu
+from streamrl.machine.probe import Probe, probe
+
+ComputeType = Literal["bfloat16", "float32"]
+AMPERE = (8, 0)
+"""The first compute capability with bf16 tensor cores."""
+NO_SLOWER = 1.1
+"""bf16 may take so many times as long as fp32 in the probe, which is its noise: it halves what is read and sent."""
+WORTH_A_WARNING = 1.5
+NVIDIA_SMI_S = 30
+
+
+@dataclass(frozen=True)
+class TypeChoice:
+    """A compute type, and why it is this one."""
+
+    dtype: ComputeType
+    why: str
+    warning: str = ""
+    """What whoever has set it by hand should know; '': nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({self.why})"
+
+
+def choose_for_cpu(asked: Literal["auto"] | ComputeType, cpu: Cpu, found: Probe | None) -> TypeChoice:
+    """Decides for a CPU.
+
+    Args:
+        asked: `model.dtype`.
+        cpu: its instructions.
+        found: the probe of its products; None: there is none, the instructions decide alone.
+    """
+    rates = (
+        f"{cpu.instructions}; one thread multiplies at {found.bf16_gflops:.3g} GFLOP/s in bfloat16 and "
+        f"{found.fp32_gflops:.3g} in float32"
+        if found
+        else f"{cpu.instructions}; not measured"
+    )
+    if asked == "auto":
+        quick = cpu.has_bf16 and (found is None or found.bf16_slowdown <= NO_SLOWER)
+        return TypeChoice("bfloat16" if quick else "float32", rates)
+    warning = ""
+    if asked == "bfloat16" and found is not None and found.bf16_slowdown > WORTH_A_WARNING:
+        warning = (
+            f"model.dtype: bfloat16: products take {found.bf16_slowdown:.0f} x as long as in float32 on this CPU "
+            f"({cpu.instructions}; {found.bf16_gflops:.3g} against {found.fp32_gflops:.3g} GFLOP/s on one thread); "
+            "set model.dtype: auto"
+        )
+    return TypeChoice(asked, f"model.dtype; {rates}", warning)
+
+
+def choose_for_cuda(asked: Literal["auto"] | ComputeType, capability: tuple[int, int] | None) -> TypeChoice:
+    """Decides for a GPU.
+
+    Args:
+        asked: `model.dtype`.
+        capability: its compute capability; None: not known, taken for a current one.
+    """
+    known = "GPU of unknown compute capability" if capability is None else f"compute capability {_dotted(capability)}"
+    old = capability is not None and capability < AMPERE
+    if asked == "auto":
+        return TypeChoice("float32" if old else "bfloat16", known)
+    warning = (
+        f"model.dtype: bfloat16: a GPU of compute capability {_dotted(capability)} has no bf16 units (from 8.0 on); "
+        "set model.dtype: auto"
+        if asked == "bfloat16" and old and capability is not None
+        else ""
+    )
+    return TypeChoice(asked, f"model.dtype; {known}", warning)
+
+
+def choose(model: ModelConfig, cuda: bool) -> TypeChoice:
+    """Decides for this machine, before anything is started: for its CPU, or the oldest of its GPUs.
+
+    Raises:
+        UserError: the model is not there.
+    """
+    if cuda:
+        return choose_for_cuda(model.dtype, oldest_gpu())
+    return choose_for_cpu(model.dtype, this_cpu(), probe(Path(resolve_model(model.path))))
+
+
+def with_type(run: RunConfig, choice: TypeChoice) -> RunConfig:
+    """The run file of a process that computes in this type."""
+    return run.model_copy(update={"model": run.model.model_copy(update={"dtype": choice.dtype})})
+
+
+def decided(run: RunConfig, cuda: bool) -> RunConfig:
+    """The run file with `model.dtype` decided for the device of this process, for whoever computes outside a run.
+
+    Raises:
+        UserError: the model is not there.
+    """
+    return with_type(run, choose_in_process(run.model, cuda))
+
+
+def choose_in_process(model: ModelConfig, cuda: bool) -> TypeChoice:
+    """Decides for the device of this process.
+
+    Raises:
+        UserError: the model is not there.
+    """
+    if cuda:
+        import torch
+
+        return choose_for_cuda(model.dtype, torch.cuda.get_device_capability())
+    if model.dtype != "auto":
+        return TypeChoice(model.dtype, "model.dtype")
+    return choose(model, cuda=False)
+
+
+def wire_type(asked: Literal["auto"] | ComputeType, computed: ComputeType | None, several_sites: bool) -> ComputeType:
+    """The type that weight versions are published in.
+
+    Every site has to know it before it has met the trainer, so with several of them it follows from the run file
+    alone: `auto` is bf16, whose sparse deltas are what makes a link bearable. Inside one site it is the trainer's.
+
+    Args:
+        asked: `model.dtype`.
+        computed: the type that the trainer computes in; None: not known to the caller.
+        several_sites: weights go over links.
+
+    Raises:
+        ValueError: it is the trainer's, which is not known.
+    """
+    if asked != "auto":
+        return asked
+    if several_sites:
+        return "bfloat16"
+    if computed is None:
+        raise ValueError("inside a site the versions have the trainer's type, which only the trainer knows")
+    return computed
+
+
+def oldest_gpu() -> tuple[int, int] | None:
+    """The lowest compute capability of this machine's GPUs, as nvidia-smi tells it; None: not known."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{' '.join(command)} did not answer within {NVIDIA_SMI_S} s") from error
+    found = []
+    for line in done.stdout.split():
+        major, _, minor = line.partition(".")
+        if major.isdigit() and minor.isdigit():
+            found.append((int(major), int(minor)))
+    return min(found, default=None)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

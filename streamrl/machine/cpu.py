@@ -1,0 +1,86 @@
+"""The CPU of this machine: its name, and the instructions that matter for products of matrices."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx512f", "bf16", "svebf16"})
+"""Instructions with which oneDNN has bf16 kernels; plain AVX-512 emulates them at the speed of fp32 or above. Without
+any of these torch falls back to loops that are some thirty times slower than fp32."""
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Environment variables by which torch and oneDNN are kept from using instructions that the CPU has."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What decides which kernels run."""
+
+    name: str
+    flags: frozenset[str]
+    """As the system lists them; empty where it does not."""
+    limits: tuple[str, ...] = ()
+    """NAME=VALUE of `LIMITS` that are set."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it has instructions for which bf16 kernels exist, and may use them. True where the system lists no
+        instructions: a probe then decides alone."""
+        if not self.flags:
+            return True
+        below = any(value.partition("=")[2].lower().startswith(("default", "sse", "avx2")) for value in self.limits)
+        return bool(self.flags & BF16_FLAGS) and not below
+
+    @property
+    def instructions(self) -> str:
+        """The widest instructions, in words: 'AVX2 without AVX-512'."""
+        if not self.flags:
+            return "unknown instructions"
+        names = {
+            "amx_bf16": "AMX",
+            "avx512_bf16": "AVX-512 with bf16",
+            "avx512f": "AVX-512",
+            "avx2": "AVX2 without AVX-512",
+            "bf16": "NEON with bf16",
+            "asimd": "NEON",
+        }
+        found = next((text for flag, text in names.items() if flag in self.flags), "neither AVX2 nor NEON")
+        return f"{found}, limited by {', '.join(self.limits)}" if self.limits else found
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.instructions})"
+
+
+def parse_cpuinfo(text: str, machine: str, environ: Mapping[str, str]) -> Cpu:
+    """Reads the text of /proc/cpuinfo, of x86 or ARM.
+
+    Args:
+        text: may be empty, where there is no such file.
+        machine: the architecture, for a CPU without a name.
+        environ: environment variables.
+    """
+    name, flags = "", frozenset[str]()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        key = key.strip().lower()
+        if key == "model name" and not name:
+            name = value.strip()
+        elif key in ("flags", "features") and not flags:
+            flags = frozenset(value.split())
+    limits = tuple(f"{key}={environ[key]}" for key in LIMITS if environ.get(key))
+    return Cpu(name or machine or "unknown CPU", flags, limits)
+
+
+@functools.cache
+def this_cpu() -> Cpu:
+    """The CPU of this machine."""
+    try:
+        text = CPUINFO.read_text(errors="replace")
+    except OSError:
+        text = ""
+    return parse_cpuinfo(text, platform.machine(), os.environ)

@@ -1,0 +1,171 @@
+"""How fast this CPU multiplies matrices of a model's shapes in bf16 and in fp32: a probe of less than a second.
+
+`probe` answers from a file in the cache if this CPU was probed with these shapes and this torch before; else it
+measures, in a process of its own where the caller has not loaded torch (`python -m streamrl.machine.probe FOLDER`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.files import replace_json
+from streamrl.launch.models import cache_directory
+from streamrl.machine.cpu import this_cpu
+
+ROWS = 64
+"""Tokens in a product: a usual batch of decoding, and enough for the full speed of a GEMM."""
+LARGEST = 2048
+"""Sides of larger matrices are cut to this: the rate no longer depends on them, and slow types stay quick to probe."""
+SECONDS_PER_PRODUCT = 0.05
+LIMIT_S = 120.0
+"""For the process that measures; importing torch takes nearly all of its time."""
+
+Shape = tuple[int, int]
+"""Inputs and outputs of a linear layer."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Rates of one thread, in 10^9 operations per second (a multiplication and an addition are two)."""
+
+    bf16_gflops: float
+    fp32_gflops: float
+
+    @property
+    def bf16_slowdown(self) -> float:
+        """How many times as long products take in bf16 as in fp32."""
+        return self.fp32_gflops / self.bf16_gflops
+
+
+def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
+    """Shapes of a decoder layer's linear layers, without repetition.
+
+    Args:
+        config: a model's `config.json`; keys that are missing leave the shapes that need them out.
+    """
+    values = config.get("text_config") or config
+    hidden, inner = values.get("hidden_size"), values.get("intermediate_size")
+    heads, size = values.get("num_attention_heads"), values.get("head_dim")
+    shapes: list[Shape] = []
+    if isinstance(hidden, int) and isinstance(inner, int):
+        shapes += [(hidden, inner), (inner, hidden)]
+    if isinstance(hidden, int):
+        width = heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
+        shapes.append((hidden, width))
+    cut = [(min(a, LARGEST), min(b, LARGEST)) for a, b in shapes or [(1024, 1024)]]
+    return list(dict.fromkeys(cut))
+
+
+def measure(shapes: Sequence[Shape]) -> Probe:
+    """Times the products with torch, on the threads that it has now (the caller sets them)."""
+    import torch
+
+    def rate(dtype: torch.dtype) -> float:
+        """Operations per nanosecond over all shapes, each at its quickest."""
+        operations = seconds = 0.0
+        for inputs, outputs in shapes:
+            x = torch.randn(ROWS, inputs).to(dtype)
+            weight = torch.randn(outputs, inputs).to(dtype)
+            best, spent = float("inf"), 0.0
+            while spent < SECONDS_PER_PRODUCT:
+                began = time.perf_counter()
+                torch.nn.functional.linear(x, weight)
+                took = time.perf_counter() - began
+                best, spent = min(best, took), spent + took
+            operations += 2.0 * ROWS * inputs * outputs
+            seconds += best
+        return operations / seconds / 1e9
+
+    with torch.no_grad():
+        rate(torch.float32)  # kernels are loaded, clocks are up
+        return Probe(rate(torch.bfloat16), rate(torch.float32))
+
+
+def probe(model_folder: Path) -> Probe | None:
+    """This CPU's rates at a model's shapes, measured now or kept from before.
+
+    Args:
+        model_folder: in HF format.
+
+    Returns:
+        None: torch is not installed, or the measurement failed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    shapes = product_shapes(_config(model_folder))
+    path = cache_directory() / "machine" / f"products-{_key(shapes)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        values = json.loads(path.read_text())
+        return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
+    found = _measured_here(shapes) if "torch" in sys.modules else _measured_apart(model_folder)
+    if found is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_json(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _key(shapes: Sequence[Shape]) -> str:
+    cpu = this_cpu()
+    facts = [cpu.name, sorted(cpu.flags), cpu.limits, importlib.metadata.version("torch"), shapes]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _measured_here(shapes: Sequence[Shape]) -> Probe:
+    """On one thread, in a process that has torch."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(shapes)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured_apart(model_folder: Path) -> Probe | None:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "streamrl.machine.probe", str(model_folder)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        return Probe(**json.loads(done.stdout.splitlines()[-1]))
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError, IndexError):
+        return None
+
+
+def main() -> None:
+    """Measures and prints the rates as JSON."""
+    shapes = product_shapes(_config(Path(sys.argv[1])))
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps(asdict(measure(shapes))))
+
+
+if __name__ == "__main__":
+    main()

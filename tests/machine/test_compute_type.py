@@ -1,0 +1,186 @@
+"""Which type a machine computes in: by its instructions and by what its products cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.run import ModelConfig, RunConfig
+from streamrl.launch.context import Addresses, RoleContext
+from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
+from streamrl.machine.cpu import Cpu, parse_cpuinfo
+from streamrl.machine.probe import LARGEST, Probe, measure, probe, product_shapes
+from streamrl.observe.status import RunStatus
+from tests.launch.test_plan import cluster
+
+OLD = Cpu("old", frozenset({"avx2", "fma"}))
+WIDE = Cpu("wide", frozenset({"avx2", "avx512f", "avx512_bf16"}))
+QUICK, SLOW = Probe(200.0, 90.0), Probe(2.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "found", "dtype"),
+    [
+        (WIDE, QUICK, "bfloat16"),
+        (WIDE, Probe(60.0, 60.0), "bfloat16"),  # as quick, and half the bytes
+        (WIDE, Probe(50.0, 60.0), "float32"),  # it has the instructions, and is slower all the same
+        (WIDE, SLOW, "float32"),
+        (WIDE, None, "bfloat16"),
+        (OLD, SLOW, "float32"),
+        (OLD, QUICK, "float32"),  # no kernels: whatever a disturbed probe says
+        (OLD, None, "float32"),
+        (Cpu("unlisted", frozenset()), QUICK, "bfloat16"),
+        (Cpu("unlisted", frozenset()), SLOW, "float32"),
+    ],
+)
+def test_auto_takes_bf16_only_where_it_has_kernels_and_is_no_slower(cpu: Cpu, found: Probe | None, dtype: str) -> None:
+    choice = choose_for_cpu("auto", cpu, found)
+    assert (choice.dtype, choice.warning) == (dtype, "")
+
+
+def test_the_choice_tells_the_measured_rates() -> None:
+    assert str(choose_for_cpu("auto", OLD, SLOW)) == (
+        "float32 (AVX2 without AVX-512; one thread multiplies at 2 GFLOP/s in bfloat16 and 60 in float32)"
+    )
+
+
+def test_bf16_set_by_hand_where_it_is_slow_is_kept_and_told_with_the_factor() -> None:
+    choice = choose_for_cpu("bfloat16", OLD, SLOW)
+    assert choice.dtype == "bfloat16"
+    assert "30 x as long as in float32" in choice.warning and "model.dtype: auto" in choice.warning
+    assert choose_for_cpu("bfloat16", WIDE, QUICK).warning == ""
+    assert choose_for_cpu("float32", OLD, SLOW).warning == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "dtype", "warned"),
+    [
+        ("auto", (7, 5), "float32", False),
+        ("auto", (8, 0), "bfloat16", False),
+        ("auto", None, "bfloat16", False),
+        ("bfloat16", (7, 0), "bfloat16", True),
+        ("bfloat16", (9, 0), "bfloat16", False),
+        ("float32", (9, 0), "float32", False),
+    ],
+)
+def test_gpus_compute_in_bf16_from_ampere_on(
+    asked: str, capability: tuple[int, int] | None, dtype: str, warned: bool
+) -> None:
+    choice = choose_for_cuda(asked, capability)  # type: ignore[arg-type]
+    assert (choice.dtype, bool(choice.warning)) == (dtype, warned)
+
+
+def test_versions_have_the_trainers_type_in_a_site_and_one_that_all_know_over_links() -> None:
+    assert wire_type("auto", "float32", several_sites=False) == "float32"
+    assert wire_type("auto", "bfloat16", several_sites=False) == "bfloat16"
+    assert wire_type("auto", "float32", several_sites=True) == wire_type("auto", None, several_sites=True) == "bfloat16"
+    assert wire_type("float32", "bfloat16", several_sites=True) == "float32"
+    with pytest.raises(ValueError, match="only the trainer knows"):
+        wire_type("auto", None, several_sites=False)
+
+
+CPUINFO_X86 = (
+    "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nmodel name\t: A CPU\n"
+)
+CPUINFO_ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+
+
+def test_a_cpus_name_and_instructions_are_read_from_the_systems_list() -> None:
+    cpu = parse_cpuinfo(CPUINFO_X86, "x86_64", {})
+    assert (cpu.name, cpu.instructions, cpu.has_bf16) == ("A CPU", "AVX-512", True)
+    arm = parse_cpuinfo(CPUINFO_ARM, "aarch64", {})
+    assert (arm.name, arm.instructions, arm.has_bf16) == ("aarch64", "NEON with bf16", True)
+    assert parse_cpuinfo("", "arm64", {}) == Cpu("arm64", frozenset())
+
+
+def test_a_limit_by_the_environment_counts_as_instructions_that_are_not_there() -> None:
+    cpu = parse_cpuinfo(CPUINFO_X86, "x86_64", {"ATEN_CPU_CAPABILITY": "avx2", "OTHER": "1"})
+    assert not cpu.has_bf16
+    assert cpu.instructions == "AVX-512, limited by ATEN_CPU_CAPABILITY=avx2"
+    assert parse_cpuinfo(CPUINFO_X86, "x86_64", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}).has_bf16
+
+
+def test_the_probe_takes_the_models_own_shapes_and_cuts_large_ones() -> None:
+    small = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "head_dim": 64}
+    assert product_shapes(small) == [(576, 1536), (1536, 576), (576, 576)]
+    assert product_shapes({"text_config": small}) == product_shapes(small)
+    large = {"hidden_size": 8192, "intermediate_size": 29568}
+    assert product_shapes(large) == [(LARGEST, LARGEST)]
+    assert product_shapes({}) == [(1024, 1024)]
+
+
+def test_a_real_probe_measures_both_types_and_is_kept_for_the_next_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "intermediate_size": 128}))
+    found = probe(tmp_path)
+    assert found is not None and found.bf16_gflops > 0 and found.fp32_gflops > 0
+    (kept,) = (tmp_path / "cache" / "machine").glob("products-*.json")
+    values = json.loads(kept.read_text())
+    kept.write_text(json.dumps(values | {"bf16_gflops": 7.0, "fp32_gflops": 21.0}))
+    assert probe(tmp_path) == Probe(7.0, 21.0)
+    assert Probe(7.0, 21.0).bf16_slowdown == 3.0
+    kept.write_text("{")  # half a file: measured again
+    again = probe(tmp_path)
+    assert again is not None and again != Probe(7.0, 21.0)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 96, "intermediate_size": 128}))
+    probe(tmp_path)
+    assert len(list((tmp_path / "cache" / "machine").glob("products-*.json"))) == 2  # other shapes, another file
+
+
+def test_rates_are_operations_by_seconds() -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        small, large = measure([(64, 64)]), measure([(1024, 1024)])
+    finally:
+        torch.set_num_threads(threads)
+    # a product that fills the caches reaches several times the rate of one that is all overhead, on any CPU
+    assert large.fp32_gflops > small.fp32_gflops > 0.1
+
+
+def context(run: RunConfig) -> RoleContext:
+    return RoleContext("trainer", "here", Path("runs/x"), cluster("cpu"), run, Addresses("", "", {}), False)
+
+
+def test_a_process_that_computes_knows_its_type_and_agrees_with_others_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
+    monkeypatch.setattr("streamrl.machine.compute_type.probe", lambda folder: SLOW)
+    monkeypatch.setattr("streamrl.machine.compute_type.this_cpu", lambda: OLD)
+    (tmp_path / "model").mkdir()
+    for name, text in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+        (tmp_path / "model" / name).write_text(text)
+    run = RunConfig(model=ModelConfig(path=str(tmp_path / "model")))
+    plain = context(run)
+    computing = plain.computing()
+    assert (plain.run.model.dtype, computing.run.model.dtype) == ("auto", "float32")
+    assert computing.agreement == plain.agreement
+    assert computing.agreement["run model.dtype"] == "auto"
+    assert computing.wire_type == "float32"
+    assert computing.type_told["dtype"] == "float32" and "AVX2" in computing.type_told["dtype_why"]
+    assert plain.type_told == {}
+    by_hand = ModelConfig(path="anywhere", dtype="bfloat16")
+    assert choose_in_process(by_hand, cuda=False).dtype == "bfloat16"
+
+
+def test_the_status_names_types_once_or_by_role_where_they_differ() -> None:
+    def status(**types: str) -> RunStatus:
+        roles = {
+            name: {"role": "trainer" if name == "trainer" else "instance", "state": "idle", "since": 0.0, "dtype": one}
+            | ({"dtype_why": "measured"} if one else {})
+            for name, one in types.items()
+        }
+        values = {"run": "r", "state": "running", "step": 0, "steps": 1, "started_at": 0.0, "updated_at": 0.0}
+        return RunStatus.model_validate(values | {"roles": roles})
+
+    assert status(trainer="", a="").types == ""
+    assert status(trainer="float32", a="float32").types == "float32"
+    assert status(trainer="bfloat16", a="float32", b="float32").types == "trainer bfloat16, instances float32"
+    assert status(trainer="float32", a="float32").why_types == "trainer, a: float32 (measured)"
