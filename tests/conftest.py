@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from tests.waiting import scaled, slowness
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -15,9 +17,23 @@ ENGINES = ("test_engine.py", "test_parallel_engine.py")
 """They keep a core busy with vLLM's start, for minutes, and measure no times."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` one worker runs engines, and the other one all else, one after the other."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Measures how slow the machine is, once, before xdist's workers start: their environment hands it on."""
+    factor = slowness()
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scales pytest-timeout's limits. With `--dist loadgroup` one worker runs engines, and the other one all else, one
+    after the other."""
+    general = float(config.getoption("timeout", None) or config.getini("timeout") or 0)
     for item in items:
+        mark = item.get_closest_marker("timeout")
+        seconds = float((*mark.args, mark.kwargs.get("timeout", general))[0]) if mark is not None else general
+        if seconds:
+            item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
         item.add_marker(pytest.mark.xdist_group("engines" if item.path.name in ENGINES else "all else"))
 
 

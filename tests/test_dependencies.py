@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import COMMANDS
+from tests.waiting import scaled
 
 ROOT = Path(__file__).parents[1]
 SCHEDULER_MAY = {"scheduler", "numpy"}
@@ -98,7 +99,7 @@ def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
         "print('MODULES', json.dumps(sorted({name.split('.')[0] for name in sys.modules})))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60), cwd=ROOT, check=True
     )
     help_text, _, modules = done.stdout.rpartition("MODULES")
     assert "Usage:" in help_text
@@ -112,6 +113,6 @@ def test_reading_configuration_loads_neither_torch_nor_vllm() -> None:
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60), cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "[]"

@@ -53,6 +53,7 @@ from streamrl.transport.endpoint import Hub, Link
 from tests.cli.calling import streamrl
 from tests.observe.synthetic import INSTANCES, make_row, make_status
 from tests.training.conftest import free_port
+from tests.waiting import scaled
 
 DOC = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 ENTRIES = 10
@@ -255,7 +256,7 @@ class Place:
     def process(self, name: str, script: str) -> LocalProcess:
         """One that has ended."""
         ended = start(ProcessSpec(name, "instance", "here", "one", [sys.executable, "-c", script]), self.folder, False)
-        ended.process.wait(timeout=LIMIT_S)
+        ended.process.wait(timeout=scaled(LIMIT_S))
         return ended
 
 
@@ -352,7 +353,7 @@ def no_instance_left(place: Place) -> str:
         fleet = SiteFleet(context, hub, dispatcher, waits, journal, *[told] * 3)
         fleet.lives["here-one-0"] = InstanceLife("here-one-0", "one", 0, state=Life.READY)
         try:
-            await asyncio.wait_for(fleet.run(), LIMIT_S)
+            await asyncio.wait_for(fleet.run(), scaled(LIMIT_S))
         finally:
             await hub.close()
 
@@ -378,7 +379,7 @@ def sites_differ(place: Place) -> str:
         hub.bind_outside(address, None)
         link = to_home(west, "service", WaitRegistry("service-west"))
         try:
-            await asyncio.wait_for(connect_home(west, link, address), LIMIT_S)
+            await asyncio.wait_for(connect_home(west, link, address), scaled(LIMIT_S))
         finally:
             with contextlib.suppress(RunFailed):
                 await link.close()

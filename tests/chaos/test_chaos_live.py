@@ -11,6 +11,7 @@ import pytest
 
 from tests.end_to_end.project import Project
 from tests.end_to_end.test_recovery import EASY, assert_every_sample_once
+from tests.waiting import scaled
 
 LIMIT_S = 540.0
 """For the whole command, on a machine that is busy."""
@@ -44,7 +45,7 @@ def test_a_run_survives_faults_of_different_kinds_and_every_sample_is_trained_on
         env=project.env,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=scaled(LIMIT_S),
     )
     assert done.returncode == 0, done.stdout + done.stderr + project.logs()
     run_dir = project.run_dir()

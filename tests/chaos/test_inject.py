@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from streamrl.chaos.follow import Seen, SeenProcess
 from streamrl.chaos.inject import DAMAGED_BYTES, Injector, NotPossible, _damage
 from streamrl.chaos.plan import Fault, Kind
 from streamrl.config.load import load_cluster, load_run
+from tests.waiting import scaled, wait_for
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 
@@ -49,27 +49,22 @@ def fault(kind: Kind, target: str = "instance") -> Fault:
 def test_a_process_is_killed_by_its_id(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     done = injector(tmp_path).inject(fault(Kind.INSTANCE_KILL), seen(sleeper.pid))
     assert done.replaced == {"instance"}
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(scaled(5)) == -signal.SIGKILL
 
 
 def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     done = injector(tmp_path).inject(fault(Kind.INSTANCE_PAUSE), seen(sleeper.pid))
     assert 0 < done.lasts_s < load_run(None).deadlines.heartbeat_s
-    assert wait_for_status(sleeper.pid, stopped=True)
+    wait_for_status(sleeper.pid, stopped=True)
     done.undo()
-    assert wait_for_status(sleeper.pid, stopped=False)
+    wait_for_status(sleeper.pid, stopped=False)
     sleeper.kill()
-    sleeper.wait(5)
+    sleeper.wait(scaled(5))
     done.undo()  # nothing is left to be undone
 
 
-def wait_for_status(pid: int, stopped: bool) -> bool:
-    end = time.monotonic() + 5
-    while (psutil.Process(pid).status() == psutil.STATUS_STOPPED) != stopped:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+def wait_for_status(pid: int, stopped: bool) -> None:
+    wait_for(lambda: (psutil.Process(pid).status() == psutil.STATUS_STOPPED) == stopped, 5)
 
 
 def test_a_process_that_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from streamrl.emulation.namespaces import enter
 from streamrl.emulation.network import EmulatedNetwork
+from tests import waiting
 
 T = TypeVar("T")
 LIMIT_S = 20.0
@@ -29,7 +30,7 @@ def inside(namespace: str | None, make: Callable[[], T]) -> T:
         return make()
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result(LIMIT_S)
+        return thread.submit(work).result(waiting.scaled(LIMIT_S))
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Home:
                 threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        sock.settimeout(LIMIT_S)
+        sock.settimeout(waiting.scaled(LIMIT_S))
         with contextlib.suppress(OSError):
             match sock.recv(1):
                 case b"e":
@@ -114,7 +115,7 @@ def connect(network: EmulatedNetwork, port: int, site: str = "west", timeout: fl
     address = network.address_of_home(site, port)
     sock = inside(network.namespace(site), lambda: socket.create_connection(address, timeout))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.settimeout(LIMIT_S)
+    sock.settimeout(waiting.scaled(LIMIT_S))
     return sock
 
 
@@ -148,7 +149,7 @@ def upload(network: EmulatedNetwork, home: Home, port: int, data: bytes) -> floa
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         got = wait_for(lambda: home.received[-1] if home.received else None)
-        assert got.done.wait(LIMIT_S)
+        assert got.done.wait(waiting.scaled(LIMIT_S))
         assert got.nbytes == len(data)
         assert got.sha256 == hashlib.sha256(data).hexdigest()
         return got.last - begun
@@ -169,8 +170,6 @@ def download(network: EmulatedNetwork, port: int, nbytes: int) -> float:
 
 def wait_for(value: Callable[[], T | None], limit_s: float = 5.0) -> T:
     """The first result that is true."""
-    deadline = time.monotonic() + limit_s
-    while not (found := value()):
-        assert time.monotonic() < deadline, "it did not become true"
-        time.sleep(0.01)
+    found = waiting.wait_for(value, limit_s)
+    assert found is not None
     return found

@@ -30,6 +30,7 @@ from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed, UserError
 from tests.emulation.sockets import Home, connect, inside
 from tests.training.conftest import free_port
+from tests.waiting import scaled
 
 LAYOUT = Layout("abc123", 77, "east", {"west": 6.25e6, "south": None})
 
@@ -141,7 +142,7 @@ def test_every_site_has_a_namespace_and_reaches_home_over_its_link_only(tmp_path
                 [sys.executable, "-c", "import socket; print([name for _, name in socket.if_nameindex()])"],
                 capture_output=True,
                 text=True,
-                timeout=20,
+                timeout=scaled(20),
                 check=True,
                 preexec_fn=lambda: enter(network.namespace("west") or ""),
             )

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from tests.tiny_model import save_tiny_model
+from tests.waiting import finish
+from tests.waiting import wait_for as wait_for
 
 CLUSTER = """
 hardware: cpu
@@ -102,7 +102,7 @@ class Project:
 
     def launch(self, *extra: str, code: int = 0, **changes: object) -> str:
         process = self.start(*extra, **changes)
-        output, _ = process.communicate(timeout=280)
+        output = finish(process, 280, self.logs)
         assert process.returncode == code, output + self.logs()
         return output
 
@@ -112,14 +112,6 @@ class Project:
 
     def run_dir(self, name: str = "tiny") -> Path:
         return self.folder / "runs" / name
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def trained_rows(run_dir: Path) -> list[dict[str, object]]:

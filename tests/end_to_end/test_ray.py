@@ -19,6 +19,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.waiting import finish
 
 STEPS = 10
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
@@ -77,7 +78,7 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     cluster.remove_node(lost, allow_graceful=False)
     wait_for(lambda: read_status(run_dir).roles["here-wide-0"].state in ("dead", "starting"), 60, process)
     cluster.add_node(resources={"fast": 2}, num_cpus=4)  # a replaced node
-    output, _ = process.communicate(timeout=280)
+    output = finish(process, 280, project.logs)
     assert process.returncode == 0, output + project.logs()
     rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
     ids = [str(row["sample_id"]) for row in rows]

@@ -14,6 +14,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import RoleStatus, read_status
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.waiting import finish
 
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
@@ -105,7 +106,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     instances = {one.name: one.process for one in read_started(run.run_dir) if one.role == "instance"}
     assert instances == {"here-regular-0": 1, "here-tail-0": 2}  # they have outlived their service
     run.signal("controller", signal.SIGTERM)
-    output, _ = run.process.communicate(timeout=60)
+    output = finish(run.process, 60, run.project.logs)
     assert run.process.returncode == 1 and "the controller was told to stop" in output  # somebody else did that
     for name in ("rewards-here", "service-here"):
         assert f"{name} was killed by SIGKILL" in output
@@ -124,7 +125,7 @@ def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_check
     again = time.time()
     run.wait(lambda: read_metrics(run.run_dir / "metrics.jsonl")[-1].time > again and run.steps >= 4)
     run.signal("controller", signal.SIGSTOP)  # it hangs, and is taken for dead
-    output, _ = run.process.communicate(timeout=280)
+    output = finish(run.process, 280, run.project.logs)
     assert run.process.returncode == 0, output + run.project.logs()
     assert "trainer was killed by SIGKILL" in output
     assert "controller has given no sign of life" in output
@@ -142,7 +143,7 @@ def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(
     wait_for(lambda: started.exists() and len(read_started(started.parent)) == 5, 60, process)
     victim = next(one for one in read_started(started.parent) if one.name == "here-regular-0")
     os.kill(victim.pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output = finish(process, 60, project.logs)
     assert process.returncode == 1
     assert "here-regular-0 was killed by SIGKILL" in output
     assert "here-regular-0" in (read_status(project.run_dir()).error or "")

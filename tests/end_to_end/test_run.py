@@ -20,6 +20,7 @@ from streamrl.observe.status import read_status
 from streamrl.observe.trace import read_trace
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.waiting import finish, scaled
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_ranker_that_is_wrong_here_is_used_and_then_distrusted(tmp_path: Path)
     rows = [{"prompt": text, "output_length": 5 * len(text) + n} for text in sums for n in range(4)]
     (tmp_path / "past.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train = ["-m", "streamrl.cli.main", "train-ranker", "--rollouts", "past.jsonl", "--out", "ranker.lgb"]
-    subprocess.run([sys.executable, *train], cwd=tmp_path, check=True, timeout=200, capture_output=True)
+    subprocess.run([sys.executable, *train], cwd=tmp_path, check=True, timeout=scaled(200), capture_output=True)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "answer": "e"}) for text in sums))
     batch = {"prompts_per_step": 12, "samples_per_prompt": 3, "micro_batch_tokens": 512}
     model = {"path": str(tmp_path / "model"), "max_context": 512}
@@ -164,7 +165,7 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=scaled(20))
     assert [p.cmdline() for p in alive] == []
     done = read_status(run_dir).step
     output = project.launch("--resume", str(run_dir))
@@ -188,7 +189,7 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
 
     def scale(*options: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(200))
         return done.returncode, done.stdout + done.stderr
 
     def steps() -> int:
@@ -221,10 +222,10 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     family = psutil.Process(process.pid).children(recursive=True)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output = finish(process, 30, project.logs)
     assert time.monotonic() - began < 10
     assert process.returncode == 130, output
-    assert psutil.wait_procs(family, timeout=1)[1] == []
+    assert psutil.wait_procs(family, timeout=scaled(1))[1] == []
     assert read_status(run_dir).state == "interrupted"
     assert f"--resume {run_dir.relative_to(project.folder)}" in output
     rows = trained_rows(run_dir)

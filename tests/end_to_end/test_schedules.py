@@ -13,6 +13,7 @@ from streamrl.observe.metrics import MetricsRow, read_metrics
 from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.waiting import scaled
 
 SUMS = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 EASY = [{"kind": "file", "name": "own", "path": "prompts.jsonl", "reward": "own_rewards:reward"}]
@@ -69,7 +70,7 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    psutil.wait_procs(family, timeout=20)
+    psutil.wait_procs(family, timeout=scaled(20))
     project.launch("--resume", str(run_dir))
     metrics = assert_whole_batches(run_dir, 6, bound=2)
     assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 6 * 18}  # nothing is left open

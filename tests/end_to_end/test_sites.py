@@ -21,6 +21,7 @@ from streamrl.observe.site import read_site
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.training.conftest import free_port
+from tests.waiting import finish, scaled
 
 POOL = {"replicas": 1, "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
 ASYNC = {"schedule": {"name": "async", "max_staleness": 1}, "steps": 4}
@@ -63,11 +64,11 @@ def started(project: Project, *extra: str, **changes: object) -> Iterator[subpro
     finally:
         if process.poll() is None:
             process.terminate()
-            process.communicate(timeout=30)
+            finish(process, 30)
 
 
 def ended(process: subprocess.Popen[str], project: Project, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=280)
+    output = finish(process, 280, project.logs)
     assert process.returncode == code, output + project.logs()
     return output
 
@@ -187,7 +188,7 @@ def test_bad_input_is_told_in_one_message_before_anything_starts(
     project = Project(tmp_path)
     two_sites(project)
     done = subprocess.run(
-        command(project, *options), cwd=tmp_path, capture_output=True, text=True, timeout=60, env=project.env
+        command(project, *options), cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), env=project.env
     )
     assert done.returncode == 2
     assert message in done.stderr

@@ -12,6 +12,7 @@ import pytest
 from scheduler.cost import StepCurve
 from streamrl.generation.calibrate import batch_sizes
 from tests.tiny_model import save_tiny_model
+from tests.waiting import scaled
 
 CLUSTER = """
 hardware: cpu
@@ -32,7 +33,7 @@ def calibrate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[st
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER)
     command = [sys.executable, "-m", "streamrl.cli.main", "calibrate", "--cluster", str(cluster), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(280))
 
 
 def test_a_real_instance_is_measured(tmp_path: Path) -> None:

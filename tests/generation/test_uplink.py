@@ -21,6 +21,7 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
 from tests.generation.samples import assert_same, items
 from tests.training.conftest import free_port
+from tests.waiting import scaled, until
 
 # -- over a real link
 
@@ -64,7 +65,7 @@ def run(body: Body) -> None:
     """Runs a test with a controller, a link to it, and a list of the samples whose `on_ack` was called."""
 
     async def limited() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             controller = Controller(f"tcp://127.0.0.1:{free_port()}")
             await controller.start()
             link = await Link("service", "service", WaitRegistry("service")).connect(controller.address, 10)
@@ -85,11 +86,6 @@ def uplink_of(
 async def put_all(uplink: Uplink, some: list[Item], acknowledged: list[str]) -> None:
     for body, arrays in some:
         await uplink.put(body, arrays, lambda name=body["sample_id"]: acknowledged.append(name))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("bytes_per_s", [None, 1e5], ids=["raw", "compressed"])

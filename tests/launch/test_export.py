@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch.export import node_groups
 from tests.cli.calling import streamrl
+from tests.waiting import scaled, wait_for
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())
 SBATCH = {
@@ -264,7 +264,7 @@ class Started:
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it says of errors."""
-        _, error = self.process.communicate(timeout=60)
+        _, error = self.process.communicate(timeout=scaled(60))
         return self.process.returncode, error
 
     def calls(self) -> list[str]:
@@ -308,9 +308,7 @@ def test_a_script_goes_on_with_a_run(export: Export, tmp_path: Path) -> None:
 
 def test_the_time_limit_ends_the_run_first(export: Export, tmp_path: Path) -> None:
     job = Started(tmp_path, export("slurm", one_type(), "--shared-head"), STAYS="yes")
-    deadline = time.monotonic() + 30
-    while not any(call.startswith("streamrl") for call in job.calls()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: any(call.startswith("streamrl") for call in job.calls()), 30, job.process)
     job.process.send_signal(signal.SIGTERM)
     assert job.end()[0] == 130
     assert job.calls()[-2:] == ["ended launch", "ended head"]

@@ -30,6 +30,7 @@ from streamrl.launch.instances import (
 from streamrl.launch.plan import ProcessSpec, Role
 from streamrl.launch.watchdog import Watchdog
 from streamrl.observe.status import write_status
+from tests.waiting import scaled, wait_for
 
 QUICKLY = {"pause_s": 0.0, "restarts": 2}
 SLEEPS = "import time; time.sleep(600)"
@@ -85,12 +86,12 @@ def families() -> Iterator[Callable[..., Family]]:
 def until(condition: Callable[[], object], family: Family) -> list[str]:
     """Lets the family work until something holds; what it has told."""
     told: list[str] = []
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, told
+
+    def work() -> None:
         family.reconcile()
-        told += family.revive()
-        time.sleep(0.02)
+        told.extend(family.revive())
+
+    wait_for(condition, 20, meanwhile=work, tell=lambda: told)
     return told
 
 
@@ -170,11 +171,7 @@ def test_only_what_may_be_luckier_the_next_time_is_started_again(
 ) -> None:
     family = families(tmp_path, *CORE, spec("rewards-here", "rewards", code))
     told: list[str] = []
-    deadline = time.monotonic() + 20
-    while not told and not family.dead:
-        assert time.monotonic() < deadline
-        told = family.revive()
-        time.sleep(0.02)
+    wait_for(lambda: told or family.dead, 20, meanwhile=lambda: told.extend(family.revive()))
     assert bool(told) == again
     assert bool(family.dead) != again
     if not again:
@@ -235,7 +232,7 @@ def test_a_disk_that_is_full_is_no_reason_to_try_again(tmp_path: Path) -> None:
     code = "import errno; raise OSError(errno.ENOSPC, 'No space left on device')"
     assert errno.ENOSPC in DISK
     done = subprocess.run(
-        [sys.executable, "-c", ROLE_THAT_FAILS.format(code=code)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ROLE_THAT_FAILS.format(code=code)], capture_output=True, text=True, timeout=scaled(60)
     )
     assert done.returncode == 1
     assert "LAST WORDS: [Errno 28] No space left on device" in done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from streamrl.errors import UserError
 from streamrl.launch import models
+from tests.waiting import scaled
 
 NAME = "smollm2-135m"
 
@@ -192,6 +193,6 @@ def test_a_process_that_looked_for_pip_can_import_setuptools(tmp_path: Path) -> 
     code = f"try:\n    {fetch}\nexcept Exception as error:\n    print(error)\nimport setuptools, distutils.core"
     env = {**os.environ, "PIP_NO_INDEX": "1", "STREAMRL_CACHE": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=scaled(60), check=False
     )
     assert "pip could not download" in done.stdout and done.returncode == 0, done.stderr

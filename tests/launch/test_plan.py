@@ -15,6 +15,7 @@ from streamrl.launch import preflight
 from streamrl.launch.local import LocalProcess, start
 from streamrl.launch.plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.launch.supervisor import run
+from tests.waiting import scaled
 
 
 def cluster(hardware: str = "cuda") -> ClusterConfig:
@@ -87,7 +88,7 @@ def test_more_gpus_than_there_are_is_said() -> None:
 
 def started(tmp_path: Path, code: str) -> LocalProcess:
     process = start(ProcessSpec("worker", "rewards", "here", None, [sys.executable, "-c", code]), tmp_path, False)
-    process.process.wait(timeout=30)
+    process.process.wait(timeout=scaled(30))
     return process
 
 
@@ -113,6 +114,6 @@ def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_a_role_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "streamrl.launch.role", "controller", "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert any(line.startswith("LAST WORDS: ") for line in done.stderr.splitlines())

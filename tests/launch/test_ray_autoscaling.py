@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,15 +19,9 @@ import ray
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launch.plan import ProcessSpec
 from streamrl.launch.ray_site import RaySite
+from tests.waiting import scaled, wait_for
 
 LIMIT_S = 120.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def autoscaling(gcs_address: str) -> dict[str, object]:
@@ -70,7 +63,7 @@ def head(tmp_path: Path) -> Iterator[str]:
     env = os.environ | {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     before = {process.pid for process in psutil.process_iter()}
     try:
-        subprocess.run(command, env=env, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+        subprocess.run(command, env=env, check=True, timeout=scaled(LIMIT_S), stdout=subprocess.DEVNULL)
         yield address
     finally:
         ray.shutdown()
@@ -95,7 +88,7 @@ def test_a_node_comes_for_an_instance_and_goes_with_it(tmp_path: Path, head: str
     assert nodes() == 0
     process = here.start(spec, tmp_path, False, {}, 1)
     assert process.node == "waits for a node with 1 CPU + 1 fast"
-    wait_for(lambda: process.pid != 0)
+    wait_for(lambda: process.pid != 0, LIMIT_S)
     assert nodes() > 0 and process.exit_code is None
     process.kill()
-    wait_for(lambda: nodes() == 0)
+    wait_for(lambda: nodes() == 0, LIMIT_S)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
 from streamrl.errors import UserError
 from streamrl.tasks.source import PromptSource, mix
+from tests.waiting import scaled
 
 
 def questions(tmp_path: Path, count: int, **settings: object) -> FileTask:
@@ -133,7 +134,7 @@ def test_another_process_makes_the_same_items_even_where_they_depend_on_string_h
     def items(order: str) -> list[str]:
         env = os.environ | {"PYTHONHASHSEED": "0"}
         command = [sys.executable, "-c", code, order, *names]
-        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=scaled(60)).stdout
         made: list[str] = eval(out)
         return made
 

@@ -12,22 +12,18 @@ from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.training.conftest import free_port
+from tests.waiting import scaled
+from tests.waiting import until as until
 
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
-    """Runs a test's body, for half a minute at most."""
+    """Runs a test's body, for half a minute at most on an idle machine."""
 
     async def limited() -> Any:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(scaled(30)):
             return await body()
 
     return asyncio.run(limited())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for something that the deadline of `run` ends otherwise."""
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def new_key() -> KeyPair:

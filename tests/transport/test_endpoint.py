@@ -17,11 +17,12 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, PeerLost
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
+from tests.waiting import scaled
 
 
 def run(body: Callable[[str], Awaitable[Any]]) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(scaled(30)):
             return await body(f"tcp://127.0.0.1:{free_port()}")
 
     return asyncio.run(limited())

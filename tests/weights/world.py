@@ -19,6 +19,7 @@ from streamrl.weights.relay import Encoding, WeightRelay
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import Manifest, Part, lay_out
 from tests.training.conftest import free_port
+from tests.waiting import scaled
 
 Version = tuple[Manifest, np.ndarray]
 
@@ -135,7 +136,7 @@ def in_world(folder: Path, body: Callable[[World], Awaitable[None]], **options: 
     async def run() -> None:
         world = World(folder, **options)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(scaled(60)):
                 await body(world)
         finally:
             await world.close()
