@@ -1,4 +1,8 @@
-"""A model sharded over the ranks (FSDP2), with its AdamW where it learns. Every method is a collective."""
+"""A model sharded over the ranks (FSDP2), with its AdamW where it learns. Every method is a collective.
+
+One rank that computes in the type of its master weights (fp32) has nothing to share and nothing to convert: its model
+stays as it is, because FSDP would hold every weight and every gradient twice and copy both in each step.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +71,7 @@ class Division:
 def shard(
     model: Model, run: RunConfig, device: torch.device, trainable: bool, division: Division | None = None
 ) -> Model:
-    """FSDP2: each decoder layer is a unit, the rest is the root's. Master weights stay fp32.
+    """FSDP2, where it has work: each decoder layer is a unit, the rest is the root's. Master weights stay fp32.
 
     Args:
         model: loaded, fp32.
@@ -79,10 +83,17 @@ def shard(
     Raises:
         RunFailed: its layers cannot be shared.
     """
-    division = division or Division()
+    model.to(device)
+    if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
+        _fully_shard(model, run, device, division or Division())
+    if not trainable:
+        model.requires_grad_(False).eval()
+    return model
+
+
+def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:
     mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
-    model.to(device)
     trunk: Any = model.model.base_model
     if division.layers > 1:
         parallelize(model, trunk, mesh["layers"])
@@ -94,9 +105,6 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(several)
-    if not trainable:
-        model.requires_grad_(False).eval()
-    return model
 
 
 def reshard(model: nn.Module) -> None:
@@ -148,8 +156,7 @@ class Learner(Generic[Model]):
 
         With several ranks every micro-batch reduces, which keeps the gradient sharded; with one, only the last does.
         """
-        if self.division.workers == 1:
-            assert isinstance(self.model, FSDPModule)
+        if self.division.workers == 1 and isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
         loss.backward()
         if is_last:
