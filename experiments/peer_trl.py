@@ -4,12 +4,16 @@
     .venv/bin/python experiments/peer_trl.py        # half an hour, on a machine that does nothing else
 
 All make optimizer steps of 8 prompts x 8 completions of at most 96 tokens with SmolLM2-135M-Instruct on all cores,
-with the same AdamW learning rate, no KL term, and the same reward. TRL runs twice: as it comes (fp32 weights, bf16
-autocast: the precision that this system keeps too), and with bf16 weights (faster and less exact: no fp32 master copy).
-This system runs with schedule `stream`, on-policy as TRL is. They take turns, because a shared machine's speed changes
-from hour to hour: in each block one after the other makes the same steps, TRL in processes that wait in between. The
-first step of each process is left out (kernels are compiled and memory is got in it). Prints medians and ratios, also
-of every block, and writes experiments/results/peer_trl.json and .md.
+with the same AdamW learning rate, no KL term, the same reward and the same compute type: `--dtype`, by default the one
+that this machine multiplies faster. In float32 TRL computes in fp32 throughout. In bfloat16 it runs twice: as it comes
+(fp32 weights, bf16 autocast: the precision that this system keeps too), and with bf16 weights (faster and less exact:
+no fp32 master copy). This system runs with schedule `stream`, on-policy as TRL is. They take turns, because a shared
+machine's speed changes from hour to hour: in each block one after the other makes the same steps, TRL in processes that
+wait in between. The first step of each process is left out (kernels are compiled and memory is got in it).
+
+Beside each time is its bound: the operations that the step's own samples need, to generate them and to learn from
+those whose group has a gradient, at the rate at which this machine multiplies large matrices on all cores, measured
+before. Prints medians and ratios, also of every block, and writes experiments/results/peer_trl.json and .md.
 """
 
 from __future__ import annotations
@@ -26,16 +30,22 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pyarrow.parquet as pq
+from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
 from rich.console import Console
 from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
+from streamrl.machine.compute_type import decided
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
 
-TRL_VARIANTS = {"TRL": "float32", "TRL, bf16 weights": "bfloat16"}
-"""What is shown -> type of the weights."""
+TRL_VARIANTS = {
+    "float32": {"TRL": "float32"},
+    "bfloat16": {"TRL": "float32", "TRL, bf16 weights": "bfloat16"},
+}
+"""By the compute type: what is shown -> type of the weights."""
 OURS = "StreamRL"
 LIMIT_S = 1800
 """For one run of this system."""
@@ -45,17 +55,17 @@ PROMPTS, SIZE = 8, 8
 """Of a step, and completions of each."""
 
 Step = dict[str, float]
-"""`seconds`, `mean_length` and `reward`."""
+"""`seconds`, `mean_length`, `reward`, and 10^9 operations that the step's samples need: `generating`, `learning`."""
 
 
-def run_config(steps: int, model: str, seed: int = 0) -> RunConfig:
+def run_config(steps: int, model: str, dtype: str, seed: int = 0) -> RunConfig:
     """The work that all do."""
     return RunConfig.model_validate(
         {
             "name": "peer",
             "steps": steps,
             "seed": seed,
-            "model": {"path": model},
+            "model": {"path": model, "dtype": dtype},
             "batch": {"prompts_per_step": PROMPTS, "samples_per_prompt": SIZE, "micro_batch_tokens": 1024},
             "sampling": {"max_tokens": 96},
             "schedule": {"name": "stream"},
@@ -75,15 +85,43 @@ def ours(config: RunConfig, folder: Path, name: str) -> list[Step]:
         raise click.ClickException(outcome.error)
     return [
         {"seconds": row.step_time_s, "mean_length": row.output_length_mean, "reward": row.reward_mean}
+        | needed(config.model.path, rollouts(folder / name, row.step))
         for row in outcome.rows[1:]
     ]
+
+
+def rollouts(run_dir: Path, step: int) -> list[Group]:
+    """What a step of this system was made of."""
+    table = pq.read_table(run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in table:
+        groups.setdefault(row["group_id"], []).append(row)
+    return [
+        group(
+            len(rows[0]["prompt_tokens"]),
+            [(int(row["output_length"]), float(row["reward"])) for row in rows],
+        )
+        for rows in groups.values()
+    ]
+
+
+def group(prompt: int, samples: Sequence[tuple[int, float]]) -> Group:
+    """A group by the lengths and rewards of its completions."""
+    lengths, rewards = zip(*samples, strict=True)
+    return Group(prompt, lengths, len(set(rewards)) == 1)
+
+
+def needed(model: str, groups: Sequence[Group]) -> Step:
+    """10^9 operations."""
+    shape = shape_of(Path(resolve_model(model)))
+    return {"generating": generating(shape, groups) / GFLOP, "learning": learning(shape, groups) / GFLOP}
 
 
 class Peer:
     """TRL in a process of its own, which makes a step when it is told to."""
 
-    def __init__(self, dtype: str, model: str, blocks: int, steps: int) -> None:
-        command = [sys.executable, __file__, "--only-trl", dtype, "--model", model]
+    def __init__(self, weights: str, dtype: str, model: str, blocks: int, steps: int) -> None:
+        command = [sys.executable, __file__, "--only-trl", weights, "--dtype", dtype, "--model", model]
         self._process = subprocess.Popen(
             [*command, "--blocks", str(blocks), "--steps", str(steps)],
             stdin=subprocess.PIPE,
@@ -108,7 +146,7 @@ class Peer:
         self._process.wait()
 
 
-def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
+def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
     """Runs TRL in this process on the prompts of all blocks (of the first one those of its first step, too): waits for
     a line before each step, and prints what it measured after it."""
     import torch
@@ -117,7 +155,7 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
-    configs = [run_config(steps + 1, model, seed) for seed in range(blocks)]
+    configs = [run_config(steps + 1, model, dtype, seed) for seed in range(blocks)]
     config = configs[0]
     scorers = [Scorer(one.tasks, one.seed) for one in configs]
     sources = [PromptSource(one.tasks, one.seed) for one in configs]
@@ -128,12 +166,32 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
         [{"prompt": [{"role": "user", "content": p.text}], "number": i} for i, p in enumerate(prompts)]
     )
 
-    def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    made: dict[int, list[tuple[int, float]]] = {}
+
+    def reward(completions: list[Any], number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [
+        scores = [
             scorers[places[n][0]].score(prompts[n].task, text, prompts[n].reward_input)
             for n, text in zip(number, texts, strict=True)
         ]
+        for n, ids, score in zip(number, completion_ids, scores, strict=True):
+            made.setdefault(n, []).append((len(ids), score))
+        return scores
+
+    def operations() -> Step:
+        """Those of what has been made since the last call."""
+        lengths = {
+            n: len(
+                tokenizer.apply_chat_template(rows[n]["prompt"], add_generation_prompt=True, return_dict=True)[
+                    "input_ids"
+                ]
+            )
+            for n in made
+        }
+        groups = [group(lengths[n], samples) for n, samples in made.items()]
+        made.clear()
+        return needed(model, groups)
 
     class Gate(TrainerCallback):
         """Waits before each optimizer step, and tells its seconds."""
@@ -148,7 +206,7 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "reward" in logs:
                 found = {"mean_length": logs["completions/mean_length"], "reward": logs["reward"]}
-                print(MEASURED + json.dumps(found | {"seconds": self.seconds}), flush=True)
+                print(MEASURED + json.dumps(found | {"seconds": self.seconds} | operations()), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -166,7 +224,7 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
                 learning_rate=config.optimizer.lr,
                 lr_scheduler_type="constant",
                 beta=0.0,
-                bf16=True,
+                bf16=dtype == "bfloat16",
                 use_cpu=True,
                 shuffle_dataset=False,
                 logging_steps=1,
@@ -174,23 +232,30 @@ def trl(model: str, dtype: str, blocks: int, steps: int) -> None:
                 report_to="none",
                 disable_tqdm=True,
                 gradient_checkpointing=False,
-                model_init_kwargs={"dtype": dtype},
+                model_init_kwargs={"dtype": weights},
             ),
             train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+            processing_class=tokenizer,
             callbacks=[Gate()],
         )
         trainer.train()
 
 
-def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
-    """What was measured, and the ratios."""
+def tables(blocks: Sequence[dict[str, list[Step]]], dtype: str, peak: float) -> list[Sheet]:
+    """What was measured, and the ratios; `peak` in GFLOP/s."""
     names = list(blocks[0])
     steps = {name: [step for block in blocks for step in block[name]] for name in names}
     medians = {name: statistics.median(step["seconds"] for step in steps[name]) for name in names}
 
     def mean(name: str, key: str) -> float:
         return statistics.mean(step[key] for step in steps[name])
+
+    def bounds(name: str) -> list[float]:
+        return [(step["generating"] + step["learning"]) / peak for step in steps[name]]
+
+    def over_bound(name: str) -> float:
+        each = zip(steps[name], bounds(name), strict=True)
+        return statistics.median(step["seconds"] / bound for step, bound in each)
 
     def ratio(peer: str) -> list[str]:
         each = [
@@ -203,7 +268,18 @@ def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
     return [
         Sheet(
             "Steps",
-            ("system", "steps", "median s", "shortest", "longest", "samples/s", "mean length", "reward"),
+            (
+                "system",
+                "steps",
+                "median s",
+                "shortest",
+                "longest",
+                "bound s",
+                "over it",
+                "samples/s",
+                "mean length",
+                "reward",
+            ),
             [
                 [
                     name,
@@ -211,13 +287,19 @@ def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
                     f"{medians[name]:.1f}",
                     f"{min(step['seconds'] for step in steps[name]):.1f}",
                     f"{max(step['seconds'] for step in steps[name]):.1f}",
+                    f"{statistics.median(bounds(name)):.1f}",
+                    f"{over_bound(name):.2f}",
                     f"{PROMPTS * SIZE / medians[name]:.2f}",
                     f"{mean(name, 'mean_length'):.0f}",
                     f"{mean(name, 'reward'):.2f}",
                 ]
                 for name in names
             ],
-            ["first steps of each process left out"],
+            [
+                f"all in {dtype}; first steps of each process left out",
+                f"bound: the operations that each step's own samples need at {peak:.0f} GFLOP/s, what this machine "
+                "makes of large matrices on all cores; a group without a gradient is generated and not learned from",
+            ],
         ),
         Sheet(
             f"Samples/s of {OURS} over those of",
@@ -231,22 +313,26 @@ def tables(blocks: Sequence[dict[str, list[Step]]]) -> list[Sheet]:
 @click.option("--blocks", default=2, show_default=True, type=click.IntRange(1), help="turns of each")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1), help="steps of each in a turn")
 @click.option("--model", default="smollm2-135m", show_default=True)
-@click.option("--bf16/--no-bf16", default=True, help="also TRL with bf16 weights, which takes 40 % of the time")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
+@click.option("--bf16/--no-bf16", default=True, help="bfloat16: also TRL with bf16 weights")
 @click.option("--only-trl", hidden=True, help="used by this script itself, in a process of its own")
-def main(blocks: int, steps: int, model: str, bf16: bool, only_trl: str | None) -> None:
+def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: str | None) -> None:
     if only_trl:
-        trl(model, only_trl, blocks, steps)
+        trl(model, only_trl, dtype, blocks, steps)
         return
     console = terminal()
+    dtype = decided(run_config(1, model, dtype), cuda=False).model.dtype
+    peak = gemm_peak(dtype, os.cpu_count() or 1)
+    console.print(f"{dtype}, products of large matrices at {peak:.0f} GFLOP/s", highlight=False)
     peers: dict[str, Peer] = {}
     measured: list[dict[str, list[Step]]] = []
     try:
-        for name, dtype in list(TRL_VARIANTS.items())[: 1 + bf16]:
-            peers[name] = Peer(dtype, model, blocks, steps)
+        for name, weights in list(TRL_VARIANTS[dtype].items())[: 1 + bf16]:
+            peers[name] = Peer(weights, dtype, model, blocks, steps)
             said(console, name, [peers[name].step()], "not counted")
         with tempfile.TemporaryDirectory() as folder:
             for number in range(blocks):
-                block = {OURS: ours(run_config(steps + 1, model, number), Path(folder), f"block-{number}")}
+                block = {OURS: ours(run_config(steps + 1, model, dtype, number), Path(folder), f"block-{number}")}
                 said(console, OURS, block[OURS], f"block {number + 1} of {blocks}")
                 for name, peer in peers.items():
                     block[name] = [peer.step() for _ in range(steps)]
@@ -255,11 +341,12 @@ def main(blocks: int, steps: int, model: str, bf16: bool, only_trl: str | None) 
     finally:
         for peer in peers.values():
             peer.end()
-    sheets = tables(measured)
+    sheets = tables(measured, dtype, peak)
     for sheet in sheets:
         sheet.show(console)
     target = HERE / "results" / "peer_trl.json"
-    write_results(target, {"machine": machine(), "blocks": measured}, "Beside TRL 1.16", sheets)
+    record = {"machine": machine(), "dtype": dtype, "peak_gflops": peak, "blocks": measured}
+    write_results(target, record, "Beside TRL 1.16", sheets)
     console.print(f"written to {target} and .md")
 
 

@@ -13,8 +13,8 @@ from streamrl.training.packing import PackedBatch
 from streamrl.training.tensor_parallel import whole
 
 LOGITS_CHUNK_TOKENS = {"cpu": 64, "cuda": 512}
-"""Completion tokens whose fp32 logits exist at once, by kind of device: 512 x 49,152 x 4 B = 100 MB; a CPU works in its
-caches with 64, which is a third quicker."""
+"""Completion tokens whose fp32 logits are worked on at once, by kind of device: 512 x 49,152 x 4 B = 100 MB; a CPU
+works in its caches with 64, which is a third quicker."""
 
 ENTROPY_STRIDE = 8
 """Entropy is a diagnostic and costs as much as the log-softmax: it is measured on every 8th completion token."""
@@ -25,8 +25,9 @@ class TokenLogprobs(torch.autograd.Function):
 
     For hidden states h [N, d], head weight W [V, d] and temperature T: z = h W^T / T,
     logp_n = z[n, target_n] - logsumexp(z_n), entropy_n = -sum_v p_nv log p_nv.
-    fp32 logits are made in chunks; what is kept for the backward pass is softmax(z) in the compute type
-    ([N, V], 2 bytes per entry in bf16). No gradient flows through the entropy.
+    What is kept for the backward pass is softmax(z) in the compute type ([N, V], 2 bytes per entry in bf16). In fp32
+    all logits are one product, which becomes the softmax in place; else fp32 logits are made in chunks. No gradient
+    flows through the entropy.
     """
 
     @staticmethod
@@ -34,27 +35,25 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [N, d], weight [V, d], targets [N] -> (logprobs [N] fp32, entropy [ceil(N / 8)] fp32)."""
-        count = len(targets)
+        count, chunk = len(targets), LOGITS_CHUNK_TOKENS[hidden.device.type]
         hidden = hidden.to(weight.dtype)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropies: list[torch.Tensor] = []
-        probabilities = torch.empty(
-            (count, weight.shape[0]) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else (0, 0),
-            dtype=weight.dtype,
-            device=hidden.device,
-        )
-        chunk = LOGITS_CHUNK_TOKENS[hidden.device.type]
+        keeps = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        in_place = keeps and weight.dtype == torch.float32
+        if in_place:  # many rows at once: each product copies the head's weight first
+            probabilities = hidden @ weight.t()
+        else:
+            probabilities = hidden.new_empty((count, weight.shape[0]) if keeps else (0, 0))
         for start in range(0, count, chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ weight.t()).float()
+            logits = probabilities[rows] if in_place else (hidden[rows] @ weight.t()).float()
             if temperature != 1.0:
                 logits.div_(temperature)
-            log_p = torch.log_softmax(logits, dim=-1)
-            logprobs[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
-            some = log_p[::ENTROPY_STRIDE]
-            entropies.append(-(some.exp() * some).sum(-1))
-            if probabilities.numel():
-                probabilities[rows] = log_p.exp_()
+            logprobs[rows], entropy = _softmax_in_place(logits, targets[rows])
+            entropies.append(entropy)
+            if keeps and not in_place:
+                probabilities[rows] = logits
         ctx.save_for_backward(hidden, weight, targets, probabilities)
         ctx.temperature = temperature
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
@@ -69,6 +68,21 @@ class TokenLogprobs(torch.autograd.Function):
         grad_logits = probabilities.mul_(-grad_logprobs[:, None])  # in place: the largest tensor of the step
         grad_logits[torch.arange(len(targets), device=targets.device), targets] += grad_logprobs
         return grad_logits @ weight, grad_logits.t() @ hidden, None, None
+
+
+def _softmax_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns fp32 logits [n, V] into their softmax; (log-probabilities of the targets [n], entropy of every 8th row).
+
+    Both follow from the largest entry, whose probability is 1 / sum_v exp(z_v - max z): one pass of exponentials, where
+    torch's log-softmax, five times slower on CPUs, would be followed by another.
+    """
+    top = logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, targets[:, None])
+    some = logits[::ENTROPY_STRIDE] - top[::ENTROPY_STRIDE]
+    torch.softmax(logits, dim=-1, out=logits)
+    of_top = logits.amax(-1, keepdim=True).log_()
+    entropy = -(logits[::ENTROPY_STRIDE] * some).sum(-1) - of_top[::ENTROPY_STRIDE, 0]
+    return (chosen - top + of_top)[:, 0], entropy
 
 
 class Policy(nn.Module):

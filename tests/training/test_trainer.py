@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamrl.errors import RunFailed
@@ -123,6 +124,15 @@ def test_bf16_compute_keeps_fp32_master_weights(tiny_model: Path, one_rank: None
         assert learner is not None
         assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
     assert {t.dtype for _, t in trainer.weights()} == {torch.bfloat16}
+
+
+def test_only_what_is_converted_or_shared_is_sharded(tiny_model: Path, one_rank: None) -> None:
+    for dtype, is_sharded in (("float32", False), ("bfloat16", True)):
+        model = {"path": str(tiny_model), "max_context": 256, "dtype": dtype}
+        trainer = Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
+        assert trainer.critic is not None and trainer.reference is not None
+        for one in (trainer.policy, trainer.critic.model, trainer.reference):
+            assert any(isinstance(module, FSDPModule) for module in one.modules()) == is_sharded
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, one_rank: None) -> None:
