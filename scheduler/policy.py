@@ -96,6 +96,10 @@ class DispatchPolicy(Protocol):
         """An instance's steps take `factor` times as long as the curve that it has joined with says (1: as long), so it
         is to get less (no less any more). One that is unknown is ignored."""
 
+    def measured(self, instance: str, curve: StepCurve) -> None:
+        """An instance's steps take as long as this curve says, in place of the one that it has joined with. One that is
+        unknown is ignored."""
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Requests wait to be placed."""
 
@@ -168,6 +172,12 @@ class Fleet:
         if (known := self.instances.get(instance)) is not None and factor != known.slowness:
             known.curve = known.assumed_curve.scaled(factor / known.slowness)
             known.slowness = factor
+            self._note_load(known)
+
+    def measured(self, instance: str, curve: StepCurve) -> None:
+        """See `DispatchPolicy`."""
+        if (known := self.instances.get(instance)) is not None:
+            known.curve = curve.scaled(known.slowness)
             self._note_load(known)
 
     def finished(self, request_id: str, length: float | None = None) -> None:

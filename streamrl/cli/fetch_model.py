@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import click
+
+SILENCE_S = 8.0
+"""Where there is no terminal, a line comes at least this often."""
 
 
 @click.command()
@@ -17,24 +22,60 @@ def command(name: str, out: Path | None) -> None:
     Example:
       streamrl fetch-model smollm2-135m
     """
+    click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
     from rich.console import Console
 
     from streamrl.launch.models import CHECKSUMS, fetch
 
     console = Console(highlight=False)
-    last = ""
+    phases = Phases(name)
+    over = threading.Event()
 
     def tell(doing: str) -> None:
         """The live line, or where there is no terminal one line per phase."""
-        nonlocal last
         status.update(f"{name}: {doing}")
-        phase = doing.partition(":")[0]
-        if not console.is_terminal and phase != last:
-            console.print(f"{name}: {phase}", soft_wrap=True)
-        last = phase
+        say(phases.doing(doing, time.monotonic()))
 
+    def say(line: str) -> None:
+        if line and not console.is_terminal:
+            console.print(line, soft_wrap=True)
+
+    def keep_saying() -> None:
+        while not over.wait(0.5):
+            say(phases.still(time.monotonic()))
+
+    beside = threading.Thread(target=keep_saying, daemon=True)
     with console.status(f"{name}: starting") as status:
-        folder = fetch(name, tell, out)
+        beside.start()
+        try:
+            folder = fetch(name, tell, out)
+        finally:
+            over.set()
+            beside.join()
     weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
     console.print(f"{name} is in {folder}", soft_wrap=True)
     console.print(f"sha256 {weights}", soft_wrap=True)
+
+
+class Phases:
+    """Decides which lines a log gets: one per phase, and after some silence how the phase goes on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._doing = self._phase = ""
+        self._since = self._at = float("inf")
+
+    def doing(self, doing: str, now: float) -> str:
+        """The line that is due when this is being done; '': none. `now`: monotonic seconds."""
+        self._doing, phase = doing, doing.partition(":")[0]
+        if phase == self._phase:
+            return ""
+        self._phase, self._since, self._at = phase, now, now
+        return f"{self._name}: {phase}"
+
+    def still(self, now: float) -> str:
+        """The line that is due when nothing has changed; '': none."""
+        if now - self._at < SILENCE_S:
+            return ""
+        self._at = now
+        return f"{self._name}: {self._doing} ({now - self._since:.0f} s)"

@@ -50,6 +50,8 @@ def command(
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --site generate
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --emulate
     """
+    if not dry_run:
+        click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.launch.emulated import emulated
     from streamrl.launch.preflight import check

@@ -24,18 +24,28 @@ def command(directory: Path, watch: bool) -> None:
     """
     import time
 
+    from streamrl.errors import UserError
     from streamrl.observe import evaluations
     from streamrl.observe.live import LiveView
     from streamrl.observe.metrics import FILE_NAME, read_metrics
-    from streamrl.observe.panels import render
+    from streamrl.observe.panels import render, render_start
+    from streamrl.observe.starting import read_stages
     from streamrl.observe.status import read_status
     from streamrl.observe.terminal import terminal
 
-    status = read_status(directory)
-    console = terminal()
-    if not watch:
+    console, stages = terminal(), read_stages(directory)
+    try:
+        status = read_status(directory)
+    except UserError:
+        if not stages:
+            raise
+        status = None  # its processes are starting
+    if not watch and status is None:
+        console.print(render_start(directory.name, stages, time.time()))
+        return
+    if not watch and status is not None:
         evaluated = evaluations.read_evaluations(directory / evaluations.FILE_NAME)
-        console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated))
+        console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated, stages))
         return
     try:
         with LiveView(directory, console=console) as view:

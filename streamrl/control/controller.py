@@ -42,6 +42,7 @@ from streamrl.launch.connections import CONTROLLER, bind_home, home_hub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.launch.plan import plan_processes
+from streamrl.observe.starting import READY, waiting_for
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
@@ -150,6 +151,7 @@ class Controller:
         """Waits for all processes and restores the run's position; the first weights are then due."""
         from transformers import AutoTokenizer
 
+        self.context.say("loading the tokenizer and the tasks")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
         self.groups = GroupSource(self.config, PromptSource(self.config.tasks, self.config.seed), tokenizer)
         self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups, self.checkpoints.mark_best)
@@ -158,7 +160,9 @@ class Controller:
         addresses = self.context.addresses
         bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
         everyone = {*self.trainers.names, *self.services.names, *self.rewarders.names}
-        await self.hub.wait_for(everyone, self.context.startup_s)
+        await self.hub.wait_for(
+            everyone, self.context.startup_s, lambda missing: self.context.say(waiting_for(missing))
+        )
         self.recovery = Recovery(
             *(self.hub, self.services, self.scaling, self.rewarders),
             *(self.pool, self.evaluator, self.rounds, self.config.seed),
@@ -171,6 +175,7 @@ class Controller:
             self.telemetry.schedule_note = self.auto.note
         self.telemetry.watch(self.batch, self.pool)
         self.telemetry.state = "running"
+        self.context.say(READY)
 
     def _restore(self) -> None:
         """Goes back to the newest checkpoint: what no step up to there has trained is generated again."""

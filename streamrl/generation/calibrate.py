@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,15 +15,33 @@ from streamrl.rollouts.types import SampleRequest
 
 SHORT_TOKENS, LONG_TOKENS = 8, 40
 """A step's time is that of the 32 tokens between both: start-up and prompt are in both, and cancel."""
-QUICK_TOKENS = 4, 16
-"""The same for an instance that starts: a second or two in all."""
+QUICK_TOKENS = 2, 14
+"""The same for an instance that starts; the second one is smaller where steps are slow."""
+BUDGET_S = 20.0
+"""For all that an instance measures as it starts: from the start to the first sample it is to take a minute, and a plan
+by rough step times is better than one that comes later. On a CPU that computes the model's type well, a few seconds are
+enough."""
 SHORT_PROMPT = 16
+ONE_TOKEN = 1
+"""Prompt of who is timed as it starts: longer ones of a large batch would take longer than its steps."""
 QUICK_PROMPT = 128
+LEAST_STEP_S = 1e-6
 
 
 def batch_sizes(largest: int) -> list[int]:
     """1, 2, 4, ... and the largest."""
     return sorted({1 << power for power in range(largest.bit_length())} | {largest})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Requests that are timed together."""
+
+    batch: int
+    prompt: int
+    """Tokens that each reads in."""
+    tokens: int
+    """That each produces."""
 
 
 class Stopwatch:
@@ -45,7 +64,11 @@ class Stopwatch:
         for _ in range(self._repeats):
             begun = await self._engine.time(self._requests(batch, prompt), short)
             times.append((await self._engine.time(self._requests(batch, prompt), long) - begun) / (long - short))
-        return max(statistics.median(times), 1e-6)
+        return max(statistics.median(times), LEAST_STEP_S)
+
+    async def trial(self, trial: Trial) -> float:
+        """Seconds of a trial."""
+        return await self._engine.time(self._requests(trial.batch, trial.prompt), trial.tokens)
 
     async def prefill(self, prompt: int, step: float) -> float:
         """Seconds per token of a prompt that is read in; `step`: of a decode step at batch 1."""
@@ -95,9 +118,107 @@ async def measure(
     return StepCurve.measured(points, per_context, per_prefill)
 
 
-async def measure_quickly(engine: Engine, largest: int, context: int) -> StepCurve:
-    """The same at a few batch sizes and once each, without the context's share: what an instance does as it starts."""
-    watch = Stopwatch(engine, repeats=1)
-    points = {b: await watch.step(b, SHORT_PROMPT, QUICK_TOKENS) for b in sorted({1, max(1, largest // 4), largest})}
-    prompt = min(QUICK_PROMPT, context // 2)
-    return StepCurve.measured(points, per_prefill_token=await watch.prefill(prompt, points[1]))
+class QuickPlan:
+    """Chooses what an instance measures as it starts, within a budget of time: the step time of its largest batch, that
+    of one request, what a prompt's token costs, then that of a quarter of the largest batch. Pure: it is told what a
+    trial has taken, and says which one comes next.
+
+    A batch is timed twice, with few tokens and with more: what both have in common cancels. Where already the first
+    trial takes so long that there is no time for the second one, the step is taken to be as long as it says, start-up
+    included: an upper bound. A trial that would go beyond the budget, by what is known so far, is left out: a step time
+    between two measured batches is interpolated, and a token of a prompt that was not timed costs as much as one more
+    request in a step.
+    """
+
+    def __init__(self, largest: int, prompt: int, budget_s: float = BUDGET_S) -> None:
+        """
+        Args:
+            largest: batch size.
+            prompt: tokens of the prompt that is timed.
+            budget_s: seconds for all trials together.
+        """
+        self.largest, self.prompt, self.budget_s = largest, prompt, budget_s
+        self.sizes = list(dict.fromkeys((largest, 1, max(1, largest // 4))))
+        """In the order in which they are measured."""
+        self.points: dict[int, float] = {}
+        self.per_prefill_token: float | None = None
+        self.spent_s = 0.0
+        self._todo = [Trial(size, ONE_TOKEN, QUICK_TOKENS[0]) for size in self.sizes]
+        self._todo.insert(2, Trial(1, prompt, 1))
+        self._first: float | None = None
+        """Seconds of the first trial of the batch at hand."""
+
+    def next(self) -> Trial | None:
+        """What is to be timed now; None: that was all, or all that there is time for."""
+        while self._todo and self.points and self.spent_s + self._expected_s(self._todo[0]) > self.budget_s:
+            del self._todo[0]
+        return self._todo[0] if self._todo else None
+
+    def took(self, seconds: float) -> None:
+        """The trial that `next` has named has taken so long."""
+        trial = self._todo.pop(0)
+        self.spent_s += seconds
+        if trial.prompt == self.prompt and trial.tokens == 1:
+            self.per_prefill_token = max(0.0, (seconds - self._step(1)) / self.prompt)
+        elif self._first is None:
+            # as long as the second trial takes half of what is left; a step takes no longer than the mean one so far
+            fits = int((self.budget_s - self.spent_s) / 2 / (seconds / trial.tokens)) - trial.tokens
+            more = min(QUICK_TOKENS[1] - trial.tokens, fits)
+            if more < 1:
+                self.points[trial.batch] = seconds / trial.tokens
+                return
+            self._first = seconds
+            self._todo.insert(0, Trial(trial.batch, trial.prompt, trial.tokens + more))
+        else:
+            self.points[trial.batch] = max((seconds - self._first) / (trial.tokens - QUICK_TOKENS[0]), LEAST_STEP_S)
+            self._first = None
+
+    def _step(self, batch: int) -> float:
+        """Seconds of a step, by what has been measured."""
+        return float(StepCurve.measured(self.points).base(batch))
+
+    def _expected_s(self, trial: Trial) -> float:
+        """As if every token of a prompt took a request's place in a step."""
+        return self._step(trial.batch) * trial.tokens + (trial.prompt - 1) * trial.batch * self._row_s
+
+    @property
+    def _row_s(self) -> float:
+        """Seconds of one more request in a step."""
+        if len(self.points) < 2:
+            return 0.0
+        return max(0.0, (self._step(self.largest) - self._step(1)) / (self.largest - 1))
+
+    @property
+    def told(self) -> str:
+        """How far it is."""
+        return f"measuring step times, {len(self.points)} of {len(self.sizes)} batch sizes done"
+
+    @property
+    def left_out(self) -> str:
+        """What there was no time for; '': nothing."""
+        if len(self.points) == len(self.sizes) and self.per_prefill_token is not None:
+            return ""
+        which = f"{len(self.points)} of {len(self.sizes)} batch sizes"
+        return f"step times of {which} measured in {self.spent_s:.0f} s; the rest follows as it runs"
+
+    @property
+    def curve(self) -> StepCurve:
+        """What was measured."""
+        per_prefill = self._row_s if self.per_prefill_token is None else self.per_prefill_token
+        return StepCurve.measured(self.points, per_prefill_token=per_prefill)
+
+
+async def measure_quickly(engine: Engine, largest: int, context: int, say: Callable[[str], None]) -> QuickPlan:
+    """Times a warm engine as it starts; see `QuickPlan`.
+
+    Args:
+        engine: warm.
+        largest: batch size.
+        context: tokens of prompt and completion that fit.
+        say: told how far it is.
+    """
+    watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
+    while (trial := plan.next()) is not None:
+        say(plan.told)
+        plan.took(await watch.trial(trial))
+    return plan

@@ -119,6 +119,17 @@ class Dispatcher:
         self.policy.slow(instance, factor)
         await self._dispatch()
 
+    def curve_of(self, instance: str) -> StepCurve | None:
+        """Step times by which an instance that has joined is planned for."""
+        return self._joined[instance][1]
+
+    def measured(self, instance: str, curve: StepCurve) -> None:
+        """An instance's steps take as long as this curve says, in place of the one that it has joined with. What comes
+        next is planned by it; what is planned stays."""
+        slots, _, pool = self._joined[instance]
+        self._joined[instance] = slots, curve, pool
+        self.policy.measured(instance, curve)
+
     def knows(self, instance: str) -> bool:
         """Whether an instance has joined, held or not."""
         return instance in self._joined

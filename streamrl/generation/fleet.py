@@ -22,7 +22,7 @@ from scheduler.cost import StepCurve
 from scheduler.simulator import SimulatedInstance
 from streamrl.errors import RunFailed
 from streamrl.generation.answers import Answers, InstanceLost
-from streamrl.generation.curves import FleetCurves
+from streamrl.generation.curves import FleetCurves, differ
 from streamrl.generation.dispatcher import Dispatcher
 from streamrl.generation.engine_config import weight_backend
 from streamrl.generation.journal import TokenJournal
@@ -32,6 +32,7 @@ from streamrl.launch.context import RoleContext
 from streamrl.launch.instances import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.launch.plan import instance_name, possible_instances
 from streamrl.launch.restarts import RestartBudget
+from streamrl.observe.starting import waiting_for
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
@@ -89,7 +90,7 @@ class SiteFleet:
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process, of those that are gone, too."""
         self._curves = FleetCurves(self._pools)
-        """Of the instances that the run began with: nothing else disturbed them."""
+        """As the instances that the run began with have measured them, then as the work of all says."""
         self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
@@ -127,7 +128,7 @@ class SiteFleet:
         adopted = self._adopt()
         self._reconcile(bring_in=False)
         names = set(self.lives)
-        coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s))
+        coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s, self._say_missing))
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
                 for name, words in self.ended().items():
@@ -145,6 +146,9 @@ class SiteFleet:
             self.lives[name].on("met")
             if self._backend == "nccl":
                 await self._let_in(name)  # the trainer brings their weights
+
+    def _say_missing(self, names: list[str]) -> None:
+        self.context.say(waiting_for(names))
 
     def _adopt(self) -> bool:
         """Takes over the instances that a service before this one has left, whether they still live or not; whether
@@ -421,11 +425,27 @@ class SiteFleet:
             loaded = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
             lives = [self.lives[name] for name in loaded if self.lives[name].process == processes[name]]
             stale = [life for life in lives if life.can("current")]
+            refined = self._refine()
             for life in stale:
                 await self._let_in(life.name)
-        if stale:
+        if stale or refined:
             await self._changed()
         return loaded
+
+    def _refine(self) -> bool:
+        """From new weights on, plans go by the step times that the instances' work has shown; whether any differ from
+        those before. (Between, they stay: all plans of a step go by the same.)"""
+        known = [name for name in self.present if self.dispatcher.knows(name)]
+        for name in known:
+            if (told := self.hub.peers[name].state.get("curve")) is not None:
+                self._curves.worked(name, self.lives[name].pool, StepCurve.from_json(told))
+        changed = False
+        for name in known:
+            before, now = self.dispatcher.curve_of(name), self._simulated(name).curve
+            if before is None or differ(before, now):
+                self.dispatcher.measured(name, now)
+                changed = True
+        return changed
 
     async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
         """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:

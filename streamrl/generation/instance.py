@@ -9,13 +9,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from streamrl.generation.calibrate import measure_quickly
+from streamrl.generation.calibrate import batch_sizes, measure_quickly
 from streamrl.generation.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.engine_config import Place
 from streamrl.generation.messages import progress_to_wire, request_from_wire, sample_to_wire
-from streamrl.generation.pace import pace
+from streamrl.generation.pace import WorkedCurve, pace
 from streamrl.launch.context import RoleContext
 from streamrl.launch.plan import PROCESS
+from streamrl.observe.starting import READY, waiting_for
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -55,6 +56,8 @@ class Instance:
         self._rate = (time.monotonic(), Worked())
         self._moved = time.monotonic()
         """When the engine last had made a token, or had nothing to make."""
+        self._begun: frozenset[str] = frozenset()
+        """Requests that ran at the last heartbeat."""
         self._pace: tuple[int, float] | None = None
         """(Number, ratio) of the last stretch of work that was compared with the step curve."""
 
@@ -67,12 +70,22 @@ class Instance:
         """
         cuda = self.context.cluster.hardware == "cuda"
         several_sites = bool(self.context.cluster.remote_sites)
+        self.context.say("importing vLLM")
+        import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and to import it takes longest
+
+        self.context.say("loading the model into vLLM")
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
         try:
             if self.engine.backend == BACKEND:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
+            self.context.say("compiling and warming up")
             await self.engine.warm_up()
-            self.curve = await measure_quickly(self.engine, self.pool.max_batch, self.context.run.model.max_context)
+            largest, context = self.pool.max_batch, self.context.run.model.max_context
+            measured = await measure_quickly(self.engine, largest, context, self.context.say)
+            log.info(measured.left_out or f"step times measured in {measured.spent_s:.1f} s")
+            self.worked = WorkedCurve(measured.curve, batch_sizes(largest))
+            note = f" ({measured.left_out})" if measured.left_out else ""
+            self.context.say(waiting_for([f"service-{self.site}"]) + note)
             await self._serve()
         finally:
             self.engine.close()
@@ -82,7 +95,7 @@ class Instance:
             "pool": self.pool.name,
             "slots": self.pool.max_batch,
             "world_size": self.pool.gpus_per_replica,
-            "curve": self.curve.to_json(),
+            "curve": self.worked.start.to_json(),
             "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines
@@ -93,6 +106,7 @@ class Instance:
         self.link.state = self._state
         self.link.on_new_hub = self._orphaned
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
+        self.context.say(READY)
         try:
             async with asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._tell_progress())
@@ -199,9 +213,12 @@ class Instance:
         (then, before), self._rate = self._rate, (now, worked)
         if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
             self._moved = now
-        ratio = pace(self.curve, before, worked)
+        ratio = pace(self.worked.start, before, worked)
         if ratio is not None and not self._updated:
             self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
+            if self.engine.begun <= self._begun:  # else prompts were read in meanwhile
+                self.worked.saw((worked.request_s - before.request_s) / (worked.busy_s - before.busy_s), ratio)
+        self._begun = self.engine.begun
         self._updated = self.updating
         return {
             "state": self._doing(),
@@ -210,6 +227,7 @@ class Instance:
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
             "stalled_s": now - self._moved,
             "pace": self._pace,
+            "curve": self.worked.curve.to_json(),
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,
             "produced": self.engine.produced(),

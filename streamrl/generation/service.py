@@ -32,6 +32,7 @@ from streamrl.generation.site_weights import SiteWeights
 from streamrl.launch.connections import connect_home, make_uplink, to_home
 from streamrl.launch.context import RoleContext
 from streamrl.observe.site import write_site
+from streamrl.observe.starting import READY, waiting_for
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
@@ -96,8 +97,11 @@ class GenerationService:
         self.controller.state = self._state
         self.controller.on_new_hub = self._orphaned.set
         try:
+            self.context.say(waiting_for(["the controller"]))
             await connect_home(self.context, self.controller, self.context.addresses.controller)
+            self.context.say(waiting_for(["the trainer"]))
             await self.weights.connect()
+            self.context.say(READY)
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
                 beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
@@ -294,6 +298,7 @@ class GenerationService:
         for name, life in self.fleet.lives.items():
             told = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
             told.pop("produced", None)
+            told.pop("curve", None)
             if told.get("busy_since"):
                 told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
             if life.state is not Life.READY:

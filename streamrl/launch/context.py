@@ -15,6 +15,7 @@ from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.launch.agreement import agreement
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
+from streamrl.observe import starting
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
 from streamrl.weights.store import store_directory
@@ -85,6 +86,10 @@ class RoleContext:
         """The same, with a type that was decided for it."""
         written = self.as_written or self.run
         return replace(self, run=with_type(written, choice), as_written=written, type_choice=choice)
+
+    def say(self, stage: str) -> None:
+        """Say what this process does while it starts (see `observe/starting.py`)."""
+        starting.say(self.run_dir, self.name, stage)
 
     @cached_property
     def agreement(self) -> dict[str, Any]:

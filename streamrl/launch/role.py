@@ -20,6 +20,7 @@ from typing import Any
 from streamrl.errors import RunFailed, StartAgain, UserError
 from streamrl.launch.plan import CORES
 from streamrl.launch.stacks import answer_requests
+from streamrl.observe.starting import say
 from streamrl.processes import end_with_parent
 
 LAST_WORDS = "LAST WORDS: "
@@ -52,6 +53,13 @@ def _name(args: argparse.Namespace) -> str:
         case "service" | "rewards":
             return f"{args.role}-{args.site}"
     return str(args.name or args.role)
+
+
+def _say_first(args: argparse.Namespace) -> None:
+    """Says that this process imports. Of a trainer's ranks and of an instance's nodes the first one speaks for all."""
+    if os.environ.get("RANK", "0") == "0" and args.node == 0:
+        name = "trainer" if args.role == "trainer" else _name(args)
+        say(args.run_dir, name, "importing torch" if args.role == "trainer" else "importing libraries")
 
 
 def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
@@ -136,6 +144,7 @@ def main() -> int:
     args = parser.parse_args()
     _end_with_launcher()
     _pin()
+    _say_first(args)
     answer_requests(args.run_dir, _name(args))
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),

@@ -25,6 +25,7 @@ from streamrl.launch.context import Addresses
 from streamrl.launch.forward import Forwarder
 from streamrl.launch.instances import forget
 from streamrl.launch.plan import MEETING, ProcessSpec, plan_processes, possible_instances
+from streamrl.observe import starting
 from streamrl.transport.curve import make_keys
 from streamrl.weights.store import WeightStore, store_directory
 
@@ -142,6 +143,7 @@ def prepare(
                 hosts[name] = RaySite(cluster, name, folder)
                 stack.callback(hosts[name].close)
             forget(folder)
+            starting.forget(folder)
             for left in folder.glob(f"{JOURNAL}*"):  # another launch may go back to any step
                 left.unlink()
             choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)

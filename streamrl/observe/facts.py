@@ -77,6 +77,10 @@ class ProcessFacts:
     """Whether its event loop turns; none: it does not have one (yet)."""
     children: tuple[ChildFacts, ...] = ()
     doing: str = ""
+    stage: str = ""
+    """What it does while it starts; '': it has started."""
+    stage_s: float = 0.0
+    """For how long."""
     running: int = 0
     """Requests that it works on."""
     tasks: tuple[str, ...] = ()

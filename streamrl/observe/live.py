@@ -5,7 +5,7 @@ folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self
@@ -19,8 +19,10 @@ from streamrl.observe import evaluations as evaluations_file
 from streamrl.observe import metrics as metrics_file
 from streamrl.observe.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.observe.metrics import MetricsRow
-from streamrl.observe.panels import render, stale_message, step_line, time_left
+from streamrl.observe.panels import render, render_start, stale_message, step_line, time_left
 from streamrl.observe.rows import AnyRow, read_rows
+from streamrl.observe.start_lines import StartLines, begun_at, present
+from streamrl.observe.starting import Stage, read_stages
 from streamrl.observe.status import RunStatus, read_status
 from streamrl.observe.summary import duration, headline_figures, summarise
 
@@ -49,7 +51,7 @@ class Follower(Generic[AnyRow]):
 
 
 class PlainLines:
-    """Decides which lines a log gets: role changes while starting, every step once, trouble at once.
+    """Decides which lines a log gets: what processes do before the first sample, every step once, trouble at once.
 
     State in, lines out, no clock and no I/O of its own.
     """
@@ -58,7 +60,9 @@ class PlainLines:
         """`known`, `evaluated`: rows from before (a resumed run), which are not told again."""
         self._told = {(row.step, row.time) for row in known}
         self._told_evaluations = {(row.step, row.time) for row in evaluated}
-        self._roles: dict[str, tuple[str, str]] = {}
+        self._roles: dict[str, str] = {}
+        self._start: StartLines | None = StartLines()
+        """None: the first sample has come."""
         self._state = ""
         self._stale_told = 0.0
         self._away: dict[str, float] = {}
@@ -74,11 +78,22 @@ class PlainLines:
         rows: Sequence[MetricsRow],
         now: float,
         evaluations: Sequence[EvaluationRow] = (),
+        stages: Mapping[str, Stage] | None = None,
     ) -> list[str]:
-        """Lines that are new since the last call. `now`: unix seconds."""
+        """Lines that are new since the last call.
+
+        Args:
+            status: the run's; None: the controller has not written one yet.
+            rows: of all steps.
+            now: unix seconds.
+            evaluations: all so far.
+            stages: what each process has last said of its start.
+        """
+        doing = present(status, stages or {})
         found: list[str] = []
         if status is not None:
-            found += self._state_lines(status, now)
+            found += self._state_lines(status, now, begun_at(doing, status.started_at) if stages else status.started_at)
+        found += self._start_lines(status, rows, now, doing)
         for index, row in enumerate(rows):
             if (row.step, row.time) in self._told:
                 continue
@@ -141,22 +156,38 @@ class PlainLines:
                 found.append(evaluation_line(row, evaluations[: index + 1]))
         return found
 
-    def _state_lines(self, status: RunStatus, now: float) -> list[str]:
+    def _start_lines(
+        self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float, doing: Mapping[str, Stage]
+    ) -> list[str]:
+        """What processes do until the first sample of this start is there."""
+        if status is not None and status.state == "starting":
+            self._start = self._start or StartLines()  # everything is started again
+        if self._start is None:
+            return []
+        if status is None or status.state == "starting":
+            return self._start.lines(doing, now)
+        news = any((row.step, row.time) not in self._told for row in rows)
+        if not (status.final or news or status.progress.samples_finished):
+            return self._start.lines(doing, now)
+        begun, self._start = self._start.begun, None
+        if not begun or status.final:
+            return []
+        return [f"[{duration(now - begun_at(doing, status.started_at))}] the first sample is finished"]
+
+    def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
         found = []
-        starting = status.state == "starting" or self._state in ("", "starting")
         changed = []
         for name, role in status.roles.items():
-            if self._roles.get(name) == (role.state, role.detail):
+            if self._roles.get(name) == role.state:
                 continue
-            state_changed = self._roles.get(name, ("", ""))[0] != role.state
-            self._roles[name] = (role.state, role.detail)
-            if starting or (state_changed and role.state in BAD_STATES):
+            self._roles[name] = role.state
+            if role.state in BAD_STATES:
                 changed.append(f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else ""))
         if changed:
-            found.append(f"[{duration(now - status.started_at)}] " + "  ".join(changed))
+            found.append(f"[{duration(now - since)}] " + "  ".join(changed))
         if status.state != self._state:
             self._state = status.state
-            found.append(f"[{duration(now - status.started_at)}] {status.run}: {status.state}")
+            found.append(f"[{duration(now - since)}] {status.run}: {status.state}")
             if status.error:
                 found.append(f"error: {status.error}")
         return found
@@ -221,13 +252,14 @@ class LiveView:
         except UserError:
             status = None
         rows, evaluations = self._follower.rows(), self._evaluations.rows()
+        stages = read_stages(self.run_dir)
         if self._live is None:
-            for line in self._lines.lines(status, rows, now, evaluations):
+            for line in self._lines.lines(status, rows, now, evaluations, stages):
                 self.say(line)
         elif status is None:
-            self._live.update(Text(f"{self.run_dir.name}: the controller has not reported yet"), refresh=True)
+            self._live.update(render_start(self.run_dir.name, stages, now), refresh=True)
         else:
-            self._live.update(render(status, rows, now, evaluations), refresh=True)
+            self._live.update(render(status, rows, now, evaluations, stages), refresh=True)
         return status
 
     def summary(self) -> None:

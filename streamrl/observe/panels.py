@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,6 +13,8 @@ from rich.text import Text
 
 from streamrl.observe.evaluations import EvaluationRow, evaluation_line
 from streamrl.observe.metrics import MetricsRow
+from streamrl.observe.start_lines import begun_at, present, with_stages
+from streamrl.observe.starting import Stage
 from streamrl.observe.status import RunStatus
 from streamrl.observe.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
 
@@ -267,14 +269,47 @@ def sites_table(status: RunStatus) -> Table:
     return table
 
 
+def start_table(stages: Mapping[str, Stage], now: float) -> Table:
+    """One row per process that starts: what it does, and since when."""
+    table = _grid_of(("process", "for", "doing"), left=1)
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
+    for name, stage in stages.items():
+        colour = "green" if stage.ready else "yellow"
+        table.add_row(name, duration(now - stage.since), Text(stage.text, style="dim" if stage.waits else colour))
+    return table
+
+
+def render_start(run: str, stages: Mapping[str, Stage], now: float) -> RenderableType:
+    """The view before the controller has written its first status. `now`: unix seconds."""
+    elapsed = duration(now - begun_at(stages, now))
+    head = Text.assemble((run, "bold"), f"  elapsed {elapsed}; the controller has not reported yet")
+    return Panel(Group(head, "", start_table(stages, now)), title="streamrl", border_style="dim", expand=True)
+
+
 def render(
-    status: RunStatus, rows: Sequence[MetricsRow], now: float, evaluations: Sequence[EvaluationRow] = ()
+    status: RunStatus,
+    rows: Sequence[MetricsRow],
+    now: float,
+    evaluations: Sequence[EvaluationRow] = (),
+    stages: Mapping[str, Stage] | None = None,
 ) -> RenderableType:
-    """The whole view. `now`: unix seconds."""
+    """The whole view.
+
+    Args:
+        status: the run's.
+        rows: of all steps.
+        now: unix seconds.
+        evaluations: all so far.
+        stages: what each process has last said of its start.
+    """
+    starts = status.state == "starting" and present(status, stages or {})
+    status = with_stages(status, stages or {})
     parts: list[RenderableType] = [header(status, rows, now), ""]
     if status.state in ("running", "stopping"):
         parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
-    if status.roles:
+    if starts:
+        parts += [start_table(starts, now), ""]
+    elif status.roles:
         parts += [roles_table(status, now), ""]
     if status.sites:
         parts += [sites_table(status), ""]

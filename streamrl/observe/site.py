@@ -14,9 +14,13 @@ from rich.table import Table
 
 from streamrl.files import replace_json
 from streamrl.observe.rows import finite
+from streamrl.observe.start_lines import StartLines
+from streamrl.observe.starting import read_stages
 from streamrl.observe.status import ABSENT_AFTER_S, StatusModel
 
 FILE_NAME = "site.json"
+WAITS_S = 60.0
+"""A site may wait for hours for the trainer's, which its lines need not say more often."""
 TOLD_EVERY_S = 30.0
 """Without a change, lines come this often."""
 
@@ -76,12 +80,12 @@ def read_site(run_dir: Path) -> SiteStatus | None:
 class SiteView:
     """Tells, line by line, how a site is doing; use as a context manager."""
 
-    def __init__(
-        self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self.run_dir = run_dir
         self._console = console or Console(highlight=False)
         self._clock = clock
+        self._start: StartLines | None = StartLines(WAITS_S)
+        """None: the site has finished its first sample."""
         self._told: tuple[object, ...] = ()
         self._told_at = float("-inf")
 
@@ -97,10 +101,14 @@ class SiteView:
 
     def refresh(self) -> None:
         """Writes a line if something has changed, or none came for a while."""
-        status = read_site(self.run_dir)
+        status, now = read_site(self.run_dir), self._clock()
+        if self._start is not None and not (status is not None and status.samples_sent):
+            for text in self._start.lines(read_stages(self.run_dir), now):
+                self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            self._start = None
         if status is None:
             return
-        now = self._clock()
         mark = (status.state, status.away, status.congested, status.weight_version)
         if mark != self._told or now - self._told_at > TOLD_EVERY_S:
             self._told, self._told_at = mark, now

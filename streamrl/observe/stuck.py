@@ -139,9 +139,16 @@ def _judge(facts: Facts) -> Verdict:
 
 
 def condition(one: ProcessFacts | None, facts: Facts) -> Condition:
-    """How a process is, by what was seen of it."""
+    """How a process is, by what was seen of it, and in which stage of its start, if it is in one."""
     if one is None:
         return Condition(Rank.UNKNOWN, "is not known here")
+    found = _condition(one, facts)
+    if not one.stage:
+        return found
+    return replace(found, text=f"{found.text}, in its start ({one.stage}, {_s(one.stage_s)})")
+
+
+def _condition(one: ProcessFacts, facts: Facts) -> Condition:
     if (fatal := _fatal(one, facts)) is not None:
         return fatal
     silent = facts.run.silent_s.get(one.site) if facts.run is not None else None
@@ -356,7 +363,7 @@ def _unable(facts: Facts) -> str | None:
     for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
         why = _fatal(one, facts)
         if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
-            return f"{_name(one)} {why.text}"
+            return f"{_name(one)} {why.text}" + (f", in its start ({one.stage})" if one.stage else "")
     return None
 
 
@@ -393,6 +400,8 @@ def _details(facts: Facts) -> list[str]:
         known = condition(one, facts)
         if known.rank >= Rank.STOPPED or known.rank in (Rank.HANGS, Rank.DISK):
             found.append(f"{_name(one)} {known.text}")
+        elif one.stage and (facts.run is None or facts.run.state == "starting"):
+            found.append(f"{one.name}: {one.stage} ({_s(one.stage_s)})")
     for wait in facts.run.waits if facts.run is not None else ():
         since_s = facts.now - wait.since
         if since_s > NEAR_LIMIT * wait.limit_s:

@@ -7,6 +7,7 @@ import logging
 
 from streamrl.launch.connections import connect_home, to_home
 from streamrl.launch.context import RoleContext
+from streamrl.observe.starting import READY, waiting_for
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -39,6 +40,7 @@ class RewardWorker:
         limits = self.context.run.deadlines
         waits = WaitRegistry(self.context.name)
         try:
+            self.context.say("starting the reward workers")
             async with waits.deadline("reward workers to start", limits.startup_s):
                 await self.pool.start()
             link = to_home(self.context, "rewards", waits)
@@ -48,7 +50,9 @@ class RewardWorker:
                 "detail": f"{self.scored} scored",
             }
             link.on_new_hub = lambda: self._new_controller(link)
+            self.context.say(waiting_for(["the controller"]))
             await connect_home(self.context, link, self.context.addresses.controller)
+            self.context.say(READY)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     while True:

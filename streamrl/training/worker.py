@@ -30,6 +30,7 @@ from streamrl.launch.connections import PUBLISHER, bind_home, home_hub, make_pub
 from streamrl.launch.context import RoleContext
 from streamrl.launch.models import resolve_model
 from streamrl.machine.compute_type import TypeChoice
+from streamrl.observe.starting import READY, waiting_for
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.training.learner import Division, agreed_type
@@ -81,13 +82,20 @@ class TrainerWorker:
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.near)
             link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
+            self._say(waiting_for(["the controller"]))
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
+            self._say(READY)
             try:
                 while True:
                     await self._handle(link, await link.receive())
             finally:
                 await link.close()
                 await self.hub.close()
+
+    def _say(self, stage: str) -> None:
+        """Rank 0 speaks for all."""
+        if self.rank == 0:
+            self.context.say(stage)
 
     def _load(self) -> None:
         """Joins the process group, loads model and, on resume, the checkpoint."""
@@ -100,6 +108,8 @@ class TrainerWorker:
             self.threads = trainer.threads
             torch.set_num_threads(self.threads)
             device = torch.device("cpu")
+        if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
+            self._say(f"joining {ranks} ranks")
         dist.init_process_group("nccl" if self.cuda else "gloo")
         self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
@@ -111,8 +121,10 @@ class TrainerWorker:
         division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
         model = resolve_model(self.run_config.model.path)
         published = getattr(torch, self.context.wire_type)
+        self._say("loading the model")
         self.trainer = Trainer(self.run_config, model, device, critic_path, division, published)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
+            self._say(f"loading the checkpoint of step {step}")
             self.trainer.load(self.checkpoints.path(step))
             self.version = step
         gc.freeze()  # what has been imported and loaded stays: looking through it again took 2 % of a step

@@ -187,13 +187,21 @@ class Hub(Endpoint):
         self._start(self._read(door))
         return self
 
-    async def wait_for(self, names: set[str], limit_s: float) -> None:
-        """Waits until all these peers have said hello; the limit is for each next one.
+    async def wait_for(
+        self, names: set[str], limit_s: float, missing_are: Callable[[list[str]], None] = lambda missing: None
+    ) -> None:
+        """Waits until all these peers have said hello.
+
+        Args:
+            names: of the peers.
+            limit_s: for each next one.
+            missing_are: called with those that are missing, as long as there are any, whenever one has come.
 
         Raises:
             DeadlineExpired: naming who is missing.
         """
         while missing := names - self.peers.keys():
+            missing_are(sorted(missing))
             self._joined.clear()
             async with self.waits.deadline(f"{', '.join(sorted(missing))} to start", limit_s):
                 await self._joined.wait()
