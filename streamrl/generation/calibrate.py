@@ -150,7 +150,7 @@ class QuickPlan:
 
     def next(self) -> Trial | None:
         """What is to be timed now; None: that was all, or all that there is time for."""
-        while self._todo and self.points and self.spent_s + self._expected_s(self._todo[0]) > self.budget_s:
+        while self._todo and self.points and self._first is None and self._is_too_long(self._todo[0]):
             del self._todo[0]
         return self._todo[0] if self._todo else None
 
@@ -177,16 +177,20 @@ class QuickPlan:
         """Seconds of a step, by what has been measured."""
         return float(StepCurve.measured(self.points).base(batch))
 
-    def _expected_s(self, trial: Trial) -> float:
-        """As if every token of a prompt took a request's place in a step."""
-        return self._step(trial.batch) * trial.tokens + (trial.prompt - 1) * trial.batch * self._row_s
+    def _is_too_long(self, trial: Trial) -> bool:
+        """Whether a trial is expected to go beyond the budget. Of a batch below those that were measured no more is
+        known than that its step takes between its share of the smallest one's and all of it: half of it is expected."""
+        smallest = min(self.points)
+        known = self._step(trial.batch) if trial.batch >= smallest else 0.5 * self._step(smallest)
+        reading = (trial.prompt - 1) * trial.batch * self._row_s
+        return self.spent_s + known * trial.tokens + reading > self.budget_s
 
     @property
     def _row_s(self) -> float:
-        """Seconds of one more request in a step."""
+        """Seconds of one more request in a step; its share, where only one batch size was measured."""
         if len(self.points) < 2:
-            return 0.0
-        return max(0.0, (self._step(self.largest) - self._step(1)) / (self.largest - 1))
+            return self._step(self.largest) / self.largest
+        return (self._step(self.largest) - self._step(1)) / (self.largest - 1)
 
     @property
     def told(self) -> str:
@@ -198,7 +202,8 @@ class QuickPlan:
         """What there was no time for; '': nothing."""
         if len(self.points) == len(self.sizes) and self.per_prefill_token is not None:
             return ""
-        which = f"{len(self.points)} of {len(self.sizes)} batch sizes"
+        prompt = " and of no prompt" if self.per_prefill_token is None else ""
+        which = f"{len(self.points)} of {len(self.sizes)} batch sizes{prompt}"
         return f"step times of {which} measured in {self.spent_s:.0f} s; the rest follows as it runs"
 
     @property

@@ -246,7 +246,12 @@ def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> Chain:
     if not found:
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, "")
         return Chain([edge], Condition(Rank.UNKNOWN, _busy(facts)))
-    return max(found, key=lambda pair: (pair[0].condition.rank, pair[1].running if pair[1] else 0))[0]
+
+    def explains(pair: tuple[Chain, ProcessFacts | None]) -> tuple[int, bool, int]:
+        chain, one = pair
+        return chain.condition.rank, one is not None and bool(one.stage), one.running if one is not None else 0
+
+    return max(found, key=explains)[0]
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:

@@ -1,12 +1,18 @@
-"""How an instance's steps compare with its curve."""
+"""How an instance's steps compare with its curve, and how the curve and the plans follow."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from scheduler.baselines import LeastLoaded
 from scheduler.cost import StepCurve
+from streamrl.config.cluster import GenerationPool
+from streamrl.generation.curves import CHANGE, FleetCurves, differ
 from streamrl.generation.engine import Worked
-from streamrl.generation.pace import LEAST_TOKENS, pace
+from streamrl.generation.pace import ENOUGH, KEPT, LEAST_TOKENS, WorkedCurve, pace
+from tests.generation.dispatching import dispatcher
 
 CURVE = StepCurve.measured({1: 0.01, 10: 0.02, 20: 0.03})
 
@@ -25,3 +31,66 @@ def test_idle_time_does_not_count() -> None:
 def test_too_little_work_says_nothing() -> None:
     assert pace(CURVE, Worked(), Worked(LEAST_TOKENS - 1, 1.0, 1.0)) is None
     assert pace(CURVE, Worked(5, 1.0, 1.0), Worked(5, 1.0, 1.0)) is None
+
+
+def test_a_curve_is_improved_where_work_was_seen_and_follows_the_load_elsewhere() -> None:
+    worked = WorkedCurve(StepCurve.measured({1: 0.01, 16: 0.04}, per_prefill_token=0.001), [1, 2, 4, 8, 16])
+    for _ in range(ENOUGH - 1):
+        worked.saw(4.2, 0.9)
+    assert worked.curve == worked.start  # too little
+    for _ in range(ENOUGH + 1):
+        worked.saw(3.9, 0.9)
+        worked.saw(15.0, 1.1)
+        worked.saw(16.0, 1.1)
+    assert worked.curve.batches == (1, 2, 4, 8, 16)
+    assert float(worked.curve.base(4)) == pytest.approx(0.9 * 0.016)
+    assert float(worked.curve.base(16)) == pytest.approx(1.1 * 0.04)
+    assert float(worked.curve.base(8)) == pytest.approx(1.1 * 0.024)  # the median of all
+    assert worked.curve.per_prefill_token == pytest.approx(1.1 * 0.001)
+
+
+def test_old_work_is_forgotten() -> None:
+    worked = WorkedCurve(StepCurve.measured({1: 0.01, 16: 0.04}), [])
+    for ratio in [3.0] * KEPT + [1.0] * KEPT:
+        worked.saw(16.0, ratio)
+    assert worked.curve == worked.start
+
+
+def test_like_instances_get_the_mean_of_what_their_work_says_and_others_nothing_of_it() -> None:
+    pools = {name: GenerationPool(name=name, gpu=gpu) for name, gpu in (("a", "cpu"), ("b", "cpu"), ("c", "H100"))}
+    curves = FleetCurves(pools)
+    for pool in pools:
+        curves.measured(pool, CURVE)
+    assert curves.simulated("a-0", "a", 4).curve == CURVE
+    curves.worked("a-0", "a", CURVE.scaled(2.0))
+    curves.worked("b-0", "b", CURVE.scaled(4.0))
+    for name, pool in (("a-0", "a"), ("b-1", "b")):
+        assert curves.simulated(name, pool, 4).curve.seconds == pytest.approx(CURVE.scaled(3.0).seconds)
+    assert curves.simulated("c-0", "c", 4).curve == CURVE
+    curves.worked("a-0", "a", CURVE.scaled(4.0))  # in place of what it has told before
+    assert curves.simulated("b-0", "b", 4).curve.seconds == pytest.approx(CURVE.scaled(4.0).seconds)
+
+
+def test_curves_differ_if_any_step_time_does_by_more_than_is_passed_on() -> None:
+    assert not differ(CURVE, CURVE.scaled(1 + CHANGE / 2))
+    assert differ(CURVE, CURVE.scaled(1 + 2 * CHANGE)) and differ(CURVE.scaled(1 + 2 * CHANGE), CURVE)
+    assert differ(CURVE, StepCurve.measured({1: 0.01, 10: 0.025, 20: 0.03}))
+    assert not differ(CURVE, StepCurve.measured({1: 0.01, 20: 0.0311}))
+
+
+def test_plans_go_by_the_newest_curve_also_of_one_that_is_held_or_slow() -> None:
+    work, _ = dispatcher(LeastLoaded(), {})
+
+    async def body() -> None:
+        await work.join("a", 4, CURVE, "regular")
+        await work.slow("a", 2.0)
+        work.measured("a", CURVE.scaled(3.0))
+        assert work.policy.instances["a"].curve == CURVE.scaled(6.0)  # type: ignore[attr-defined]
+        await work.slow("a", 1.0)
+        assert work.policy.instances["a"].curve.seconds == pytest.approx(CURVE.scaled(3.0).seconds)  # type: ignore[attr-defined]
+        await work.hold("a", requeue=False, why="weights")
+        work.measured("a", CURVE)
+        await work.unhold("a", "weights")
+        assert work.policy.instances["a"].curve == CURVE == work.curve_of("a")  # type: ignore[attr-defined]
+
+    asyncio.run(body())

@@ -144,13 +144,18 @@ def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> N
         write_status(tmp_path, make_status(0, 20, START, state="starting", roles={"trainer": loading}))
         screen.now = START + 3
         view.refresh()
-        assert screen.take() == ["[3s] trainer: loading (weights)", "[3s] demo: starting"]
+        assert screen.take() == ["[3s] demo: starting", "[3s] trainer: loading (weights)"]
         view.refresh()
         assert screen.take() == []
-        write_status(tmp_path, make_status(0, 20, START + 9, roles={"trainer": ready}))
+        none = {"samples_total": 64}
+        write_status(tmp_path, make_status(0, 20, START + 9, roles={"trainer": ready}, progress=none))
         screen.now = START + 9
         view.refresh()
-        assert screen.take() == ["[9s] trainer: ready", "[9s] demo: running"]
+        assert screen.take() == ["[9s] demo: running", "[9s] trainer: ready"]
+        write_status(tmp_path, make_status(0, 20, START + 11, roles={"trainer": ready}))
+        screen.now = START + 11
+        view.refresh()
+        assert screen.take() == ["[11s] the first sample is finished"]
         # While running, changes of detail are not told; steps are, each once.
         metrics.append(make_row(1))
         write_status(tmp_path, make_status(1, 20, START + 12, roles={"trainer": loading}))

@@ -323,6 +323,17 @@ def test_a_controller_that_loads_libraries_is_starting() -> None:
     assert before.sentence == "starting: the controller has not reported yet; it computes (90 % CPU)"
 
 
+def test_a_process_that_starts_is_told_with_its_stage() -> None:
+    stages = {"stage": "importing vLLM", "stage_s": 12.0}
+    early = judge(Facts(NOW, None, family(controller={"loop": "none", "cpu": 0.9}, here_regular_0=stages)))
+    assert "here-regular-0: importing vLLM (12 s)" in early.details
+    wait = ("controller", "service-here to start", 40.0, 300.0)
+    known = judge(facts(wait, state="starting", processes=family(here_regular_0=stages | {"cpu": 0.9})))
+    assert "here-regular-0 (pid 4710) computes (90 % CPU), in its start (importing vLLM, 12 s)" in known.sentence
+    dead = family(here_regular_0=stages | {"exit_code": 1})
+    assert "in its start (importing vLLM" in judge(facts(wait, state="starting", processes=dead)).sentence
+
+
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("interrupted", 1), ("failed", 1)])
 def test_a_run_that_has_ended_says_how(state: str, code: int) -> None:
     error = None if state == "done" else "a disk was full\nwith a traceback"
