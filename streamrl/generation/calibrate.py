@@ -223,7 +223,9 @@ async def measure_quickly(engine: Engine, largest: int, context: int, say: Calla
         say: told how far it is.
     """
     watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
+    said = ""
     while (trial := plan.next()) is not None:
-        say(plan.told)
+        if plan.told != said:
+            say(said := plan.told)
         plan.took(await watch.trial(trial))
     return plan

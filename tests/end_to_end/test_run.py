@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamrl.observe import starting
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import read_status
 from streamrl.observe.trace import read_trace
@@ -110,6 +111,35 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
     assert "<svg" in (run_dir / "report.html").read_text()
     assert "step 3/3" in output
     assert "report.html" in output
+
+
+def test_every_process_says_in_order_what_it_does_until_the_first_sample(finished: tuple[Project, str]) -> None:
+    project, output = finished
+    files = sorted((project.run_dir() / starting.FOLDER).iterdir())
+    stages = {path.stem: [one.text for one in starting.history(project.run_dir(), path.stem)] for path in files}
+    instances = ["here-regular-0", "here-tail-0"]
+    assert list(stages) == ["controller", *instances, "rewards-here", "service-here", "trainer"]
+    first = "starting Python", "importing libraries"
+    assert list(dict.fromkeys(text.partition("waiting")[0] for text in stages["controller"])) == [
+        *(*first, "loading the tokenizer and the tasks", "", "ready")
+    ]
+    assert stages["trainer"] == [
+        *("starting torch's launcher", "importing torch", "loading the model", "waiting for the controller", "ready")
+    ]
+    waits = "waiting for the controller", "waiting for the trainer", "ready"
+    assert stages["service-here"][:3] == [*first, f"waiting for {', '.join(instances)}"]
+    assert tuple(stages["service-here"][-3:]) == waits
+    assert stages["rewards-here"] == [*first, "starting the reward workers", "waiting for the controller", "ready"]
+    for name in instances:
+        known = [text for text in stages[name] if not text.startswith("measuring step times, ")]
+        assert known == [
+            *(*first, "importing vLLM", "loading the model into vLLM", "compiling and warming up"),
+            *("waiting for service-here", "ready"),
+        ]
+        assert "measuring step times, 1 of 2 batch sizes done" in stages["here-tail-0"]
+    for name in stages:
+        assert any(name in line for line in output.splitlines() if line.startswith("[")), output
+    assert output.index("tiny: starting") < output.index("the first sample is finished") < output.index("step 1/3")
 
 
 def test_the_checkpoint_is_the_published_version_and_loads_with_transformers(
