@@ -55,11 +55,10 @@ def _name(args: argparse.Namespace) -> str:
     return str(args.name or args.role)
 
 
-def _say_first(args: argparse.Namespace) -> None:
-    """Says that this process imports. Of a trainer's ranks and of an instance's nodes the first one speaks for all."""
+def _say(args: argparse.Namespace, stage: str) -> None:
+    """Says what this process does. Of a trainer's ranks and of an instance's nodes the first one speaks for all."""
     if os.environ.get("RANK", "0") == "0" and args.node == 0:
-        name = "trainer" if args.role == "trainer" else _name(args)
-        say(args.run_dir, name, "importing torch" if args.role == "trainer" else "importing libraries")
+        say(args.run_dir, "trainer" if args.role == "trainer" else _name(args), stage)
 
 
 def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
@@ -67,6 +66,10 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
 
     def context(name: str) -> RoleContext:
         return RoleContext.load(name, args.site, args.run_dir, args.resume)
+
+    def computing(name: str) -> RoleContext:
+        _say(args, "choosing the type to compute in")
+        return context(name).computing()
 
     match args.role:
         case "controller":
@@ -76,7 +79,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
         case "trainer":
             from streamrl.training.worker import TrainerWorker
 
-            return TrainerWorker(context("trainer").computing()).run()
+            return TrainerWorker(computing("trainer")).run()
         case "service":
             from streamrl.generation.service import GenerationService
 
@@ -88,10 +91,10 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
             if place.node > 0:
                 from streamrl.generation.shard import Shard
 
-                return Shard(context(args.name).computing(), args.pool, place).run()
+                return Shard(computing(args.name), args.pool, place).run()
             from streamrl.generation.instance import Instance
 
-            return Instance(context(args.name).computing(), args.pool, place).run()
+            return Instance(computing(args.name), args.pool, place).run()
         case "rewards":
             from streamrl.tasks.worker import RewardWorker
 
@@ -144,7 +147,7 @@ def main() -> int:
     args = parser.parse_args()
     _end_with_launcher()
     _pin()
-    _say_first(args)
+    _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
     answer_requests(args.run_dir, _name(args))
     logging.basicConfig(
         level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),

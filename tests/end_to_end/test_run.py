@@ -113,6 +113,9 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
     assert "report.html" in output
 
 
+COMPUTE_TYPE = "choosing the type to compute in"
+
+
 def test_every_process_says_in_order_what_it_does_until_the_first_sample(finished: tuple[Project, str]) -> None:
     project, output = finished
     files = sorted((project.run_dir() / starting.FOLDER).iterdir())
@@ -124,7 +127,14 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
         *(*first, "loading the tokenizer and the tasks", "", "ready")
     ]
     assert stages["trainer"] == [
-        *("starting torch's launcher", "importing torch", "loading the model", "waiting for the controller", "ready")
+        *(
+            "starting torch's launcher",
+            "importing torch",
+            COMPUTE_TYPE,
+            "loading the model",
+            "waiting for the controller",
+            "ready",
+        )
     ]
     waits = "waiting for the controller", "waiting for the trainer", "ready"
     assert stages["service-here"][:3] == [*first, f"waiting for {', '.join(instances)}"]
@@ -133,7 +143,7 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
     for name in instances:
         known = [text for text in stages[name] if not text.startswith("measuring step times, ")]
         assert known == [
-            *(*first, "importing vLLM", "loading the model into vLLM", "compiling and warming up"),
+            *(*first, COMPUTE_TYPE, "importing vLLM", "loading the model into vLLM", "compiling and warming up"),
             *("waiting for service-here", "ready"),
         ]
         assert "measuring step times, 1 of 2 batch sizes done" in stages["here-tail-0"]
