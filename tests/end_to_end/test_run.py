@@ -126,16 +126,8 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
     assert list(dict.fromkeys(text.partition("waiting")[0] for text in stages["controller"])) == [
         *(*first, "loading the tokenizer and the tasks", "", "ready")
     ]
-    assert stages["trainer"] == [
-        *(
-            "starting torch's launcher",
-            "importing torch",
-            COMPUTE_TYPE,
-            "loading the model",
-            "waiting for the controller",
-            "ready",
-        )
-    ]
+    loading = "importing torch", COMPUTE_TYPE, "loading the model", "waiting for the controller"
+    assert stages["trainer"] == ["starting torch's launcher", *loading, "ready"]
     waits = "waiting for the controller", "waiting for the trainer", "ready"
     assert stages["service-here"][:3] == [*first, f"waiting for {', '.join(instances)}"]
     assert tuple(stages["service-here"][-3:]) == waits
@@ -146,7 +138,7 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
             *(*first, COMPUTE_TYPE, "importing vLLM", "loading the model into vLLM", "compiling and warming up"),
             *("waiting for service-here", "ready"),
         ]
-        assert "measuring step times, 1 of 2 batch sizes done" in stages["here-tail-0"]
+    assert "measuring step times, 1 of 2 batch sizes done" in stages["here-tail-0"]
     for name in stages:
         assert any(name in line for line in output.splitlines() if line.startswith("[")), output
     assert output.index("tiny: starting") < output.index("the first sample is finished") < output.index("step 1/3")
