@@ -8,16 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.cli.fetch_model import Phases
+from streamrl.cli.status import command as status_command
+from streamrl.errors import UserError
 from streamrl.observe import starting
 from streamrl.observe.live import PlainLines
 from streamrl.observe.panels import render
 from streamrl.observe.site import SiteView
 from streamrl.observe.start_lines import StartLines, present, with_stages
 from streamrl.observe.starting import READY, Stage, history, read_stages, say, waiting_for
-from streamrl.observe.status import RunStatus
+from streamrl.observe.status import RunStatus, write_status
 from tests.observe.synthetic import START, make_row, make_status
 from tests.observe.test_live import Screen
 
@@ -214,3 +218,27 @@ def test_a_site_of_its_own_tells_stages_too(tmp_path: Path) -> None:
     with SiteView(tmp_path, screen.console, lambda: screen.now) as view:
         view.refresh()
     assert any("west-a-0: importing vLLM" in line for line in screen.take())
+
+
+def test_status_shows_a_run_whose_controller_has_not_written_yet(tmp_path: Path) -> None:
+    say(tmp_path, "trainer", "importing torch")
+    shown = CliRunner().invoke(status_command, [str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "trainer" in shown.output and "importing torch" in shown.output
+    roles = {"trainer": role("starting", "", "trainer")}
+    write_status(tmp_path, make_status(0, 20, START, state="starting", roles=roles))
+    assert "importing torch" in CliRunner().invoke(status_command, [str(tmp_path)]).output
+    empty = CliRunner().invoke(status_command, [str(tmp_path / "nowhere")])
+    assert isinstance(empty.exception, UserError)
+
+
+def test_a_download_says_each_phase_once_and_after_a_silence_how_it_goes_on() -> None:
+    phases = Phases("tiny")
+    assert phases.still(5.0) == ""
+    assert phases.doing("downloading: 1 of 9 MB", 10.0) == "tiny: downloading"
+    assert phases.doing("downloading: 2 of 9 MB", 15.0) == phases.still(17.9) == ""
+    assert phases.still(18.0) == "tiny: downloading: 2 of 9 MB (8 s)"
+    assert phases.still(19.0) == ""
+    assert phases.doing("converting", 20.0) == "tiny: converting"
+    assert phases.still(26.5) == ""
+    assert phases.still(28.0) == "tiny: converting (8 s)"
