@@ -445,6 +445,8 @@ class SiteFleet:
             if before is None or differ(before, now):
                 self.dispatcher.measured(name, now)
                 changed = True
+                steps = ", ".join(f"{1e3 * s:.1f} ms at {b}" for b, s in zip(now.batches, now.seconds, strict=True))
+                log.info("%s is planned for by the step times of its work: %s", name, steps)
         return changed
 
     async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
