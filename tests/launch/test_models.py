@@ -117,7 +117,7 @@ class Fetching:
         self.downloads += 1
         return self.source
 
-    def _convert(self, gguf: Path, target: Path) -> None:
+    def _convert(self, gguf: Path, target: Path, progress: models.Progress) -> None:
         make_folder(target, "config.json", "tokenizer.json")
         if self.fail is not None:
             raise self.fail
