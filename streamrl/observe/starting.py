@@ -46,7 +46,7 @@ def say(run_dir: Path, process: str, text: str) -> None:
     """Note that a process begins a stage. A full disk is not what a run should end for here."""
     with contextlib.suppress(OSError):
         folder = run_dir / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with (folder / f"{process}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": time.time(), "stage": text}) + "\n")
 

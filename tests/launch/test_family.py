@@ -244,7 +244,7 @@ from streamrl.launch import role
 async def fails():
     {code}
 role._role = lambda args: fails()
-role.answer_requests = lambda *args: None
+role.answer_requests = role.say = lambda *args: None
 sys.argv = ["role", "controller", "--run-dir", "."]
 sys.exit(role.main())
 """
