@@ -23,7 +23,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): locks/cpu.txt pyproject.toml tools/install.py
+$(STAMP): locks/cpu.txt pyproject.toml tools/install.py tools/install_checks.py tools/install_run.py
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (looked for python3, python3.13," \
 		"python3.12, python3.11); name one with: make PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --lock locks/cpu.txt

@@ -1,31 +1,35 @@
 """Makes the virtual environment of this repository from a lock file: `make install`.
 
-Standard library only, since nothing is installed yet. The locked packages are installed as they are listed
-(`--no-deps`): that keeps out what the lock leaves out on purpose. torch's CPU build is not on PyPI, so torch has a
-pip of its own, which asks the configured indexes first and PyTorch's index second; it runs while the other
-packages are fetched. Byte-compilation is done at the end on all cores, less what is not imported here: pip does
-it on one core and for everything, and leaving it to the first import fails where PYTHONDONTWRITEBYTECODE is set.
+Standard library only, since nothing is installed yet. What can be known to go wrong is looked at before anything large
+is fetched: the CPU, the disk, and whether there is a torch for this Python. Its CPU build is not on PyPI, so the
+configured indexes are asked first and PyTorch's own second. The locked packages are installed as they are listed
+(`--no-deps`): that keeps out what the lock leaves out on purpose. uv installs them, with pip's own configuration, and
+pip where uv cannot. Byte-compilation is done at the end on all cores, less what is not imported here: pip does it on
+one core and both do it for everything, and leaving it to the first import fails where PYTHONDONTWRITEBYTECODE is set.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 
+import install_checks as checks
+from install_run import InstallError, Patience, Progress, Running, Unreachable, follow, install, say
+
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-NOT_COMPILED = r"/(tests?|testing|pip|anthropic)/|/openai/types/|/(transformers|vllm|vllm/model_executor)/models/"
-NOISE = ("WARNING: Location", "[notice]", "DEPRECATION")
-
-
-class InstallError(Exception):
-    """Installation failed; the message says what the user can do."""
+NOT_COMPILED = (
+    r"/(tests?|testing|pip|anthropic|mcp|mypyc?|numba|fontTools|sentry_sdk|dns)/|/openai/types/|/pygments/lexers/"
+    r"|/sympy/physics/|/ray/(data|llm|rllib|serve|train|tune)/|/(transformers|vllm|vllm/model_executor)/models/"
+)
+PATIENCE = Patience()
 
 
 def main() -> int:
@@ -36,11 +40,12 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     try:
-        check_machine()
+        check_machine(options.venv)
+        requirements = read_lock(options.lock)
         python = make_venv(options.venv)
-        install_locked(python, read_lock(options.lock))
-        say("the project itself, and byte-compilation")
-        finish(Pip(python, ["--no-build-isolation", "-e", "."]))
+        torch = next((line for line in requirements if line.startswith("torch==")), None)
+        extra = find_torch(python, torch) if torch else None
+        install_locked(python, options.venv / ".downloads", requirements, torch, extra)
         byte_compile(python)
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,20 +54,37 @@ def main() -> int:
     return 0
 
 
-def check_machine() -> None:
-    """A missing compiler shows up minutes later and deep inside torch, so it is named here."""
+def check_machine(folder: Path) -> None:
+    """Names what would show up minutes later: no compiler (deep inside torch), an old CPU, a full disk."""
     if not (shutil.which("cc") or shutil.which("gcc")):
         raise InstallError(
             "no C compiler found: torch compiles CPU kernels with it and pycosat (of reasoning-gym) is built with it.\n"
             "  Debian/Ubuntu: apt install gcc g++ python3-dev"
         )
+    cpuinfo = Path("/proc/cpuinfo")
+    if problem := checks.instruction_problem(cpuinfo.read_text() if cpuinfo.exists() else ""):
+        raise InstallError(problem)
+    folder = folder.absolute()
+    existing = next(path for path in [folder, *folder.parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < checks.ENVIRONMENT_BYTES and (
+        problem := checks.disk_problem(checks.ENVIRONMENT_BYTES, size(folder), free, str(existing))
+    ):
+        raise InstallError(problem)
+
+
+def size(folder: Path) -> int:
+    """Bytes of a folder's files."""
+    return sum(
+        os.lstat(os.path.join(path, name)).st_blocks * 512 for path, _, names in os.walk(folder) for name in names
+    )
 
 
 def make_venv(folder: Path) -> Path:
     """The environment's interpreter; creates the environment where there is none."""
     python = folder / "bin" / "python"
     if not python.exists():
-        say(f"environment {folder} with Python {sys.version.split()[0]}")
+        say(f"environment {folder} with Python {platform.python_version()}")
         try:
             venv.create(folder, with_pip=True, clear=folder.exists())
         except (subprocess.CalledProcessError, ImportError) as error:
@@ -72,7 +94,7 @@ def make_venv(folder: Path) -> Path:
                 f"{sys.executable} cannot make an environment with pip ({error}).\n"
                 f"  Debian/Ubuntu: apt install python{version}-venv"
             ) from error
-    return python
+    return python.absolute()
 
 
 def read_lock(path: Path) -> list[str]:
@@ -81,106 +103,139 @@ def read_lock(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def install_locked(python: Path, requirements: list[str]) -> None:
-    """Installs torch and everything else at the same time (they write to different folders)."""
-    torch = [line for line in requirements if line.startswith("torch==")]
-    others = [line for line in requirements if line not in torch]
-    say(f"{len(requirements)} packages")
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write("\n".join(others) + "\n")
-        listed.flush()
-        torch_pip = Pip(python, torch)  # it ends first, so it has the time to compile by itself
-        others_pip = Pip(python, ["--no-compile", "-r", listed.name])
-        try:
-            watch(others_pip, len(others))
-            finish(others_pip)
-            if torch_pip.wait() != 0:
-                say(f"{torch[0]} is not on the configured index, trying {TORCH_INDEX}")
-                torch_pip = Pip(python, [*torch, "--extra-index-url", TORCH_INDEX])
-            finish(torch_pip)
-        finally:
-            torch_pip.stop()
-            others_pip.stop()
+def pip(python: Path, *arguments: str) -> list[str]:
+    """A pip command of the environment."""
+    return [str(python), "-m", "pip", *arguments, "--disable-pip-version-check"]
+
+
+def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """A short command's answer."""
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def find_torch(python: Path, torch: str) -> str | None:
+    """Asks for torch before anything else is fetched.
+
+    Returns:
+        The index to ask besides the configured ones; None: those suffice.
+
+    Raises:
+        InstallError: none has it for this Python; the message names the Pythons for which there is one.
+    """
+    wanted = torch.partition("==")[2]
+    installed = ask([str(python), "-c", "import importlib.metadata as m; print(m.version('torch'))"])
+    if installed.stdout.strip() == wanted:
+        return None
+    question = [*pip(python, "index", "versions", "torch"), "--retries", "1"]
+    here = ask(question)
+    if wanted in checks.versions_of(here.stdout):
+        return None
+    if here.returncode and "No matching distribution" not in here.stderr:
+        return None  # this pip or index does not answer such questions
+    say(f"{torch} is not on the configured indexes, asking {TORCH_INDEX}")
+    there = ask([*question, "--extra-index-url", TORCH_INDEX])
+    if wanted in checks.versions_of(there.stdout):
+        return TORCH_INDEX
+    if checks.may_pass(refusal := here.stderr.splitlines()):
+        cause = checks.reason(checks.last_error(refusal))
+        raise InstallError(f"the configured package indexes cannot be reached:\n  {cause}")
+    unreachable = checks.may_pass(there.stderr.splitlines())
+    index = [] if unreachable else ["--extra-index-url", TORCH_INDEX]
+    working = [
+        version
+        for version in checks.PYTHONS
+        if wanted
+        in checks.versions_of(ask([*question, *index, "--python-version", version, "--only-binary=:all:"]).stdout)
+    ]
+    raise InstallError(checks.no_torch(torch, platform.python_version(), working, TORCH_INDEX, unreachable))
+
+
+def install_locked(python: Path, cache: Path, requirements: list[str], torch: str | None, extra: str | None) -> None:
+    """Installs the locked packages and the project: by uv, or by pip where uv cannot.
+
+    Args:
+        python: the environment's interpreter.
+        cache: uv's, beside the packages: it links them into place. Kept when an installation fails, for the next.
+        requirements: all.
+        torch: the one of torch, among them.
+        extra: an index for torch besides the configured ones.
+    """
+    others = [line for line in requirements if line != torch]
+    try:
+        uv = Uv(python, cache, next((line for line in requirements if line.startswith("uv==")), "uv"))
+        with_torch = torch is None or (extra is None and uv.finds(torch))
+        say(f"{len(requirements)} packages, by {uv.name}")
+        uv.install(requirements if with_torch else others)
+    except Unreachable:
+        raise
+    except InstallError as error:
+        say(f"uv cannot be used, so pip installs (slower):\n{error}")
+        with_torch = False
+        pip_install(python, others)
+        uv = None
+    if torch and not with_torch:
+        index = ["--extra-index-url", extra] if extra else []
+        say(f"{torch}{f' from {extra}' if extra else ''}")
+        if uv is not None and uv.finds(torch, *index):
+            uv.install([torch], *index)
+        else:
+            pip_install(python, [torch], *index)
+    if uv is not None:
+        uv.install(["--editable", "."], "--no-build-isolation")
+        shutil.rmtree(cache, ignore_errors=True)
+    else:
+        pip_install(python, ["--editable", "."], "--no-build-isolation")
+
+
+class Uv:
+    """The installer uv, in the environment."""
+
+    def __init__(self, python: Path, cache: Path, requirement: str) -> None:
+        """Has pip install it.
+
+        Raises:
+            InstallError: it cannot be had here.
+        """
+        pip_install(python, [requirement])
+        self.python = python
+        self.name = requirement.replace("==", " ")
+        settings = checks.pip_settings(ask(pip(python, "config", "list")).stdout)
+        self.arguments = checks.uv_arguments(settings)
+        self.environment = checks.uv_environment(settings, os.environ)
+        if "UV_CACHE_DIR" not in os.environ:
+            self.environment["UV_CACHE_DIR"] = str(cache.absolute())
+
+    def command(self, requirements: Iterable[str], *options: str) -> list[str]:
+        """A uv command; with debug messages, which tell what it tries again."""
+        command = [str(self.python.parent / "uv"), "pip", "install", "--verbose", "--no-deps"]
+        return [*command, "--python", str(self.python), *self.arguments, *options, *requirements]
+
+    def finds(self, requirement: str, *options: str) -> bool:
+        """Whether the indexes that it knows have a package; fetches nothing."""
+        running = Running(self.command([requirement], "--dry-run", *options), self.environment)
+        return running.process.wait() == 0
+
+    def install(self, requirements: list[str], *options: str) -> None:
+        """Installs; raises InstallError."""
+        install(lambda: Running(self.command(requirements, *options), self.environment), checks.uv_stage, PATIENCE)
+
+
+def pip_install(python: Path, requirements: list[str], *options: str) -> None:
+    """Has pip install packages as they are listed; raises InstallError."""
+    command = pip(python, "install", "--no-deps", "--no-compile", "--progress-bar=off", *options, *requirements)
+    install(lambda: Running(command), checks.pip_stage, PATIENCE)
 
 
 def byte_compile(python: Path) -> None:
     """Compiles what is imported here; files that do not compile are templates or for other Pythons."""
-    purelib = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    subprocess.run(
-        [str(python.absolute()), "-m", "compileall", "-qq", "-j", "0", "-x", NOT_COMPILED, "."],
-        cwd=purelib,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
+    purelib = ask([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout.strip()
+    say("byte-compilation")
+    command = [str(python), "-m", "compileall", "-j", "0", "-x", NOT_COMPILED, "."]
 
+    def stage(lines: Iterable[str]) -> tuple[str, bool]:
+        return f"{sum(line.startswith('Compiling ') for line in lines)} files compiled", False
 
-class Pip:
-    """A running `pip install --no-deps`, with its output in a file."""
-
-    def __init__(self, python: Path, arguments: list[str]) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this object
-        self.process = subprocess.Popen(
-            [str(python), "-m", "pip", "install", "--no-deps", "--progress-bar=off", *arguments],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        )
-
-    def wait(self) -> int:
-        """Exit code, once it has ended."""
-        return self.process.wait()
-
-    def stop(self) -> None:
-        """Ends it, for the case that the other one failed or Ctrl-C was pressed."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait()
-
-    def lines(self) -> list[str]:
-        """What it has written so far, without known noise."""
-        text = os.pread(self.log.fileno(), 1 << 24, 0).decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip() and not line.startswith(NOISE)]
-
-
-def watch(pip: Pip, total: int) -> None:
-    """Shows how far a pip is, until it ends: one line that is rewritten, or a few lines where there is no terminal."""
-    terminal = sys.stdout.isatty()
-    shown = ""
-    while pip.process.poll() is None:
-        lines = pip.lines()
-        count = sum(
-            line.startswith(("Collecting ", "Processing ", "Requirement already satisfied: ")) for line in lines
-        )
-        if any(line.startswith("Installing collected packages") for line in lines):
-            now = f"unpacking {total} packages"
-        else:
-            step = 1 if terminal else 50
-            now = f"fetched {count // step * step} of {total}"
-        if now != shown:
-            shown = now
-            if terminal:
-                print(f"\r\033[K  {now}", end="", flush=True)
-            else:
-                say(f"  {now}")
-        time.sleep(0.3)
-    if terminal:
-        print("\r\033[K", end="", flush=True)
-
-
-def finish(pip: Pip) -> None:
-    """Waits; raises InstallError with pip's last words when it failed."""
-    if pip.wait() != 0:
-        raise InstallError("pip failed:\n" + "\n".join(f"  {line}" for line in pip.lines()[-15:]))
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(f"install: {text}", flush=True)
+    follow(Running(command, cwd=purelib), stage, Progress(PATIENCE.every_s), None)
 
 
 if __name__ == "__main__":
