@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 SCHEDULER_MAY = {"scheduler", "numpy"}
 RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow"}
 HEAVY = {"torch", "vllm", "transformers", "numpy", "pyarrow", "pandas", "matplotlib", "lightgbm", "datasets"}
+HEAVY |= {"ray", "scipy", "pydantic", "yaml", "rich", "psutil", "zmq", "msgpack", "blake3", "pebble"}
+"""Packages that would make a start slow; the help of a command needs none of them."""
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -42,9 +42,15 @@ def main() -> int:
     try:
         check_machine(options.venv)
         requirements = read_lock(options.lock)
+        fresh = not (options.venv / "bin" / "python").exists()
         python = make_venv(options.venv)
         torch = next((line for line in requirements if line.startswith("torch==")), None)
-        extra = find_torch(python, torch) if torch else None
+        try:
+            extra = find_torch(python, torch) if torch else None
+        except InstallError:
+            if fresh:  # or it would be taken for that of another Python
+                shutil.rmtree(options.venv, ignore_errors=True)
+            raise
         install_locked(python, options.venv / ".downloads", requirements, torch, extra)
         byte_compile(python)
     except InstallError as error:
@@ -140,6 +146,7 @@ def find_torch(python: Path, torch: str) -> str | None:
         cause = checks.reason(checks.last_error(refusal))
         raise InstallError(f"the configured package indexes cannot be reached:\n  {cause}")
     unreachable = checks.may_pass(there.stderr.splitlines())
+    say("it is not there either, asking for other Pythons")
     index = [] if unreachable else ["--extra-index-url", TORCH_INDEX]
     working = [
         version

@@ -18,7 +18,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 NETWORK = re.compile(
     r"error sending request|after \d+ retries|response body|timed? ?out|connection (broken|reset|aborted|refused)"
     r"|connection ?error|incompleteread|protocolerror|max retries exceeded|before message length|unexpected eof"
-    r"|hash mismatch|do not match the hashes|not a valid zip|extract archive|(server error|error:?) \(?5\d\d"
+    r"|incomplete-download|hash mismatch|do not match the hashes|not a valid zip|extract archive|(server error|error:?) \(?5\d\d"
     r"|too many requests|temporary failure in name|name or service not known",
     re.IGNORECASE,
 )
@@ -137,10 +137,7 @@ def no_torch(torch: str, here: str, working: Iterable[str], index: str, unreacha
     tail = "which cannot be reached from here" if unreachable else "nor is it there"
     lines = [f"{torch} is not to be had for Python {here}: not on the configured indexes, and on {index} ({tail})."]
     if working := list(working):
-        lines.append(
-            f"Found for Python {', '.join(working)}: take that one with: make PYTHON=python{working[-1]} "
-            "(after make clean)"
-        )
+        lines.append(f"Found for Python {', '.join(working)}: take that one with: make PYTHON=python{working[-1]}")
     else:
         lines.append(f"Not found for Python {', '.join(PYTHONS)} either: is the right package index configured?")
     return "\n  ".join([*lines, "Nothing else was fetched."])
@@ -217,10 +214,18 @@ def pip_stage(lines: Iterable[str]) -> tuple[str, bool]:
     return f"{count} packages fetched", last.startswith(("Collecting ", "Downloading "))
 
 
-def uv_retries(lines: Iterable[str]) -> list[str]:
-    """Downloads that uv itself tries again, by file name; one entry per new try."""
-    found = (re.search(r"Transient .*?`?(\S+/[^\s`]+)`?[;,] retrying", line) for line in lines)
-    return [match[1].rstrip("/").rsplit("/", 1)[-1] for match in found if match]
+def own_retries(lines: Iterable[str]) -> list[str]:
+    """What uv or pip tries again by itself, as a sentence each."""
+    found = []
+    for line in lines:
+        if match := re.search(r"Transient .*?`?(\S+/[^\s`]+)`?[;,] retrying", line):
+            name = match[1].rstrip("/").rsplit("/", 1)[-1]
+            found.append(f"the download of {name} broke; it is tried again")
+        elif line.startswith("WARNING: Attempting to resume incomplete download"):
+            found.append("a download broke; it is resumed")
+        elif line.startswith("WARNING: Retrying ("):
+            found.append("the package index did not answer; it is asked again")
+    return found
 
 
 class Pace:

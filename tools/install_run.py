@@ -115,8 +115,8 @@ def follow(running: Running, stage: Stage, progress: Progress, pace: checks.Pace
         while True:
             ended = running.process.poll() is not None
             lines = running.lines()
-            for name in checks.uv_retries(lines)[retries:]:
-                progress.tell(f"  the download of {name} broke; it is tried again")
+            for said in checks.own_retries(lines)[retries:]:
+                progress.tell(f"  {said}")
                 retries += 1
             if ended:
                 return True

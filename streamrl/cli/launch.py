@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="run file (YAML; default: all defaults)")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="change a key of the run file")
 @click.option("--steps", type=click.IntRange(1), help="optimizer steps in total (same as --set steps=N)")
-@click.option("--dry-run", is_flag=True, help="print what would run where, start nothing")
+@click.option(
+    "--dry-run", is_flag=True, help="print what would run where (without --site: at all sites), start nothing"
+)
 @click.option("--resume", "resume_dir", type=click.Path(path_type=Path), help="continue the run in this folder")
 @click.option("--site", metavar="NAME", help="start only this site's share of a cluster of several sites")
 @click.option("--emulate", is_flag=True, help="start all sites here, on CPU, with links shaped as declared")
@@ -47,6 +49,7 @@ def command(
       streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
       streamrl launch --cluster cluster_configs/local.yaml --set optimizer.lr=1e-5 --dry-run
       streamrl launch --resume runs/demo --steps 40
+      streamrl launch --cluster cluster_configs/heterogeneous.yaml --dry-run
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --site generate
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --emulate
     """
@@ -54,7 +57,7 @@ def command(
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.launch.emulated import emulated
-    from streamrl.launch.preflight import check
+    from streamrl.launch.preflight import check, check_files
     from streamrl.machine.compute_type import choose
 
     if steps is not None:
@@ -74,13 +77,15 @@ def command(
         run_dir = _new_folder(runs_dir, run.name if site is None else f"{run.name}-{site}")
     if cluster_file is not None:
         cluster = load_cluster(cluster_file)
-    _check_share(cluster, site, emulate)
+    _check_share(cluster, site, emulate, dry_run)
     if emulate:
         cluster = emulated(cluster)
-    for warning in check(cluster, run, run_dir.parent, site, emulate):
+    elsewhere = bool(cluster.remote_sites) and site is None and not emulate
+    warnings = check_files(cluster, run) if elsewhere else check(cluster, run, run_dir.parent, site, emulate)
+    for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
-    types = choose(run.model, cluster.hardware == "cuda")
-    if types.warning:
+    types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
+    if types is not None and types.warning:
         click.echo(f"warning: {types.warning}", err=True)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
@@ -91,8 +96,8 @@ def command(
     supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
 
 
-def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool) -> None:
-    """One site of several, or all of them emulated.
+def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_run: bool) -> None:
+    """One site of several, or all of them emulated; any of them where nothing is started.
 
     Raises:
         UserError: neither, both, or no such site.
@@ -103,10 +108,10 @@ def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool) -> Non
     if site is not None and site not in cluster.sites:
         near = difflib.get_close_matches(site, cluster.sites, n=1)
         raise UserError(f"--site {site}: no such site{f', did you mean {near[0]}?' if near else ''}; sites: {names}")
-    if cluster.remote_sites and site is None and not emulate:
+    if cluster.remote_sites and site is None and not emulate and not dry_run:
         raise UserError(
             f"the cluster has {len(cluster.sites)} sites ({names}): start each where it is with --site NAME, "
-            "or try all of them on this machine with --emulate"
+            "or try all of them on this machine with --emulate; --dry-run prints the plan of all"
         )
 
 
@@ -124,27 +129,50 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
     return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
 
 
-def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bool, here: TypeChoice) -> str:
-    """What trainer and instances will compute in, and what weights are sent in."""
+def _model_folder(run: RunConfig) -> str:
+    """Where the model is here; it may be at the sites alone."""
+    from streamrl.launch.models import resolve_model
+
+    try:
+        return str(resolve_model(run.model.path))
+    except UserError:
+        return "not on this machine"
+
+
+def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bool, here: TypeChoice | None) -> str:
+    """What trainer and instances will compute in, and what weights are sent in.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        site: the only one that is started here; None: all.
+        emulate: whether all sites are on this machine.
+        here: what is chosen on this machine; None: nothing is started on it.
+    """
     from streamrl.machine.compute_type import wire_type
 
-    text = f"{here}"
-    others = [name for name in cluster.remote_sites if name != site] if not emulate else []
-    if others and run.model.dtype == "auto":
-        text += f"; {', '.join(others)}: decided there"
-    if any(one.on_ray for one in cluster.sites.values()) and run.model.dtype == "auto":
-        text += "; on Ray each node decides for itself"
-    sent = wire_type(run.model.dtype, here.dtype, bool(cluster.remote_sites))
-    return text if sent == here.dtype else f"{text}; weights are sent in {sent}"
+    parts = [str(here)] if here else []
+    if run.model.dtype == "auto":
+        others = [] if emulate else [name for name in cluster.sites if name != site or here is None]
+        if cluster.remote_sites and others:
+            parts.append(f"{', '.join(others)}: decided there")
+        if any(one.on_ray for one in cluster.sites.values()):
+            parts.append("on Ray each node decides for itself")
+    elif here is None:
+        parts.append(run.model.dtype)
+    if here is not None or cluster.remote_sites or run.model.dtype != "auto":
+        sent = wire_type(run.model.dtype, here.dtype if here else None, bool(cluster.remote_sites))
+        if here is None or sent != here.dtype:
+            parts.append(f"weights are sent in {sent}")
+    return "; ".join(parts)
 
 
 def _print_plan(
-    cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice
+    cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice | None
 ) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from streamrl.launch.models import resolve_model
     from streamrl.launch.plan import plan_processes, usd_per_hour
 
     console = Console()
@@ -157,7 +185,7 @@ def _print_plan(
     batch, sampling = run.batch, run.sampling
     tasks = ", ".join(f"{task.key} ({task.kind}, weight {task.weight:g})" for task in run.tasks)
     lines = {
-        "model": f"{run.model.path} -> {resolve_model(run.model.path)}",
+        "model": f"{run.model.path} -> {_model_folder(run)}",
         "computes in": _types(cluster, run, site, emulate, types),
         "tasks": tasks,
         "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "

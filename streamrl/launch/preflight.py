@@ -74,6 +74,36 @@ def check(
     return [*thread_warnings(cluster, run, cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
 
 
+NOT_CHECKED = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
+
+
+def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+    """Checks what holds on every machine, for the plan of several sites, each of which is elsewhere.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+
+    Returns:
+        Warnings: what was not checked, and what is missing here though it may be there at the sites.
+
+    Raises:
+        UserError: one line per problem of the files themselves.
+    """
+    checks: list[Callable[[], Iterable[str]]] = []
+    missing: list[str] = []
+    try:
+        resolve_model(run.model.path)
+        checks += [lambda: check_model(run), lambda: check_heads(cluster, run)]
+    except UserError as error:
+        missing.append(f"on this machine: {error}")
+    checks += [lambda: check_sites(cluster, run), lambda: check_tasks(run), lambda: check_ranker(run)]
+    problems = [problem for one in checks for problem in one()]
+    if problems:
+        raise UserError("\n".join(problems))
+    return [f"not checked: {NOT_CHECKED} of the sites; each checks its own with --site NAME --dry-run", *missing]
+
+
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
     """Those whose processes are all on this machine."""
     here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())

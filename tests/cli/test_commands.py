@@ -175,6 +175,47 @@ def test_dry_run_prints_every_process_and_starts_nothing(terminal: Terminal) -> 
     assert not (terminal.folder / "runs").exists()
 
 
+SEVERAL = """
+hardware: cuda
+sites:
+  home: {address: home.example.org, port: 5600, trainer: {ranks: 4}}
+  there: {generation: [{name: one, replicas: 2}]}
+  far: {generation: [{name: two}]}
+links:
+- {between: [home, there], bandwidth_gbit_s: 10, rtt_ms: 2}
+- {between: [home, far], bandwidth_gbit_s: 1, rtt_ms: 90}
+"""
+
+
+def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
+    (terminal.folder / "cluster.yaml").write_text(SEVERAL)
+    result = terminal.launch("--dry-run", "--set", "schedule={name: sync}")
+    assert result.code == 0, result.err
+    for name in ("controller", "trainer", "service-there", "there-one-0", "there-one-1", "service-far", "far-two-0"):
+        assert name in result.out
+    for words in ("link home - there", "10 Gbit/s", "link home - far", "90 ms", "curve"):
+        assert words in result.out
+    (warning,) = result.err.splitlines()  # no GPUs, no keys, a port of another machine: nothing for this one to refuse
+    assert warning.startswith("warning: not checked: ") and "GPUs, ports, keys" in warning
+    assert not (terminal.folder / "runs").exists()
+    assert terminal.launch("--set", "schedule={name: sync}").code == 2  # without --dry-run it has to be told which
+
+
+def test_dry_run_of_all_sites_refuses_what_no_site_can_do(terminal: Terminal) -> None:
+    (terminal.folder / "cluster.yaml").write_text(SEVERAL.replace(", port: 5600", ""))
+    result = terminal.launch("--dry-run", "--set", "schedule={name: colocated}")
+    assert result.code == 2
+    assert "gives the same devices" in result.err and "sites.home.port" in result.err
+
+
+def test_dry_run_of_all_sites_needs_no_model_here(terminal: Terminal) -> None:
+    (terminal.folder / "cluster.yaml").write_text(SEVERAL)
+    result = terminal.launch("--dry-run", "--set", "schedule={name: sync}", "--set", "model.path=/models/elsewhere")
+    assert result.code == 0, result.err
+    assert "warning: on this machine: model.path: /models/elsewhere" in result.err
+    assert "/models/elsewhere -> not on this machine" in result.out
+
+
 def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,463 @@
+"""What `make install` refuses, asks and tries again; broken downloads are real ones, of a server of the test."""
+
+from __future__ import annotations
+
+import http.server
+import importlib
+import io
+import re
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture(autouse=True)
+def tools_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOLS)
+
+
+@pytest.fixture
+def checks() -> ModuleType:
+    return importlib.import_module("install_checks")
+
+
+@pytest.fixture
+def run() -> ModuleType:
+    return importlib.import_module("install_run")
+
+
+@pytest.fixture
+def install() -> ModuleType:
+    return importlib.import_module("install")
+
+
+# what is known before anything is fetched
+
+
+@pytest.mark.parametrize(
+    "cpuinfo",
+    [
+        "",  # not Linux
+        "processor: 0\nmodel name\t: An i7\nflags\t\t: fpu sse4_2 avx avx2 bmi1\n",
+        "processor: 0\nFeatures\t: fp asimd aes\n",
+        "processor: 0\nFeatures\t: half thumb neon vfpv4\n",
+        "processor: 0\nsomething else: entirely\n",
+    ],
+)
+def test_a_cpu_that_may_do_is_not_refused(checks: ModuleType, cpuinfo: str) -> None:
+    assert checks.instruction_problem(cpuinfo) is None
+
+
+@pytest.mark.parametrize(
+    "cpuinfo",
+    [
+        "model name\t: Old One\nflags\t\t: fpu sse4_2 avx avx2x\n",
+        "model name\t: Old One\nFeatures\t: half thumb vfpv3\n",
+    ],
+)
+def test_a_cpu_without_vector_instructions_is_named(checks: ModuleType, cpuinfo: str) -> None:
+    problem = checks.instruction_problem(cpuinfo)
+    assert "this CPU (Old One) has neither AVX2 (x86-64) nor NEON (arm64)" in problem
+
+
+def test_missing_disk_space_is_told_in_gigabytes(checks: ModuleType) -> None:
+    assert checks.disk_problem(4e9, 0, 4e9, "/data") is None
+    assert checks.disk_problem(4e9, 3e9, 1e9, "/data") is None  # most of it is there already
+    problem = checks.disk_problem(4e9, 1e9, 1.5e9, "/data")
+    assert problem.startswith("1.5 GB of disk space are missing: the environment needs 4.0 GB, /data has 1.5 GB free")
+
+
+def test_a_full_disk_and_an_old_cpu_end_the_installation(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "lock.txt"
+    lock.write_text("torch==2.13.0+cpu\n")
+    monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path / "a" / "b"), "--lock", str(lock)])
+    with monkeypatch.context() as full:
+        full.setattr(install.checks, "ENVIRONMENT_BYTES", 1e18)
+        assert install.main() == 1
+    assert "GB of disk space are missing" in capsys.readouterr().err
+    with monkeypatch.context() as old:
+        old.setattr(install.checks, "VECTORS", {"no_such_instruction"})
+        assert install.main() == 1
+    assert "has neither AVX2" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_torch_that_is_not_to_be_had_names_the_pythons_that_work(checks: ModuleType) -> None:
+    said = checks.no_torch("torch==2.13.0+cpu", "3.13.0", ["3.11", "3.12"], "https://example.org/cpu", True)
+    assert "torch==2.13.0+cpu is not to be had for Python 3.13.0" in said
+    assert "https://example.org/cpu (which cannot be reached from here)" in said
+    assert "Found for Python 3.11, 3.12: take that one with: make PYTHON=python3.12" in said
+    nowhere = checks.no_torch("torch==2.13.0+cpu", "3.13.0", [], "https://example.org/cpu", False)
+    assert "nor is it there" in nowhere and "is the right package index configured?" in nowhere
+
+
+def test_versions_are_read_from_the_answer_of_pip(checks: ModuleType) -> None:
+    listed = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0+cpu, 2.13.0\n  INSTALLED: 2.13.0+cpu\n"
+    assert checks.versions_of(listed) == ["2.15.0", "2.13.0+cpu", "2.13.0"]
+    assert checks.versions_of("ERROR: No matching distribution found for torch\n") == []
+
+
+# pip's configuration, for uv
+
+
+def test_the_configuration_of_pip_is_merged_as_pip_does(checks: ModuleType) -> None:
+    settings = checks.pip_settings(
+        ":env:.find-links='/c'\n"
+        "global.extra-index-url='https://a/simple https://b/simple'\n"
+        "global.find-links='/a'\n"
+        "install.find-links='/b'\n"
+        "download.find-links='/not/asked'\n"
+        "global.trusted-host='\\na\\nb'\n"
+    )
+    assert settings == {
+        "extra-index-url": ["https://a/simple", "https://b/simple"],
+        "find-links": ["/c"],
+        "trusted-host": ["a", "b"],
+    }
+
+
+def test_uv_is_given_the_configuration_of_pip(checks: ModuleType) -> None:
+    settings = {"index-url": ["https://i"], "extra-index-url": ["https://a", "https://b"], "trusted-host": ["i:8"]}
+    assert checks.uv_arguments(settings) == [
+        *["--index-strategy", "unsafe-best-match", "--default-index", "https://i"],
+        *["--index", "https://a", "--index", "https://b", "--allow-insecure-host", "i:8"],
+    ]
+    assert checks.uv_arguments({"no-index": ["true"], "find-links": ["/w"]})[2:] == ["--find-links", "/w", "--no-index"]
+    assert "--no-index" not in checks.uv_arguments({"no-index": ["0"]})
+
+
+def test_settings_of_the_user_for_uv_win(checks: ModuleType) -> None:
+    found = checks.uv_environment({"cert": ["/c.pem"], "timeout": ["60"]}, {"SSL_CERT_FILE": "/own.pem"})
+    assert found["UV_HTTP_TIMEOUT"] == "60"
+    assert found["UV_PYTHON_DOWNLOADS"] == "never"
+    assert "SSL_CERT_FILE" not in found
+
+
+# what the installers say
+
+
+UV_LOG = """\
+DEBUG uv 0.13.9
+Using Python 3.11.7 environment at: e
+Resolved 3 packages in 3ms
+Downloading ray (75.6MiB)
+Downloading torch (180.1MiB)
+   Building pycosat==0.6.6
+ Downloaded ray
+""".splitlines()
+
+
+def test_the_stage_of_uv_is_read_from_its_log(checks: ModuleType) -> None:
+    assert checks.uv_stage(UV_LOG[:2]) == ("asking the index", True)
+    stage = "3 packages: 1 of 2 large ones fetched, under way: torch, building pycosat==0.6.6"
+    assert checks.uv_stage(UV_LOG) == (stage, True)
+    building = [*UV_LOG, " Downloaded torch"]
+    assert checks.uv_stage(building) == ("3 packages: 2 of 2 large ones fetched, building pycosat==0.6.6", False)
+    built = [*building, "      Built pycosat==0.6.6", "Prepared 3 packages in 9.1s"]
+    assert checks.uv_stage(built) == ("putting 3 packages in place", False)
+
+
+def test_the_stage_of_pip_is_read_from_its_log(checks: ModuleType) -> None:
+    log = ["Collecting a==1", "  Downloading a-1.whl (3 MB)", "Requirement already satisfied: b", "Collecting c"]
+    assert checks.pip_stage(log[:2]) == ("1 packages fetched", True)
+    assert checks.pip_stage([*log, "  Preparing metadata: started"]) == ("3 packages fetched", False)
+    assert checks.pip_stage([*log, "Installing collected packages: a, b"])[1] is False
+
+
+UV_CUT = """\
+DEBUG Sending fresh GET request
+error: Failed to download `beta==1.0`
+  cause: Failed to write to the distribution cache
+  cause: end of file before message length reached
+""".splitlines()
+UV_NONE = """\
+error: No solution found when resolving dependencies
+  cause: Because there is no version of beta==1.0 and you require beta==1.0, we can conclude that
+""".splitlines()
+PIP_CUT = [
+    "Collecting a",
+    "ERROR: Exception:",
+    "Traceback (most recent call last):",
+    "ReadTimeoutError: Read timed out.",
+]
+
+
+def test_a_failure_is_told_in_one_line(checks: ModuleType) -> None:
+    said = checks.reason(checks.last_error(UV_CUT))
+    assert said == "Failed to download `beta==1.0`: end of file before message length reached"
+    assert checks.reason(checks.last_error(PIP_CUT)) == "ReadTimeoutError: Read timed out."
+    assert checks.reason([]) == "it ended without a word"
+
+
+@pytest.mark.parametrize(
+    ("line", "passes"),
+    [
+        *((line, True) for line in (UV_CUT[-1], PIP_CUT[-1])),
+        ("  cause: HTTP status server error (503 Service Unavailable) for url (http://h/x.whl)", True),
+        ("  cause: Request failed after 3 retries in 6.3s", True),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("  cause: HTTP status client error (404 Not Found) for url (http://h/x.whl)", False),
+        (UV_NONE[-1], False),
+        ("error: No space left on device (os error 28)", False),
+        ("DEBUG connection reset, but tried again with success", False),
+    ],
+)
+def test_only_failures_of_the_network_are_worth_another_try(checks: ModuleType, line: str, passes: bool) -> None:
+    assert checks.may_pass([line]) is passes
+
+
+def test_a_download_is_slow_that_brings_too_little_in_the_window(checks: ModuleType) -> None:
+    pace = checks.Pace(window=10, least=100)
+    assert not pace.slow(0, 0, True)
+    assert not pace.slow(9, 99, True)
+    assert pace.slow(10, 99, True)
+    assert not pace.slow(11, 100, True)  # enough came: the clock starts again
+    assert not pace.slow(20, 100, True)
+    assert not pace.slow(25, 100, False)  # builds something
+    assert not pace.slow(30, 100, True)
+    assert not pace.slow(60, None, True)  # the system does not tell
+
+
+# real downloads
+
+
+def wheel(name: str, payload: int = 400_000) -> bytes:
+    """A package with stored bytes, so that its file can be cut in the middle of them."""
+    out = io.BytesIO()
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}/data.bin", bytes(payload))
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return out.getvalue()
+
+
+class Index:
+    """A package index on loopback whose first `broken` answers for a file are cut, refused, or hardly come."""
+
+    def __init__(self) -> None:
+        self.file, self.broken, self.how, self.asked = wheel("beta"), 0, "", 0
+        self.closing = threading.Event()
+        index = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def answer(self, code: int, body: bytes, sent: int | None = None) -> None:
+                self.send_response(code)
+                self.send_header("Content-Type", "text/html")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body[:sent])
+
+            def do_GET(self) -> None:
+                if self.path == "/simple/beta/":
+                    return self.answer(200, b'<a href="/files/beta-1.0-py3-none-any.whl">beta-1.0-py3-none-any.whl</a>')
+                if not self.path.startswith("/files/"):
+                    return self.answer(404, b"")
+                index.asked += 1
+                if index.asked > index.broken:
+                    return self.answer(200, index.file)
+                if index.how == "refused":
+                    return self.answer(503, b"")
+                self.answer(200, index.file, sent=len(index.file) // 2)
+                if index.how == "slow":
+                    index.closing.wait(60)
+                return None
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/simple"
+
+    def close(self) -> None:
+        self.closing.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def index() -> Iterator[Index]:
+    made = Index()
+    yield made
+    made.close()
+
+
+def pip_command(index: Index, target: Path) -> list[str]:
+    """A pip that gives up at the first failure, so that the tries are the installer's."""
+    options = ["--isolated", "--no-cache-dir", "--no-deps", "--retries=0", "--resume-retries=0"]
+    return [
+        *[sys.executable, "-m", "pip", "install", *options, "--index-url", index.url],
+        *["--target", str(target), "beta==1.0"],
+    ]
+
+
+@pytest.mark.parametrize("how", ["cut", "refused", "slow"])
+def test_a_broken_or_slow_download_is_tried_again_and_that_is_said(
+    run: ModuleType, checks: ModuleType, index: Index, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index.how, index.broken = how, 2
+    started = []
+
+    def start() -> object:
+        started.append(run.Running(pip_command(index, tmp_path)))
+        return started[-1]
+
+    def stage(lines: list[str]) -> tuple[str, bool]:
+        slow = how == "slow" and index.asked == len(started)  # it waits for the file, and not for its own start
+        return checks.pip_stage(lines)[0], slow
+
+    # the last try has all the time that it needs
+    run.install(start, stage, run.Patience(tries=3, pause_s=0.01, window_s=0.1, least_bytes=1e9))
+    assert (tmp_path / "beta" / "data.bin").stat().st_size == 400_000
+    said = capsys.readouterr().out
+    assert "(try 2 of 3)" in said and "(try 3 of 3)" in said
+    assert said.count("under 1000 MB came in 0 s; trying again") == (2 if how == "slow" else 0)
+    assert index.asked == len(started) == 3
+
+
+def test_it_gives_up_after_all_tries_and_says_why(
+    run: ModuleType, checks: ModuleType, index: Index, tmp_path: Path
+) -> None:
+    index.how, index.broken = "refused", 99
+    with pytest.raises(run.Unreachable, match=r"the download broke 2 times: .*503"):
+        run.install(
+            lambda: run.Running(pip_command(index, tmp_path)), checks.pip_stage, run.Patience(tries=2, pause_s=0.01)
+        )
+    assert index.asked == 2
+
+
+def test_what_is_not_there_is_not_tried_again(
+    run: ModuleType, checks: ModuleType, index: Index, tmp_path: Path
+) -> None:
+    command = [*pip_command(index, tmp_path)[:-1], "gamma==1.0"]
+    started = []
+
+    def start() -> object:
+        started.append(run.Running(command))
+        return started[-1]
+
+    with pytest.raises(run.InstallError, match="No matching distribution found for gamma"):
+        run.install(start, checks.pip_stage, run.Patience(pause_s=0.01))
+    assert len(started) == 1
+
+
+def test_what_the_installers_try_again_is_told(checks: ModuleType) -> None:
+    log = [
+        "DEBUG Transient failure while handling response from `http://h/beta-1.0-py3-none-any.whl`; retrying after 1s...",
+        "WARNING: Attempting to resume incomplete download (1 MB/2 MB, attempt 1)",
+        "WARNING: Retrying (Retry(total=4)) after connection broken by 'ReadTimeoutError(\"timed out\")': /simple/",
+        "Collecting a",
+    ]
+    assert checks.own_retries(log) == [
+        "the download of beta-1.0-py3-none-any.whl broke; it is tried again",
+        "a download broke; it is resumed",
+        "the package index did not answer; it is asked again",
+    ]
+
+
+def uv_here() -> bool:
+    return (Path(sys.executable).parent / "uv").exists()
+
+
+@pytest.mark.skipif(not uv_here(), reason="uv is not in this environment (pip installed it, where uv cannot be had)")
+def test_downloads_that_uv_tries_again_by_itself_are_said(
+    run: ModuleType, checks: ModuleType, index: Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index.how, index.broken = "cut", 1
+    command = [
+        *[str(Path(sys.executable).parent / "uv"), "pip", "install", "--verbose", "--no-deps", "--no-config"],
+        *["--target", str(tmp_path / "into"), "--python", sys.executable, "--default-index", index.url, "beta==1.0"],
+    ]
+    environment = {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_PYTHON_DOWNLOADS": "never"}
+    run.install(lambda: run.Running(command, environment), checks.uv_stage, run.Patience(tries=1))
+    assert "the download of beta-1.0-py3-none-any.whl broke; it is tried again" in capsys.readouterr().out
+    assert index.asked == 2
+
+
+def test_progress_is_told_while_it_lasts_and_the_program_ends_with_it(
+    run: ModuleType, checks: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; print('Collecting a', flush=True); sys.stdin.read(); import time; time.sleep(600)"
+    running = run.Running([sys.executable, "-c", code])
+
+    class Enough(Exception):
+        pass
+
+    def stage(lines: list[str]) -> tuple[str, bool]:
+        if "1 packages fetched" in capsys.readouterr().out:
+            raise Enough
+        return checks.pip_stage(lines)
+
+    with pytest.raises(Enough):
+        run.follow(running, stage, run.Progress(0.0), None)
+    assert running.process.poll() is not None
+
+
+FAKE_PIP = """\
+import sys
+words = sys.argv[1:]
+version = words[words.index("--python-version") + 1] if "--python-version" in words else "3.9"
+extra = "--extra-index-url" in words
+if version in HAVE or (extra and version in HAVE_EXTRA):
+    print("torch (9)\\nAvailable versions: 9, 2.13.0+cpu")
+else:
+    sys.exit("ERROR: No matching distribution found for torch")
+"""
+
+
+@pytest.mark.parametrize(
+    ("have", "have_extra", "found"),
+    [
+        (["3.9", "3.12"], [], None),
+        (["3.12"], ["3.9"], "https://download.pytorch.org/whl/cpu"),
+        (["3.12"], ["3.11"], "Found for Python 3.11, 3.12: take that one with: make PYTHON=python3.12"),
+        ([], [], "is the right package index configured?"),
+    ],
+)
+def test_the_configured_indexes_are_asked_for_torch_first_and_that_of_pytorch_second(
+    install: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    have: list[str],
+    have_extra: list[str],
+    found: str | None,
+) -> None:
+    answering = (
+        tmp_path / "pip.py"
+    )  # a real program that answers as `pip index versions` does, for an index of the test
+    answering.write_text(FAKE_PIP.replace("HAVE_EXTRA", repr(have_extra)).replace("HAVE", repr(have)))
+    monkeypatch.setattr(install, "pip", lambda python, *words: [sys.executable, str(answering), *words])
+    torch = "torch==2.13.0+cpu"
+    without = tmp_path / "python"  # an interpreter without torch
+    without.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    without.chmod(0o755)
+    if found is None or found.startswith("https"):
+        assert install.find_torch(without, torch) == found
+    else:
+        with pytest.raises(install.InstallError, match=re.escape(found)):
+            install.find_torch(without, torch)
+
+
+def test_the_lock_pins_uv(install: ModuleType) -> None:
+    lock = install.read_lock(TOOLS.parent / "locks" / "cpu.txt")
+    assert sum(line.startswith("uv==") for line in lock) == 1
+
+
+def test_a_torch_that_is_installed_already_is_not_asked_for(install: ModuleType) -> None:
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert install.find_torch(Path(sys.executable), f"torch=={version}") is None
