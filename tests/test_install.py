@@ -161,6 +161,7 @@ def test_the_stage_of_uv_is_read_from_its_log(checks: ModuleType) -> None:
     assert checks.uv_stage(UV_LOG[:2]) == ("asking the index", True)
     stage = "3 packages: 1 of 2 large ones fetched, under way: torch, building pycosat==0.6.6"
     assert checks.uv_stage(UV_LOG) == (stage, True)
+    assert checks.uv_stage(UV_LOG[:3]) == ("3 packages: fetching small ones", True)
     building = [*UV_LOG, " Downloaded torch"]
     assert checks.uv_stage(building) == ("3 packages: 2 of 2 large ones fetched, building pycosat==0.6.6", False)
     built = [*building, "      Built pycosat==0.6.6", "Prepared 3 packages in 9.1s"]
@@ -357,13 +358,13 @@ def test_what_is_not_there_is_not_tried_again(
 
 def test_what_the_installers_try_again_is_told(checks: ModuleType) -> None:
     log = [
-        "DEBUG Transient failure while handling response from `http://h/beta-1.0-py3-none-any.whl`; retrying after 1s...",
+        "DEBUG Transient failure while handling response from `http://h/beta-1.0.whl`; retrying after 1s...",
         "WARNING: Attempting to resume incomplete download (1 MB/2 MB, attempt 1)",
         "WARNING: Retrying (Retry(total=4)) after connection broken by 'ReadTimeoutError(\"timed out\")': /simple/",
         "Collecting a",
     ]
     assert checks.own_retries(log) == [
-        "the download of beta-1.0-py3-none-any.whl broke; it is tried again",
+        "the download of beta-1.0.whl broke; it is tried again",
         "a download broke; it is resumed",
         "the package index did not answer; it is asked again",
     ]

@@ -18,8 +18,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 NETWORK = re.compile(
     r"error sending request|after \d+ retries|response body|timed? ?out|connection (broken|reset|aborted|refused)"
     r"|connection ?error|incompleteread|protocolerror|max retries exceeded|before message length|unexpected eof"
-    r"|incomplete-download|hash mismatch|do not match the hashes|not a valid zip|extract archive|(server error|error:?) \(?5\d\d"
-    r"|too many requests|temporary failure in name|name or service not known",
+    r"|incomplete-download|hash mismatch|do not match the hashes|not a valid zip|extract archive"
+    r"|(server error|error:?) \(?5\d\d|too many requests|temporary failure in name|name or service not known",
     re.IGNORECASE,
 )
 """What a failure says that may be gone at the next try, as against one that stays."""
@@ -113,8 +113,9 @@ def uv_environment(settings: Mapping[str, Collection[str]], environment: Mapping
     found = {
         name: value for key, names in PIP_TO_ENVIRONMENT.items() for name in names for value in settings.get(key, ())
     }
-    # uv would fetch a Python of its own from elsewhere
-    found |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
+    # uv would fetch a Python of its own from elsewhere, and begin 50 downloads at once, of which some time out on a
+    # busy machine
+    found |= {"UV_PYTHON_DOWNLOADS": "never", "UV_CONCURRENT_DOWNLOADS": "16", "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     return {name: value for name, value in found.items() if name not in environment}
 
 
@@ -196,7 +197,8 @@ def uv_stage(lines: Iterable[str]) -> tuple[str, bool]:
     if prepared:
         return f"putting {total} packages in place", False
     waiting = [name for name in begun if name not in done]
-    stage = f"{total} packages: {len(begun) - len(waiting)} of {len(begun)} large ones fetched"
+    large = f"{len(begun) - len(waiting)} of {len(begun)} large ones fetched" if begun else "fetching small ones"
+    stage = f"{total} packages: {large}"
     if waiting:
         stage += f", under way: {', '.join(waiting[:3])}{' ...' if len(waiting) > 3 else ''}"
     if building:

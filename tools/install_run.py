@@ -87,7 +87,7 @@ class Progress:
         now = time.monotonic()
         if not self.terminal and now - self.told < self.every_s:
             return
-        if written is not None and written > 5e6:
+        if written is not None and written > 5e7:
             stage += f", {written / 1e9:.2f} GB unpacked"
         stage += f" ({now - self.started:.0f} s)"
         if self.terminal:
