@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.leaks import Leaks
 from tests.waiting import scaled, slowness
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ENGINES = ("test_engine.py", "test_parallel_engine.py")
 """They keep a core busy with vLLM's start, for minutes, and measure no times."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has it looked after each test whether its processes are gone."""
+    config.pluginmanager.register(Leaks(), "leaks")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from streamrl.emulation.namespaces import enter
 from streamrl.errors import RunFailed
-from streamrl.launch.plan import PROCESS, ProcessSpec
+from streamrl.launch.plan import PROCESS, STARTER, ProcessSpec
 from streamrl.launch.process import RunProcess
 from streamrl.processes import end_with_parent
 
@@ -87,7 +87,7 @@ def start(
         RunFailed: it cannot be started.
     """
     log = log_dir / f"{spec.name}.log"
-    env = os.environ | environment(spec, resume, further_env, number) | {"STREAMRL_PARENT": str(os.getpid())}
+    env = os.environ | environment(spec, resume, further_env, number) | {STARTER: str(os.getpid())}
     try:
         begin = begin_log(log)
         with log.open("ab") as output:

@@ -41,6 +41,8 @@ MEETING, NODE = "{meeting}", "{node}"
 """In a command: where the nodes of a trainer, or of an instance, meet (host:port), known once they have been found; and
 an instance's number of a node."""
 
+STARTER = "STREAMRL_PARENT"
+"""Environment variable: id of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
 PROCESS = "STREAMRL_PROCESS"
 """Environment variable: number of an instance's process (`launch/instances.py`)."""
 

@@ -37,9 +37,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from streamrl.config.cluster import ClusterConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launch.local import begin_log, environment
-from streamrl.launch.plan import MEETING, NODE, ProcessSpec
+from streamrl.launch.plan import MEETING, NODE, STARTER, ProcessSpec
 from streamrl.launch.process import RunProcess
-from streamrl.processes import end_with_parent
+from streamrl.processes import end_with_parent, kill_all_with
 
 CONNECT_S = 5.0
 """For who listens at Ray's address."""
@@ -118,6 +118,7 @@ class NodeProcess:
     """The actor beside a process, on its node."""
 
     def __init__(self) -> None:
+        kill_all_with(os.getppid())  # the node's raylet: Ray ends what it knows, which the process below is not
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
 
@@ -207,7 +208,7 @@ class NodeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=own | told | {"STREAMRL_PARENT": str(os.getpid())},
+                env=own | told | {STARTER: str(os.getpid())},
                 start_new_session=True,
                 preexec_fn=end_with_parent,
                 cwd=cwd,  # paths of the run file may be relative

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import RunFailed, StartAgain, UserError
-from streamrl.launch.plan import CORES
+from streamrl.launch.plan import CORES, STARTER
 from streamrl.launch.stacks import answer_requests
 from streamrl.observe.starting import say
-from streamrl.processes import end_with_parent
+from streamrl.processes import end_with_parent, is_alive, start_warden
 
 LAST_WORDS = "LAST WORDS: "
 UNEXPECTED = "LAST WORDS, unexpected: "
@@ -32,11 +32,15 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 """Of an OSError that a new process would meet, too: the disk is full, or cannot be written."""
 
 
-def _end_with_launcher() -> None:
-    """Linux: this process is told to stop when the one that started it dies, however it dies."""
+def _end_with_starter() -> None:
+    """This process ends with the one that started it, and with the launcher or the Ray actor behind that (a rank's
+    parent is torch's own launcher), however those end and whatever it is doing then."""
     end_with_parent()
-    if sys.platform == "linux" and os.getppid() == 1 and os.environ.get("STREAMRL_PARENT") not in (None, "1"):
+    parent = os.getppid()
+    starters = {parent, int(os.environ.get(STARTER, parent))}
+    if not all(map(is_alive, starters)):
         sys.exit(1)  # it died before we could ask
+    start_warden(sorted(starters))
 
 
 def _pin() -> None:
@@ -145,7 +149,7 @@ def main() -> int:
     parser.add_argument("--meeting", default="")
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
-    _end_with_launcher()
+    _end_with_starter()
     _pin()
     _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
     answer_requests(args.run_dir, _name(args))

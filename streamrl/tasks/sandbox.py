@@ -18,6 +18,7 @@ import sys
 import tempfile
 
 from streamrl.config.tasks import Sandbox
+from streamrl.processes import end_with_parent
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 MOST_FILE_BYTES = 16 * 2**20
@@ -60,6 +61,7 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
     command = [*sandbox.command, sys.executable, "-I", "-c", DRIVER]
 
     def limit() -> None:
+        end_with_parent(signal.SIGKILL)  # a worker that is killed cannot end it
         resource.setrlimit(resource.RLIMIT_AS, (sandbox.memory_mb << 20, sandbox.memory_mb << 20))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -7,20 +7,33 @@ its own) knows it. vLLM calls init, start, update, finish; what is done in betwe
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 
-from streamrl.processes import end_with_parent
+from streamrl.processes import end_with_parent, kill_all_with
 
 BACKEND = "streamrl"
+_ends = 0
+"""Process that ends with its parent already."""
 
 
 def register() -> None:
     """Entry point: makes `WeightTransferConfig(backend="streamrl")` known. Called once or more per process."""
+    _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if multiprocessing.parent_process() is not None:  # an engine, or one of its workers: alone it only holds memory
-        end_with_parent(signal.SIGKILL)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine"
         )
+
+
+def _end_with_instance() -> None:
+    """An engine, or one of its workers, only holds memory once who started it has died."""
+    global _ends
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or _ends == os.getpid():
+        return
+    _ends = os.getpid()  # a fork takes variables along, but no thread
+    end_with_parent(signal.SIGKILL)
+    kill_all_with(parent.pid)

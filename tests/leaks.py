@@ -1,0 +1,141 @@
+"""Whatever a test started is gone when it ends: a plugin of pytest that looks, ends what is left, and fails the test.
+
+Processes are known by an environment variable that names the test, and that children inherit: so those are found that
+have another parent by now. What is started while a fixture for several tests is set up has that fixture's name instead,
+and is looked for when that has been torn down: a Ray cluster, an engine that tests share. Children that were started
+with an environment of their own are known by their parent, which is this process. Workers of xdist do not see each
+other's: the variable begins with the id of pytest's own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.waiting import scaled
+
+MARK = "STREAMRL_STARTED_BY"
+GOING_S = 2.0
+"""For what is about to end."""
+OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+"""In command lines of what a library keeps beside this process for as long as that lives."""
+
+
+class Leaks:
+    """What the tests of this process have started."""
+
+    def __init__(self) -> None:
+        self._own = os.getpid()
+        self._fixtures: set[str] = set()
+        """Those that are set up, of a wider scope than a test."""
+        self._others: set[int] = set()
+        """Processes that are none of ours, so that each is looked at once."""
+
+    @contextlib.contextmanager
+    def started_by(self, name: str) -> Iterator[None]:
+        """What is started meanwhile is known by this name."""
+        before = os.environ.get(MARK)
+        os.environ[MARK] = f"{self._own} {name}"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[MARK]
+            else:
+                os.environ[MARK] = before
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Names what a test starts."""
+        with self.started_by(item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Names what a fixture for several tests starts."""
+        if fixturedef.scope == "function":
+            return (yield)
+        self._fixtures.add(name := _name(fixturedef))
+        with self.started_by(name):
+            return (yield)
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """From now on what it started is to be gone."""
+        self._fixtures.discard(_name(fixturedef))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Looks, after everything that is to be torn down has been."""
+        try:
+            return (yield)
+        finally:
+            if left := self.end_left():
+                pytest.fail("it has left processes, which were ended now:\n" + "\n".join(left), pytrace=False)
+
+    def left(self) -> list[int]:
+        """Ids of the processes that are to be gone and are not."""
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()} if os.path.isdir("/proc/self") else set()
+        self._others &= there
+        found = []
+        for pid in there - self._others - {self._own}:
+            match self._is_left(pid):
+                case True:
+                    found.append(pid)
+                case None:
+                    self._others.add(pid)
+        return found
+
+    def _is_left(self, pid: int) -> bool | None:
+        """False: it may be there; None: it is somebody else's."""
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                environment = file.read()
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return None if os.path.isdir(f"/proc/{pid}") else False
+        if state in (b"Z", b"X"):
+            return False
+        key = f"{MARK}={self._own} ".encode()
+        name = next((one[len(key) :].decode() for one in environment.split(b"\0") if one.startswith(key)), None)
+        if name is None and int(parent) != self._own:
+            return None
+        return name not in self._fixtures and not (int(parent) == self._own and _is_of_python(pid))
+
+    def end_left(self) -> list[str]:
+        """Kills what is left a moment after a test; a line about each."""
+        if not self.left():
+            return []
+        end = time.monotonic() + scaled(GOING_S)
+        while (left := self.left()) and time.monotonic() < end:
+            time.sleep(0.05)
+        lines = []
+        for pid in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                age = time.time() - process.create_time()
+                lines.append(f"{pid} ({age:.0f} s old, parent {process.ppid()}): {' '.join(process.cmdline())[:300]}")
+                process.kill()
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return lines
+
+
+def _name(fixture: pytest.FixtureDef[Any]) -> str:
+    return f"the {fixture.scope}'s fixture {fixture.argname} of {fixture.baseid}"
+
+
+def _is_of_python(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = " ".join(psutil.Process(pid).cmdline())
+        return any(name in words for name in OF_PYTHON)
+    return True

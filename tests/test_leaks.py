@@ -1,0 +1,90 @@
+"""A test that leaves a process behind fails, and that is ended; what fixtures keep for several tests may stay."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.processes import is_alive
+from tests.leaks import Leaks
+
+pytest_plugins = ("pytester",)
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import os, subprocess, sys
+from pathlib import Path
+import pytest
+
+SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+def start(name, **options):
+    process = subprocess.Popen(SLEEPS, **options)
+    Path(name).write_text(str(process.pid))
+    return process
+
+@pytest.fixture(scope="module")
+def shared():
+    process = start("shared")
+    yield process
+    process.kill()
+    process.wait()
+
+@pytest.fixture(scope="module")
+def careless():
+    return start("careless")
+
+def test_ends_what_it_starts():
+    with start("ended") as process:
+        process.kill()
+
+def test_leaves_a_process():
+    start("left")
+
+def test_leaves_one_without_the_variable():
+    start("bare", env={})
+
+def test_leaves_one_with_another_parent():
+    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2, start_new_session=True).pid)"
+    done = subprocess.run([sys.executable, "-c", code, *SLEEPS], stdout=subprocess.PIPE, text=True)
+    Path("orphan").write_text(done.stdout)
+
+def test_fails_and_leaves_one():
+    start("failed")
+    raise ValueError("its own reason")
+
+def test_uses_what_is_shared(shared):
+    assert shared.poll() is None
+
+def test_uses_it_again(shared):
+    assert shared.poll() is None
+
+def test_is_the_last_with_a_careless_fixture(careless):
+    pass
+"""
+
+
+def test_what_a_test_leaves_is_named_and_ended(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
+    pytester.makepyfile(TESTS)
+    pytester.syspathinsert(ROOT)
+    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=7, failed=1, errors=5)
+    for name in ("leaves_a_process", "leaves_one_without_the_variable", "leaves_one_with_another_parent"):
+        result.stdout.fnmatch_lines([f"ERROR *::test_{name}*"])
+    for name in ("fails_and_leaves_one", "is_the_last_with_a_careless_fixture"):
+        result.stdout.fnmatch_lines([f"ERROR *::test_{name}*"])
+    result.stdout.fnmatch_lines(["*its own reason*"])
+    result.stdout.fnmatch_lines(["it has left processes, which were ended now:", "* s old, parent *time.sleep(600)*"])
+    names = ("ended", "left", "bare", "orphan", "failed", "shared", "careless")
+    assert not [name for name in names if is_alive(int((pytester.path / name).read_text()))]
+
+
+def test_looking_takes_under_five_milliseconds() -> None:
+    leaks, times = Leaks(), []
+    for _ in range(20):
+        began = time.perf_counter()
+        leaks.left()
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.005
