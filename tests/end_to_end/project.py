@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from tests import warm
 from tests.tiny_model import save_tiny_model
 from tests.waiting import finish
 from tests.waiting import wait_for as wait_for
@@ -42,9 +43,14 @@ def reward(completion, *, prompt, answer):
 class Project:
     """A folder with a tiny model, a cluster file, a run file and a reward function."""
 
-    def __init__(self, folder: Path, tail: bool = True) -> None:
-        """`tail`: whether there is a second pool, with an instance for long answers."""
-        self.folder = folder
+    def __init__(self, folder: Path, tail: bool = True, warm: bool = True) -> None:
+        """
+        Args:
+            folder: all of it is there.
+            tail: whether there is a second pool, with an instance for long answers.
+            warm: its processes begin with everything imported (`tests/warm.py`), which is quicker than a user's do.
+        """
+        self.folder, self.warm = folder, warm
         self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
         save_tiny_model(folder / "model")
         (folder / "own_rewards.py").write_text(REWARDS)
@@ -91,7 +97,7 @@ class Project:
         ]
 
     def start(self, *extra: str, **changes: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return (warm.Popen if self.warm else subprocess.Popen)(
             self.command(*extra, **changes),
             cwd=self.folder,
             stdout=subprocess.PIPE,

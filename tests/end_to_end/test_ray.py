@@ -60,7 +60,7 @@ def cluster() -> Iterator[Cluster]:
 def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once(
     tmp_path: Path, cluster: Cluster
 ) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, warm=False)
     run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
     changes = run | {"tasks": EASY, "steps": STEPS, "schedule": {"name": "async"}, "recovery": {"pause_s": 0.5}}
     options = on_ray(project, cluster.address, WIDE, nodes=2, sharding="hybrid")
@@ -119,7 +119,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
     for name in ("local", "ray"):
         folder = tmp_path / name
         folder.mkdir()
-        project = Project(folder)
+        project = Project(folder, warm=False)
         options = on_ray(project, cluster.address, nodes=2)
         if name == "local":
             text = (folder / "ray.yaml").read_text().replace("backend: ray", "backend: local")
@@ -147,7 +147,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
 
 @pytest.mark.timeout(120)
 def test_what_ray_cannot_do_is_told_before_anything_starts(tmp_path: Path, cluster: Cluster) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, warm=False)
     options = on_ray(project, cluster.address, ranks=8, nodes=2)
     assert "sites.here: 8 large asked for, 4 in Ray" in project.launch(*options, code=2)
     options = on_ray(project, "127.0.0.1:1")

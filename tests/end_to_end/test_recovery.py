@@ -137,7 +137,7 @@ def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_check
 
 
 def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
-    project = Project(tmp_path, tail=False)
+    project = Project(tmp_path, tail=False, warm=False)
     process = project.start(steps=5)
     started = project.run_dir() / "processes.json"
     wait_for(lambda: started.exists() and len(read_started(started.parent)) == 5, 60, process)

@@ -19,6 +19,7 @@ from streamrl.emulation.network import read_stats, set_link_in
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.site import read_site
 from streamrl.rollouts.ledger import Ledger
+from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.training.conftest import free_port
 from tests.waiting import finish, scaled
@@ -51,7 +52,7 @@ def command(project: Project, *extra: str, **changes: object) -> list[str]:
 
 @contextmanager
 def started(project: Project, *extra: str, **changes: object) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = warm.Popen(
         command(project, *extra, **changes),
         cwd=project.folder,
         stdout=subprocess.PIPE,

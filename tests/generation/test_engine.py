@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -22,12 +24,13 @@ from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
 
+T = TypeVar("T")
 POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
 
 
 def config(model: Path, **sampling: object) -> RunConfig:
-    values = {"path": str(model), "max_context": 128, "dtype": "bfloat16"}
-    return RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24} | sampling})
+    folder = {"path": str(model), "max_context": 128, "dtype": "bfloat16"}
+    return RunConfig.model_validate({"model": folder, "sampling": {"max_tokens": 24} | sampling})
 
 
 def request(number: int, seed: int = 0) -> SampleRequest:
@@ -87,37 +90,90 @@ def assert_same(ours: list[Sample], theirs: list[Sample]) -> None:
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(tmp_path: Path) -> None:
-    old = save_tiny_model(tmp_path / "old", seed=0)
-    new = save_tiny_model(tmp_path / "new", seed=1)
-    store = WeightStore(tmp_path / "store")
-    content_hash = stored(store, 5, new, torch.bfloat16)
+class Engines:
+    """Engines that tests share, one of each type: a start takes longer than all that is asked of one."""
 
-    async def updated() -> tuple[list[Sample], list[Sample], list[Sample]]:
-        engine = Engine(POOL, config(old), cuda=False, instance="i", site="here")
+    def __init__(self, folder: Path) -> None:
+        self.models = [save_tiny_model(folder / f"model-{seed}", seed=seed) for seed in range(3)]
+        self.store = WeightStore(folder / "store")
+        self._runner = asyncio.Runner()
+        self._kept: dict[str, Engine] = {}
+        self._number = 0
+
+    def next_number(self) -> int:
+        """A version's; none is used twice, nor is that which engines start with."""
+        self._number += 1
+        return self._number
+
+    def run(self, run: RunConfig, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """Does something with an engine that has the weights of model 0, as version `engine.version`. One in which
+        that fails is not used again."""
+        return self._runner.run(self._run(run, work))
+
+    async def _run(self, run: RunConfig, work: Callable[[Engine], Awaitable[T]]) -> T:
+        assert run.model.path == str(self.models[0])
+        dtype = run.model.dtype
+        engine = self._kept.pop(dtype, None)
         try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            before = await sample_all(engine)
-            again = await sample_all(engine)
-            await update(engine, "recompute_kv", 5, content_hash)
-            return before, again, await sample_all(engine)
-        finally:
-            engine.close()
+            if engine is None:
+                engine = Engine(POOL, run, cuda=False, instance="i", site="here")
+                await engine.set_up_weights({"directory": str(self.store.directory)}, 0)
+            else:
+                engine.run, number = run, self.next_number()
+                content_hash = stored(self.store, number, self.models[0], getattr(torch, dtype))
+                await update(engine, "recompute_kv", number, content_hash)
+            result = await work(engine)
+            assert not engine.begun and not engine.produced()
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            raise
+        self._kept[dtype] = engine
+        return result
 
-    async def fresh() -> list[Sample]:
-        engine = Engine(POOL, config(new), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 5)
-            return await sample_all(engine)
-        finally:
-            engine.close()
+    def fresh(self, run: RunConfig, version: int, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """Does something with an engine that loads a model of its own, under that version."""
 
-    before, again, after = asyncio.run(updated())
+        async def body() -> T:
+            engine = Engine(POOL, run, cuda=False, instance="i", site="here")
+            try:
+                await engine.set_up_weights({"directory": str(self.store.directory)}, version)
+                return await work(engine)
+            finally:
+                engine.close()
+
+        return self._runner.run(body())
+
+    def close(self) -> None:
+        for engine in self._kept.values():
+            engine.close()
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()
+
+
+def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines: Engines) -> None:
+    old, new = engines.models[:2]
+    number = engines.next_number()
+    content_hash = stored(engines.store, number, new, torch.bfloat16)
+
+    async def updated(engine: Engine) -> tuple[int, list[Sample], list[Sample], list[Sample]]:
+        first, before, again = engine.version, await sample_all(engine), await sample_all(engine)
+        await update(engine, "recompute_kv", number, content_hash)
+        return first, before, again, await sample_all(engine)
+
+    first, before, again, after = engines.run(config(old), updated)
     assert_same(before, again)  # seeds repeat a sample
-    assert {int(v) for s in before for v in s.token_versions} == {0}
-    assert {int(v) for s in after for v in s.token_versions} == {5}
+    assert {int(v) for s in before for v in s.token_versions} == {first}
+    assert {int(v) for s in after for v in s.token_versions} == {number} != {first}
     assert any(not np.array_equal(a.completion_tokens, b.completion_tokens) for a, b in zip(before, after, strict=True))
-    assert_same(after, asyncio.run(fresh()))  # the tied output head included: it is most of what differs
+    # the tied output head included: it is most of what differs
+    assert_same(after, engines.fresh(config(new), number, sample_all))
 
 
 def stored_as_codes(store: WeightStore, number: int, model: Path, kind: Kind, rounded: Path) -> str:
@@ -136,135 +192,106 @@ def stored_as_codes(store: WeightStore, number: int, model: Path, kind: Kind, ro
     return manifest.version.content_hash
 
 
-def test_8_bit_codes_load_as_a_checkpoint_of_the_weights_that_they_stand_for(tmp_path: Path) -> None:
-    old, new = save_tiny_model(tmp_path / "old", seed=0), save_tiny_model(tmp_path / "new", seed=1)
+def test_8_bit_codes_load_as_a_checkpoint_of_the_weights_that_they_stand_for(engines: Engines, tmp_path: Path) -> None:
+    old, new = engines.models[:2]
     rounded = tmp_path / "rounded"
-    store = WeightStore(tmp_path / "store")
-    content_hash = stored_as_codes(store, 5, new, "fp8", rounded)
-    unrounded_hash = stored(store, 6, new, torch.bfloat16)
+    coded, whole = engines.next_number(), engines.next_number()
+    content_hash = stored_as_codes(engines.store, coded, new, "fp8", rounded)
+    unrounded_hash = stored(engines.store, whole, new, torch.bfloat16)
 
-    async def updated() -> tuple[list[Sample], list[Sample]]:
-        engine = Engine(POOL, config(old), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            await update(engine, "recompute_kv", 5, content_hash)
-            after = await sample_all(engine)
-            await update(engine, "recompute_kv", 6, unrounded_hash)
-            return after, await sample_all(engine)
-        finally:
-            engine.close()
+    async def updated(engine: Engine) -> tuple[list[Sample], list[Sample]]:
+        await update(engine, "recompute_kv", coded, content_hash)
+        after = await sample_all(engine)
+        await update(engine, "recompute_kv", whole, unrounded_hash)
+        return after, await sample_all(engine)
 
-    async def fresh() -> list[Sample]:
-        engine = Engine(POOL, config(rounded), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 5)
-            return await sample_all(engine)
-        finally:
-            engine.close()
-
-    after, unrounded = asyncio.run(updated())
-    assert_same(after, asyncio.run(fresh()))
+    after, unrounded = engines.run(config(old), updated)
+    assert_same(after, engines.fresh(config(rounded), coded, sample_all))
     with pytest.raises(AssertionError):  # what was rounded away would show
         assert_same(after, unrounded)
 
 
-def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_that_drew_it(tmp_path: Path) -> None:
-    models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
-    store = WeightStore(tmp_path / "store")
-    hashes = {number: stored(store, number, models[number], torch.float32) for number in (1, 2)}
+def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_that_drew_it(engines: Engines) -> None:
+    models = engines.models
+    new = {engines.next_number(): model for model in models[1:]}
+    versions = {number: stored(engines.store, number, model, torch.float32) for number, model in new.items()}
 
-    async def body() -> list[Sample]:
-        run = exact(config(models[0], max_tokens=100, temperature=0.8))
-        engine = Engine(POOL, run, cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            running = [asyncio.create_task(sample(engine, request(n, seed=n))) for n in range(4)]
-            for number, content_hash in hashes.items():
-                while min(engine.produced().values(), default=0) < 15 * number:
-                    await asyncio.sleep(0.001)
-                await update(engine, "recompute_kv", number, content_hash)
-            return list(await asyncio.gather(*running))
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> tuple[list[int], list[Sample]]:
+        numbers = [engine.version, *versions]
+        running = [asyncio.create_task(sample(engine, request(n, seed=n))) for n in range(4)]
+        for order, (number, content_hash) in enumerate(versions.items(), start=1):
+            while min(engine.produced().values(), default=0) < 15 * order:
+                await asyncio.sleep(0.001)
+            await update(engine, "recompute_kv", number, content_hash)
+        return numbers, list(await asyncio.gather(*running))
 
-    samples = asyncio.run(body())
-    crossing = [s for s in samples if set(s.token_versions.tolist()) == {0, 1, 2}]
+    numbers, samples = engines.run(exact(config(models[0], max_tokens=100, temperature=0.8)), body)
+    crossing = [s for s in samples if set(s.token_versions.tolist()) == set(numbers)]
     assert crossing, [s.token_versions.tolist() for s in samples]
     for number, drawn in enumerate(samples):
-        assert drawn.token_versions.tolist() == sorted(drawn.token_versions.tolist())
+        order = np.array([numbers.index(version) for version in drawn.token_versions.tolist()])
+        assert order.tolist() == sorted(order.tolist())
         told = np.stack([logprobs_of(model, request(number).prompt_tokens, drawn, 0.8) for model in models])
-        own = told[drawn.token_versions, np.arange(drawn.output_length)]
+        own = told[order, np.arange(drawn.output_length)]
         assert np.abs(own - drawn.logprobs).max() < 1e-3
         assert np.abs(told[0] - drawn.logprobs).max() > 1e-2  # one version alone does not explain them
 
 
-def test_new_requests_never_meet_a_prefix_that_older_weights_computed(tmp_path: Path) -> None:
+def test_new_requests_never_meet_a_prefix_that_older_weights_computed(engines: Engines) -> None:
     """Also when running requests keep their KV cache over the update."""
-    old, new = save_tiny_model(tmp_path / "old", seed=0), save_tiny_model(tmp_path / "new", seed=1)
-    store = WeightStore(tmp_path / "store")
-    content_hash = stored(store, 1, new, torch.float32)
+    old, new = engines.models[:2]
+    number = engines.next_number()
+    content_hash = stored(engines.store, number, new, torch.float32)
     prompt = np.arange(3, 80, dtype=np.int32)  # two whole blocks of KV cache
 
-    async def body() -> tuple[Sample, Sample]:
-        engine = Engine(POOL, exact(config(old, max_tokens=30)), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
-            while engine.produced().get("g.0", 0) < 5:
-                await asyncio.sleep(0.001)
-            await update(engine, "keep_kv", 1, content_hash)
-            second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
-            return await first, second
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> tuple[int, Sample, Sample]:
+        before = engine.version
+        first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
+        while engine.produced().get("g.0", 0) < 5:
+            await asyncio.sleep(0.001)
+        await update(engine, "keep_kv", number, content_hash)
+        second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
+        return before, await first, second
 
-    first, second = asyncio.run(body())
-    assert set(first.token_versions.tolist()) == {0, 1} and set(second.token_versions.tolist()) == {1}
+    before, first, second = engines.run(exact(config(old, max_tokens=30)), body)
+    assert set(first.token_versions.tolist()) == {before, number} and set(second.token_versions.tolist()) == {number}
     assert_logprobs_are_the_models(new, prompt, second, 1.0)
-    kept = first.token_versions == 1  # these went on from a KV cache of the old weights
+    kept = first.token_versions == number  # these went on from a KV cache of the old weights
     assert np.abs(logprobs_of(new, prompt, first, 1.0) - first.logprobs)[kept].max() > 1e-2
 
 
-def test_waiting_for_running_requests_lets_them_end_under_their_weights(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
-    store = WeightStore(tmp_path / "store")
-    content_hash = stored(store, 1, model, torch.float32)
+def test_waiting_for_running_requests_lets_them_end_under_their_weights(engines: Engines) -> None:
+    model = engines.models[0]
+    number = engines.next_number()
+    content_hash = stored(engines.store, number, model, torch.float32)
 
-    async def body() -> tuple[Sample, Sample]:
-        engine = Engine(POOL, exact(config(model, max_tokens=60)), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            first = asyncio.create_task(sample(engine, request(0)))
-            while not (first.done() or any(engine.produced().values())):  # one that waits is there with 0
-                await asyncio.sleep(0.001)
-            updating = asyncio.create_task(update(engine, "wait", 1, content_hash))
-            await asyncio.sleep(0.02)
-            second = await sample(engine, request(1))  # waits for the new weights
-            await updating
-            return await first, second
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> tuple[int, Sample, Sample]:
+        before = engine.version
+        first = asyncio.create_task(sample(engine, request(0)))
+        while not (first.done() or any(engine.produced().values())):  # one that waits is there with 0
+            await asyncio.sleep(0.001)
+        updating = asyncio.create_task(update(engine, "wait", number, content_hash))
+        await asyncio.sleep(0.02)
+        second = await sample(engine, request(1))  # waits for the new weights
+        await updating
+        return before, await first, second
 
-    first, second = asyncio.run(body())
-    assert set(first.token_versions.tolist()) == {0} and set(second.token_versions.tolist()) == {1}
+    before, first, second = engines.run(exact(config(model, max_tokens=60)), body)
+    assert set(first.token_versions.tolist()) == {before} != {number}
+    assert set(second.token_versions.tolist()) == {number}
 
 
-def test_a_budget_parks_a_sample_which_goes_on_from_its_tokens_and_greedy_requests_repeat(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
+def test_a_budget_parks_a_sample_which_goes_on_from_its_tokens_and_greedy_requests_repeat(engines: Engines) -> None:
+    model = engines.models[0]
 
-    async def body() -> tuple[PartialSample, Sample, list[Sample]]:
-        engine = Engine(POOL, exact(config(model, max_tokens=40)), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(tmp_path)}, 0)
-            parked = await engine.generate(replace(request(0), pause_at=10), "regular")
-            assert isinstance(parked, PartialSample)
-            whole = await sample(engine, replace(request(0), kept=parked, pause_at=40))
-            greedy = [replace(request(1, seed), temperature=0.0) for seed in (1, 2)]
-            return parked, whole, [await sample(engine, asked) for asked in greedy]
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> tuple[PartialSample, Sample, list[Sample]]:
+        parked = await engine.generate(replace(request(0), pause_at=10), "regular")
+        assert isinstance(parked, PartialSample)
+        whole = await sample(engine, replace(request(0), kept=parked, pause_at=40))
+        greedy = [replace(request(1, seed), temperature=0.0) for seed in (1, 2)]
+        return parked, whole, [await sample(engine, asked) for asked in greedy]
 
-    parked, whole, greedy = asyncio.run(body())
+    parked, whole, greedy = engines.run(exact(config(model, max_tokens=40)), body)
     assert len(parked.completion_tokens) == 10
     assert (whole.output_length, whole.finish_reason) == (40, "length")
     np.testing.assert_array_equal(whole.completion_tokens[:10], parked.completion_tokens)
@@ -272,88 +299,66 @@ def test_a_budget_parks_a_sample_which_goes_on_from_its_tokens_and_greedy_reques
     np.testing.assert_array_equal(greedy[0].completion_tokens, greedy[1].completion_tokens)
 
 
-def test_a_sleeping_engine_wakes_up_with_new_weights(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
-    store = WeightStore(tmp_path / "store")
-    content_hash = stored(store, 1, model, torch.float32)
+def test_a_sleeping_engine_wakes_up_with_new_weights(engines: Engines) -> None:
+    model = engines.models[0]
+    number = engines.next_number()
+    content_hash = stored(engines.store, number, model, torch.float32)
 
-    async def body() -> Sample:
-        engine = Engine(POOL, exact(config(model, max_tokens=10)), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(store.directory)}, 0)
-            await engine.sleep()
-            waiting = asyncio.create_task(sample(engine, request(0)))
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            await engine.wake_up()
-            await update(engine, "recompute_kv", 1, content_hash)
-            return await waiting
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> Sample:
+        await engine.sleep()
+        waiting = asyncio.create_task(sample(engine, request(0)))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await engine.wake_up()
+        await update(engine, "recompute_kv", number, content_hash)
+        return await waiting
 
-    assert asyncio.run(body()).output_length == 10
+    assert engines.run(exact(config(model, max_tokens=10)), body).output_length == 10
 
 
-def test_a_request_that_is_taken_off_goes_on_with_its_tokens(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
+def test_a_request_that_is_taken_off_goes_on_with_its_tokens(engines: Engines) -> None:
+    model = engines.models[0]
 
-    async def body() -> tuple[PartialSample, Sample, dict[str, int], Sample]:
-        engine = Engine(POOL, exact(config(model, max_tokens=100)), cuda=False, instance="i", site="here")
-        try:
-            await engine.set_up_weights({"directory": str(tmp_path)}, 3)
-            asked = request(0, seed=5)
-            at_once = asyncio.create_task(engine.generate(asked, "regular"))
-            await asyncio.sleep(0)  # vLLM does not know of it yet
-            await engine.release(asked.sample_id)
-            assert isinstance(nothing := await at_once, PartialSample) and len(nothing.completion_tokens) < 100
-            running = asyncio.create_task(engine.generate(asked, "regular"))
-            while engine.produced().get(asked.sample_id, 0) < 5:
-                await asyncio.sleep(0.01)
-            await engine.release(asked.sample_id)
-            partial = await running
-            assert isinstance(partial, PartialSample)
-            assert not engine.produced()
-            again = asyncio.create_task(sample(engine, replace(asked, kept=partial)))
-            while not (produced := engine.produced()):
-                await asyncio.sleep(0.001)
-            whole = await again
-            await engine.release(asked.sample_id)  # it has ended: nothing happens
-            return partial, whole, produced, await sample(engine, request(1))
-        finally:
-            engine.close()
+    async def body(engine: Engine) -> tuple[int, PartialSample, Sample, dict[str, int], Sample]:
+        asked = request(0, seed=5)
+        at_once = asyncio.create_task(engine.generate(asked, "regular"))
+        await asyncio.sleep(0)  # vLLM does not know of it yet
+        await engine.release(asked.sample_id)
+        assert isinstance(nothing := await at_once, PartialSample) and len(nothing.completion_tokens) < 100
+        running = asyncio.create_task(engine.generate(asked, "regular"))
+        while engine.produced().get(asked.sample_id, 0) < 5:
+            await asyncio.sleep(0.01)
+        await engine.release(asked.sample_id)
+        partial = await running
+        assert isinstance(partial, PartialSample)
+        assert not engine.produced()
+        again = asyncio.create_task(sample(engine, replace(asked, kept=partial)))
+        while not (produced := engine.produced()):
+            await asyncio.sleep(0.001)
+        whole = await again
+        await engine.release(asked.sample_id)  # it has ended: nothing happens
+        return engine.version, partial, whole, produced, await sample(engine, request(1))
 
-    partial, whole, produced, _ = asyncio.run(body())
+    version, partial, whole, produced, _ = engines.run(exact(config(model, max_tokens=100)), body)
     had = len(partial.completion_tokens)
     assert 5 <= had < 100
     assert produced[partial.sample_id] >= had
     assert whole.output_length == 100 and whole.finish_reason == "length"
     np.testing.assert_array_equal(whole.completion_tokens[:had], partial.completion_tokens)
     np.testing.assert_array_equal(whole.logprobs[:had], partial.logprobs)
-    assert set(whole.token_versions.tolist()) == {3}
+    assert set(whole.token_versions.tolist()) == {version}
     assert whole.t_dispatched == partial.t_dispatched and whole.t_first_token == partial.t_first_token
     # the rest is not drawn with the noise of the beginning again
     assert whole.completion_tokens[had : 2 * had].tolist() != partial.completion_tokens.tolist()
     assert_logprobs_are_the_models(model, request(0).prompt_tokens, whole, 1.0)
 
 
-def test_a_stop_string_ends_a_completion_and_text_is_decoded(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", seed=0)
+def test_a_stop_string_ends_a_completion_and_text_is_decoded(engines: Engines) -> None:
+    model = engines.models[0]
     tokenizer = AutoTokenizer.from_pretrained(model)
-
-    async def body() -> tuple[list[Sample], list[Sample]]:
-        free = Engine(POOL, config(model, max_tokens=64), cuda=False, instance="i", site="here")
-        try:
-            plain = await sample_all(free, 2)
-        finally:
-            free.close()
-        stop = plain[0].text[10:12]
-        stopping = Engine(POOL, config(model, max_tokens=64, stop=[stop]), cuda=False, instance="i", site="here")
-        try:
-            return plain, await sample_all(stopping, 1)
-        finally:
-            stopping.close()
-
-    plain, stopped = asyncio.run(body())
+    plain = engines.run(config(model, max_tokens=64), lambda engine: sample_all(engine, 2))
+    stop = plain[0].text[10:12]
+    stopped = engines.run(config(model, max_tokens=64, stop=[stop]), lambda engine: sample_all(engine, 1))
     assert plain[0].text == tokenizer.decode(plain[0].completion_tokens, skip_special_tokens=True)
     assert plain[0].finish_reason == "length"
     assert stopped[0].finish_reason == "stop"

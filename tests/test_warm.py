@@ -1,0 +1,121 @@
+"""A process that a template begins is one that the caller has started: its child, with its own everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import warm
+
+LOOK = """
+import json, os, sys
+import numpy
+if __name__ == "__main__":
+    print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "parent": os.getppid(), "session": os.getsid(0),
+        "pid": os.getpid(), "variable": os.environ.get("ONLY_HERE"), "inherited": "PATH" in os.environ,
+        "path": sys.path[:2], "threads": len(os.listdir("/proc/self/task")), "vllm": "vllm" in sys.modules,
+        "files": len(os.listdir("/proc/self/fd")), "random": numpy.random.random()}))
+    print("to errors", file=sys.stderr)
+    sys.exit(int(sys.argv[1]))
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are handed over with a Linux call")
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> list[str]:
+    """A command that tells of its own process, with two arguments."""
+    package = tmp_path / "streamrl_look"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "tell.py").write_text(LOOK)
+    return [sys.executable, "-m", "streamrl_look.tell", "7", "a b"]
+
+
+def told(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> dict[str, object]:
+    monkeypatch.setattr(warm, "MODULES", ("streamrl_look.",))
+    environment = os.environ | {"ONLY_HERE": "yes", "PYTHONPATH": str(folder)}
+    pipe = subprocess.PIPE
+    process = warm.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 7 and errors == "to errors\n", errors
+    return dict(json.loads(output)) | {"id": process.pid}
+
+
+def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(
+    look: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = told(look, tmp_path, monkeypatch), told(look, tmp_path, monkeypatch, start_new_session=True)
+    for one in (first, second):
+        assert one["argv"] == ["7", "a b"] and one["cwd"] == str(tmp_path) and one["path"] == [str(tmp_path)] * 2
+        assert one["parent"] == os.getpid() and one["pid"] == one["id"]
+        assert one["variable"] == "yes" and one["inherited"]
+        assert one["vllm"] and one["threads"] == 1  # it begins with everything imported, and may fork
+        assert one["files"] == 4  # three, and the folder that is listed
+    assert second["session"] == second["pid"] != first["pid"]
+    assert first["random"] != second["random"]
+
+
+def test_its_command_line_is_seen_and_signals_reach_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl.launch.role", "service", "--run-dir", str(tmp_path), "--site", "here"]
+    process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "LAST WORDS" in errors  # there is no run in that folder
+    waits = warm.Popen([sys.executable, "-m", "streamrl.cli.main", "--help"], stdout=subprocess.PIPE, text=True)
+    words = psutil.Process(waits.pid).cmdline()
+    assert [word for word in words if word] == [sys.executable, "-m", "streamrl.cli.main", "--help"]
+    assert "Usage" in waits.communicate(timeout=60)[0] and waits.returncode == 0
+    stopped = warm.Popen(["sleep", "60"])  # no template can begin that
+    stopped.send_signal(signal.SIGKILL)
+    assert stopped.wait(60) == -signal.SIGKILL
+
+
+def test_who_starts_others_has_a_template_that_ends_with_it(tmp_path: Path) -> None:
+    warm.template()
+    before = set(psutil.Process().children(recursive=True))
+    command = [sys.executable, "-m", "streamrl.cli.main", "launch"]
+    process = warm.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    its = set(psutil.Process().children(recursive=True)) - before
+    assert process.communicate(timeout=60)[1] and process.returncode == 2
+    assert {one.pid for one in its} > {process.pid}  # its own template, until it has ended
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    ("change", "can"),
+    [
+        ({}, True),
+        ({"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, True),
+        ({"OMP_NUM_THREADS": "2"}, False),
+        ({"PYTHONHASHSEED": "1"}, False),
+    ],
+)
+def test_what_is_read_once_must_be_the_templates(change: dict[str, str], can: bool) -> None:
+    values = {
+        "args": [sys.executable, "-m", "streamrl.launch.role"],
+        "shell": False,
+        "pass_fds": (),
+        "executable": None,
+        "env": change,
+        "cwd": None,
+        "start_new_session": True,
+        "preexec_fn": None,
+    }
+    assert (warm._request(values) is not None) == can
+    assert warm._request(values | {"pass_fds": (5,)}) is None
+    assert warm._request(values | {"args": ["ls", "-m", "streamrl.launch.role"]}) is None

@@ -1,0 +1,376 @@
+"""Processes of the package that begin with everything imported, forked from one that has done so once.
+
+Most of what a tiny run computes before its first sample is imports: vLLM in each instance, torch and transformers in
+each rank, 30 s of a core for every run. Here a template imports all that once and then waits, with a single thread:
+
+    pytest
+    ├── template              `python -m tests.warm`: imports, then forks what it is asked for
+    └── streamrl launch       forked by the template, and handed to pytest as a child of its own
+        ├── its template      a copy of the launcher from before it ran anything
+        └── controller, ...   forked by that copy, and handed to the launcher
+
+A process that began so has the arguments, the environment, the folder, the session and the parent that it would have
+had otherwise. What C libraries and the interpreter read as they are loaded is the template's (`SETTINGS`). Linux only:
+elsewhere, and where that would matter, processes are started in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import os
+import pickle
+import pkgutil
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.launch.plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
+from streamrl.processes import end_with_parent
+
+MODULES = ("streamrl.", "torch.distributed.run")
+"""What `python -m` begins and the template can, by the beginning of its name."""
+STARTERS = ("streamrl.cli.main", "torch.distributed.run")
+"""Those that start others."""
+SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
+"""Of the template, read once by libraries and the interpreter: who is to have others is not forked from it."""
+NO_THREADS = ONE_BLAS_THREAD | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Libraries start none as they are loaded."""
+ROOM = 8192
+"""Characters of a forked process's command line, as others see it."""
+PR_SET_CHILD_SUBREAPER = 36
+HEADER = struct.Struct("=I")
+PID = struct.Struct("=i")
+
+LIBRARIES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler",
+    "reasoning_gym",
+    "matplotlib.pyplot",
+    "lightgbm",
+)
+"""What the package's modules import as they run."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process that is to begin."""
+
+    command: list[str]
+    """As the system would get it: interpreter, `-m`, module, arguments."""
+    environment: dict[str, str]
+    folder: str
+    new_session: bool
+    before: Any
+    """Called in the process before its module is run, or None."""
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Meanwhile a descendant whose parent ends becomes a child of this process."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+class Template:
+    """The end of one that asks."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection, self._pid, self._lock = connection, pid, threading.Lock()
+
+    def fork(self, request: Request, files: tuple[int, int, int]) -> int:
+        """Begins a process with these three open files as its input, output and errors.
+
+        Returns:
+            Its id: a child of this process.
+
+        Raises:
+            OSError: the template is gone.
+        """
+        data = pickle.dumps(request)
+        with self._lock, adopting():
+            socket.send_fds(self._connection, [HEADER.pack(len(data))], files)
+            self._connection.sendall(data)
+            return int(PID.unpack(_exactly(self._connection, PID.size))[0])
+
+    def close(self) -> None:
+        """Ends it, and waits for that."""
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (more := connection.recv(count - len(data))):
+            raise OSError("the template has ended")
+        data += more
+    return data
+
+
+def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    header, files, _, _ = socket.recv_fds(connection, HEADER.size, 3)
+    if not header:
+        os._exit(0)  # nobody will ask any more
+    header += _exactly(connection, HEADER.size - len(header))
+    return pickle.loads(_exactly(connection, HEADER.unpack(header)[0])), files
+
+
+def serve(connection: socket.socket, parent: int, path: list[str], variables: dict[str, str]) -> None:
+    """Forks what it is asked for, until the asking process ends. Returns in each forked process, never in this one.
+
+    Args:
+        connection: to the asking process.
+        parent: its id.
+        path: modules are searched for there, after a process's own folders.
+        variables: of the environment, that imported modules have set for themselves.
+    """
+    while True:
+        request, files = _receive(connection)
+        (told, tell), (wait, go) = os.pipe(), os.pipe()
+        if (between := os.fork()) == 0:
+            if (child := os.fork()) != 0:
+                os.write(tell, PID.pack(child))
+                os._exit(0)
+            os.close(go)
+            os.read(wait, 1)  # until the template lets go: the asking process is the parent by then
+            for fd in (connection.detach(), told, wait):
+                os.close(fd)
+            if os.getppid() != parent:
+                os._exit(1)  # it has died meanwhile
+            _begin(request, files, tell, path, variables)
+        for fd in (*files, tell, wait):
+            os.close(fd)
+        child = PID.unpack(os.read(told, PID.size))[0]
+        os.waitpid(between, 0)
+        os.close(go)
+        os.read(told, 1)  # until it is what it is to be, or has ended
+        os.close(told)
+        connection.sendall(PID.pack(child))
+
+
+def _begin(request: Request, files: list[int], begun: int, path: list[str], variables: dict[str, str]) -> None:
+    """Runs a module as `python -m` does, in a process that was just forked; does not return.
+
+    Args:
+        request: what is to be run.
+        files: its input, output and errors.
+        begun: this file is closed when others may see the process.
+        path: see `serve`.
+        variables: see `serve`.
+    """
+    for number, fd in enumerate(files):
+        os.dup2(fd, number)
+        os.close(fd)
+    if request.new_session:
+        os.setsid()
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(variables | request.environment)
+    of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:] = [os.getcwd(), *of_environment, *path]
+    importlib.invalidate_caches()
+    _show_command(request.command)
+    if request.before is not None:
+        request.before()
+    os.close(begun)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # type: ignore[attr-defined]
+    module = request.command[2]
+    copy = _copy(path, variables) if module in STARTERS else None
+    if copy is not None:
+        _start_through(copy)
+    sys.argv = ["-m", *request.command[3:]]
+    code = _run(module)
+    if copy is not None:
+        copy.close()
+    os._exit(code)
+
+
+def _run(module: str) -> int:
+    code: object = 0
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return int(code or 0)  # type: ignore[call-overload]
+
+
+def _show_command(command: list[str]) -> None:
+    """Lets other processes see this command line in place of the template's, which has room for it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
+
+
+def _copy(path: list[str], variables: dict[str, str]) -> Template:
+    """A template that is a copy of this process as it is now; it ends with it."""
+    here, there = socket.socketpair()
+    parent = os.getpid()
+    if (pid := os.fork()) == 0:
+        here.close()
+        _become_template(parent)
+        serve(there, parent, path, variables)
+    there.close()
+    return Template(here, pid)
+
+
+def _become_template(parent: int) -> None:
+    """In the template: it ends with its parent, keeps no file of it open, and no signal of a terminal ends it."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    os.close(null)
+    os.chdir("/")
+    gc.freeze()
+
+
+def _start_through(template: Template) -> None:
+    """From now on whatever this process starts with `subprocess` is begun by a template, if one can."""
+    subprocess.Popen._execute_child = functools.partialmethod(_execute_child, template)  # type: ignore[attr-defined]
+
+
+_exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_PARAMETERS = _exec.__code__.co_varnames[1 : _exec.__code__.co_argcount]
+
+
+def _execute_child(self: subprocess.Popen[Any], template: Template, *given: Any) -> None:
+    """`Popen._execute_child` by a template."""
+    values = dict(zip(_PARAMETERS, given, strict=True))
+    request = _request(values)
+    if request is None:
+        return _exec(self, *given)
+    files = [values["p2cread"], values["c2pwrite"], values["errwrite"]]
+    files = [number if fd == -1 else fd for number, fd in enumerate(files)]
+    self.pid = template.fork(request, (files[0], files[1], files[2]))
+    self._child_created = True  # type: ignore[attr-defined]
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    self._close_pipe_fds(*(values[end] for end in ends))  # type: ignore[attr-defined]
+    return None
+
+
+def _request(values: dict[str, Any]) -> Request | None:
+    """What is to begin; None: a template cannot."""
+    command = values["args"]
+    if not isinstance(command, list | tuple) or values["shell"] or values["pass_fds"] or values["executable"]:
+        return None
+    words = [os.fspath(word) for word in command]
+    environment = dict(os.environ if values["env"] is None else values["env"])
+    if len(words) < 3 or words[:2] != [sys.executable, "-m"] or not words[2].startswith(MODULES):
+        return None
+    if any(environment.get(name, value) != value for name, value in SETTINGS.items()):
+        return None
+    folder = os.getcwd() if values["cwd"] is None else os.fspath(values["cwd"])
+    return Request(words, environment, folder, bool(values["start_new_session"]), values["preexec_fn"])
+
+
+@functools.cache
+def template() -> Template | None:
+    """The one of this session of pytest, which ends with it; None: this system cannot."""
+    if sys.platform != "linux":
+        return None
+    here, there = socket.socketpair()
+    environment = os.environ | SETTINGS | PASSIVE_WAITING | NO_THREADS
+    command = [sys.executable, "-m", "tests.warm", str(there.fileno()), str(os.getpid()), "." * ROOM]
+    root = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    there.set_inheritable(True)
+    found = Template(here, os.posix_spawn(sys.executable, command, environment))
+    there.close()
+    atexit.register(found.close)
+    return found
+
+
+class Popen(subprocess.Popen[str]):
+    """`subprocess.Popen`, begun by the session's template where that can be."""
+
+    def _execute_child(self, *given: Any) -> None:
+        """See `subprocess.Popen`."""
+        if (found := template()) is None:
+            return _exec(self, *given)
+        return _execute_child(self, found, *given)
+
+
+def import_all() -> None:
+    """Imports what any process of a run does.
+
+    Raises:
+        RuntimeError: that has started a thread, which a fork would lose.
+    """
+    for name in ("streamrl", "scheduler", "ranker"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"an import has started {threads - 1} threads")
+
+
+def main() -> None:
+    """Becomes a template for whoever has started this process."""
+    connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != connection.fileno():
+            with contextlib.suppress(OSError):  # the one of the listing
+                os.close(fd)
+    before = dict(os.environ)
+    outside = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    path = [one for one in sys.path if one not in outside and one not in ("", os.getcwd())]
+    import_all()
+    variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    _become_template(parent)
+    serve(connection, parent, path, variables)
+
+
+if __name__ == "__main__":
+    # under its own name: what is pickled here is found again there
+    importlib.import_module("tests.warm").main()
