@@ -1,5 +1,6 @@
 # make demo    train a real model on this machine, from nothing (about ten minutes)
-# make test    style, types and tests
+# make test    style, types and tests (about a quarter of an hour)
+# make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint lock clean
+.PHONY: help install demo test test-quick lint style types audit lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,22 +34,27 @@ demo: $(STAMP)
 	@$(BIN)/streamrl fetch-model smollm2-135m
 	@$(BIN)/streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
 
+# the audit waits for a network, types keep one core busy: side by side
 lint: $(STAMP)
+	@$(MAKE) --no-print-directory -j 3 style types audit
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+audit: $(STAMP)
 	$(BIN)/python tools/audit.py locks/cpu.txt
 
-# start processes of their own on every core, or compare numbers that another load would change: one at a time
-ALONE := tests/end_to_end tests/chaos/test_chaos_live.py tests/generation/test_calibrate.py \
-	tests/launch/test_ray_autoscaling.py tests/training/test_losses_against_trl.py
-
-# start one vLLM engine after the other, with low priority: in the time that those above leave
-BESIDE := tests/generation/test_engine.py tests/generation/test_parallel_engine.py
-
+# what fails soonest first; tests/conftest.py says which are slow, and what two workers take at a time
 test: lint
-	$(BIN)/python -m pytest -n 2 $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ALONE) $(BESIDE)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,22 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-ENGINES = ("test_engine.py", "test_parallel_engine.py")
-"""They keep a core busy with vLLM's start, for minutes, and measure no times."""
+TESTS = Path(__file__).parent
+SLOW = {
+    "first": ("end_to_end/test_run.py", "end_to_end/test_schedules.py", "end_to_end/test_recovery.py"),
+    "second": (
+        "generation/test_engine.py",
+        "generation/test_parallel_engine.py",
+        "generation/test_calibrate.py",
+        "training/test_losses_against_trl.py",
+        "launch/test_ray_autoscaling.py",
+        "end_to_end/test_ray.py",
+        "end_to_end/test_sites.py",
+        "chaos/test_chaos_live.py",
+    ),
+}
+"""Files of tests marked `slow`: with whole runs, vLLM, a cluster of Ray, or TRL. Of two workers of pytest-xdist
+(`--dist loadgroup`) each takes a group, one test after the other."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,19 +46,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells pytest of the mark that `pytest_collection_modifyitems` gives."""
+    config.addinivalue_line("markers", "slow: needs vLLM, a whole run, Ray or TRL (given by file in tests/conftest.py)")
+
+
+def file_of(item: pytest.Item) -> str:
+    """Path of a test's file in this folder."""
+    return item.path.relative_to(TESTS).as_posix()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scales pytest-timeout's limits. With `--dist loadgroup` one worker runs engines, and the other one all else, one
-    after the other."""
+    """Scales pytest-timeout's limits; marks the tests of `SLOW`."""
+    groups = {file: group for group, files in SLOW.items() for file in files}
     general = float(config.getoption("timeout", None) or config.getini("timeout") or 0)
     for item in items:
         mark = item.get_closest_marker("timeout")
         seconds = float((*mark.args, mark.kwargs.get("timeout", general))[0]) if mark is not None else general
         if seconds:
             item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
-        item.add_marker(pytest.mark.xdist_group("engines" if item.path.name in ENGINES else "all else"))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Whatever runs beside engines goes first."""
-    if item.path.name in ENGINES and hasattr(os, "nice"):
-        os.nice(19)
+        if (group := groups.get(file_of(item))) is not None:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group(group))

@@ -339,6 +339,21 @@ class Popen(subprocess.Popen[str]):
         return _execute_child(self, found, *given)
 
 
+def run(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs such a process to its end, and returns what it has printed; one that takes longer is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: it was.
+    """
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def import_all() -> None:
     """Imports what any process of a run does.
 

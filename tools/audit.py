@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 240
+LIMIT_S = 90
 ACCEPTED: dict[str, str] = {}
 """Advisory -> why it does not concern this project."""
 

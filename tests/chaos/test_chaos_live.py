@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.end_to_end.project import Project
 from tests.end_to_end.test_recovery import EASY, assert_every_sample_once
 from tests.waiting import scaled
@@ -22,14 +22,14 @@ def test_a_run_survives_faults_of_different_kinds_and_every_sample_is_trained_on
     project = Project(tmp_path)
     project.command(
         tasks=EASY,
-        model={"path": str(tmp_path / "model"), "max_context": 512},
+        model={"path": str(tmp_path / "model"), "max_context": 512, "dtype": "float32"},
         sampling={"max_tokens": 300},
         recovery={"suspect_s": 2, "pause_s": 0.5},
         deadlines={"heartbeat_s": 20},
         schedule={"name": "async"},
     )
     options = ["--minutes", "4", "--faults", "2", "--kinds", "instance-pause,service-kill", "--seed", "2"]
-    done = subprocess.run(
+    done = warm.run(
         [
             sys.executable,
             "-m",
@@ -43,8 +43,6 @@ def test_a_run_survives_faults_of_different_kinds_and_every_sample_is_trained_on
         ],
         cwd=tmp_path,
         env=project.env,
-        capture_output=True,
-        text=True,
         timeout=scaled(LIMIT_S),
     )
     assert done.returncode == 0, done.stdout + done.stderr + project.logs()

@@ -43,14 +43,15 @@ def reward(completion, *, prompt, answer):
 class Project:
     """A folder with a tiny model, a cluster file, a run file and a reward function."""
 
-    def __init__(self, folder: Path, tail: bool = True, warm: bool = True) -> None:
+    def __init__(self, folder: Path, tail: bool = True, dtype: str = "float32", warm: bool = True) -> None:
         """
         Args:
             folder: all of it is there.
             tail: whether there is a second pool, with an instance for long answers.
+            dtype: of its model, which every CPU has kernels for; bfloat16: what is about its rounding and small deltas.
             warm: its processes begin with everything imported (`tests/warm.py`), which is quicker than a user's do.
         """
-        self.folder, self.warm = folder, warm
+        self.folder, self.dtype, self.warm = folder, dtype, warm
         self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
         save_tiny_model(folder / "model")
         (folder / "own_rewards.py").write_text(REWARDS)
@@ -85,6 +86,7 @@ class Project:
             "checkpoint": {"every": 1, "keep": 2},
             "deadlines": {"reward_s": 2},
         } | changes
+        run["model"] = {"dtype": self.dtype, **run["model"]}  # type: ignore[dict-item]
         (self.folder / "run.yaml").write_text(json.dumps(run))
         files = ["--cluster", "cluster.yaml", "--run", "run.yaml"]
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import read_status
 from streamrl.observe.trace import read_trace
 from streamrl.rollouts.ledger import Ledger
+from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish, scaled
 
@@ -27,7 +27,7 @@ from tests.waiting import finish, scaled
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     """A run of three streamed steps with a crashing and a hanging reward, its processes started as a user's are."""
-    project = Project(tmp_path_factory.mktemp("finished"), warm=False)
+    project = Project(tmp_path_factory.mktemp("finished"), dtype="bfloat16", warm=False)
     return project, project.launch()
 
 
@@ -63,7 +63,7 @@ def test_a_ranker_that_is_wrong_here_is_used_and_then_distrusted(tmp_path: Path)
     rows = [{"prompt": text, "output_length": 5 * len(text) + n} for text in sums for n in range(4)]
     (tmp_path / "past.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train = ["-m", "streamrl.cli.main", "train-ranker", "--rollouts", "past.jsonl", "--out", "ranker.lgb"]
-    subprocess.run([sys.executable, *train], cwd=tmp_path, check=True, timeout=scaled(200), capture_output=True)
+    assert warm.run([sys.executable, *train], scaled(200), cwd=tmp_path).returncode == 0
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "answer": "e"}) for text in sums))
     batch = {"prompts_per_step": 12, "samples_per_prompt": 3, "micro_batch_tokens": 512}
     model = {"path": str(tmp_path / "model"), "max_context": 512}
@@ -170,7 +170,7 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
 def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_a_seed_repeats_them(
     finished: tuple[Project, str], tmp_path: Path
 ) -> None:
-    other = Project(tmp_path, tail=False)
+    other = Project(tmp_path, tail=False, dtype="bfloat16")
     other.launch("--steps", "1", ranks=2, schedule={"name": "sync"})
 
     def first_step(project: Project) -> dict[str, list[int]]:
@@ -221,7 +221,7 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
 
     def scale(*options: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(200))
+        done = warm.run(command, scaled(200))
         return done.returncode, done.stdout + done.stderr
 
     def steps() -> int:

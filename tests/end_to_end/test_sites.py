@@ -88,7 +88,7 @@ def assert_all_trained(run_dir: Path, steps: int) -> None:
 
 
 def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, dtype="bfloat16")
     easy(project)
     two_sites(project)
     network = project.run_dir() / "network"
@@ -113,11 +113,11 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
 
 
 def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_share(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, dtype="bfloat16")
     easy(project)
     path = two_sites(project, free_port())
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
-    assert "generate" in subprocess.run(keys, check=True, capture_output=True, text=True, env=project.env).stdout
+    assert "generate" in warm.run(keys, scaled(60), env=project.env).stdout
     generate_dir = project.folder / "runs" / "tiny-generate"
     with started(project, "--site", "train", **ASYNC) as train:
         wait_for(lambda: (project.folder / "runs" / "tiny-train" / "status.json").exists(), 60, train)
@@ -143,7 +143,7 @@ def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_
 
 
 def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, dtype="bfloat16")
     easy(project)
     path = two_sites(project, free_port())
     cluster = yaml.safe_load(path.read_text())
@@ -154,7 +154,7 @@ def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: 
     cluster["links"].append({"between": ["generate", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 1})
     path.write_text(yaml.safe_dump(cluster))
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
-    subprocess.run(keys, check=True, capture_output=True, env=project.env)
+    assert warm.run(keys, scaled(60), env=project.env).returncode == 0
     changes = ASYNC | {"weights": {"generation_dtype": "fp8"}}
     with (
         started(project, "--site", "far", **changes) as far,
@@ -186,11 +186,9 @@ def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: 
 def test_bad_input_is_told_in_one_message_before_anything_starts(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, dtype="bfloat16")
     two_sites(project)
-    done = subprocess.run(
-        command(project, *options), cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), env=project.env
-    )
+    done = warm.run(command(project, *options), scaled(60), cwd=tmp_path, env=project.env)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from scheduler.cost import StepCurve
 from streamrl.generation.calibrate import batch_sizes
+from tests import warm
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
 
@@ -33,13 +34,14 @@ def calibrate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[st
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER)
     command = [sys.executable, "-m", "streamrl.cli.main", "calibrate", "--cluster", str(cluster), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(280))
+    return warm.run(command, scaled(280))
 
 
 def test_a_real_instance_is_measured(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", seed=0)
     out = tmp_path / "curve.json"
-    settings = ["--set", f"model.path={model}", "--set", "model.max_context=128", "--set", "sampling.max_tokens=24"]
+    wanted = (f"model.path={model}", "model.dtype=float32", "model.max_context=128", "sampling.max_tokens=24")
+    settings = [word for one in wanted for word in ("--set", one)]
     done = calibrate(tmp_path, *settings, "--repeats", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "batch 6:" in done.stdout and "prefill" in done.stdout
