@@ -22,10 +22,26 @@ def command(name: str, out: Path | None) -> None:
     Example:
       streamrl fetch-model smollm2-135m
     """
+    from streamrl.launch.models import CHECKSUMS
+
+    folder = fetch_with_progress(name, out)
+    weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
+    click.echo(f"sha256 {weights}")
+
+
+def fetch_with_progress(name: str, out: Path | None) -> Path:
+    """Make a known model available and say what is being done: in a live line, or in plain ones.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        UserError: it is not known, or cannot be fetched or written.
+    """
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
     from rich.console import Console
 
-    from streamrl.launch.models import CHECKSUMS, fetch
+    from streamrl.launch.models import fetch
 
     console = Console(highlight=False)
     phases = Phases(name)
@@ -52,9 +68,8 @@ def command(name: str, out: Path | None) -> None:
         finally:
             over.set()
             beside.join()
-    weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
     console.print(f"{name} is in {folder}", soft_wrap=True)
-    console.print(f"sha256 {weights}", soft_wrap=True)
+    return folder
 
 
 class Phases:

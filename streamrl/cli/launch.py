@@ -96,6 +96,21 @@ def command(
     supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
 
 
+def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -> None:
+    """Check and run a cluster of one site in a new folder.
+
+    Raises:
+        UserError: something is wrong; nothing was started.
+        RunFailed: the run failed; the message ends with the cause.
+    """
+    from streamrl.launch import supervisor
+    from streamrl.launch.preflight import check
+
+    for warning in check(cluster, run, runs_dir):
+        click.echo(f"warning: {warning}", err=True)
+    supervisor.run(cluster, run, _new_folder(runs_dir, run.name), False, plain)
+
+
 def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_run: bool) -> None:
     """One site of several, or all of them emulated; any of them where nothing is started.
 

@@ -11,6 +11,7 @@ import click
 from streamrl.errors import RunFailed, UserError
 
 COMMANDS = {
+    "demo": "Train a real model on this machine, in a few minutes.",
     "launch": "Run a cluster: start, supervise and watch all processes of a run.",
     "keys": "Make the keys by which the sites of a cluster know each other.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",

@@ -1,0 +1,93 @@
+"""`streamrl demo`: the main job on a real model, as large as this machine does in a few minutes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from streamrl.errors import UserError
+
+MODEL = "smollm2-135m"
+GB = 1e9
+
+
+@click.command()
+@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), default="cluster_configs/local.yaml")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), default="experiments/runs/demo.yaml")
+@click.option("--minutes", default=6.0, show_default=True, type=click.FloatRange(min=1), help="for all of it")
+@click.option("--memory", default=12.0, show_default=True, type=click.FloatRange(min=1), help="GB, of all processes")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="change a key of the run file")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--plain", is_flag=True, help="plain lines instead of the live view")
+@click.option("--dry-run", is_flag=True, help="say what is chosen and why, start nothing")
+def command(
+    cluster_file: Path,
+    run_file: Path,
+    minutes: float,
+    memory: float,
+    overrides: tuple[str, ...],
+    runs_dir: Path,
+    plain: bool,
+    dry_run: bool,
+) -> None:
+    """Train a real model on this machine: two vLLM instances and a trainer, in a few minutes.
+
+    Fetches SmolLM2-135M, measures how fast this CPU multiplies matrices, and chooses the number and length of the
+    answers so that everything takes at most --minutes; never fewer than 5 optimizer steps.
+
+    \b
+    Examples:
+      streamrl demo
+      streamrl demo --minutes 15 --memory 8
+      streamrl demo --set algorithm.name=gspo
+    """
+    from scheduler.model_shapes import Transformer
+    from streamrl.cli.fetch_model import fetch_with_progress
+    from streamrl.cli.launch import start
+    from streamrl.config.load import load_cluster, load_run
+    from streamrl.launch.preflight import cores, free_memory
+    from streamrl.machine.compute_type import choose
+    from streamrl.machine.cpu import this_cpu
+    from streamrl.machine.demo_size import LEAST_MICRO_BATCH, choose_micro_batch, choose_size, peak_bytes
+    from streamrl.machine.probe import probe
+
+    began = time.monotonic()
+    for path in (cluster_file, run_file):
+        if not path.exists():
+            raise UserError(f"{path} is not here: run this in a clone of the repository, or name one")
+    cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
+    click.echo(f"demo: this machine has {this_cpu()}, {cores()} cores, {free_memory() / GB:.0f} GB of memory free")
+    folder = fetch_with_progress(MODEL, None)
+    types = choose(run.model, cuda=False)
+    found = probe(folder)
+    if found is None:
+        raise UserError("torch is not installed; install with: pip install 'streamrl[cpu,tasks]'")
+    model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
+    rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
+    gflops = rate * min(2, cores())  # so many threads have trainer and instances in the cluster file
+    left = 60.0 * minutes - (time.monotonic() - began)
+    size = choose_size(model, gflops, left)
+    limit = min(memory * GB, free_memory())
+    micro_batch = choose_micro_batch(model, limit)
+    if micro_batch is None:
+        needed = peak_bytes(model, LEAST_MICRO_BATCH)
+        raise UserError(
+            f"the demo needs {needed / GB:.1f} GB of memory, {limit / GB:.1f} GB are there: "
+            f"{(needed - limit) / GB:.1f} GB are missing"
+        )
+    click.echo(f"demo: computes in {types}")
+    click.echo(
+        f"demo: {size}: about {size.seconds(model, gflops) / 60:.1f} of the {minutes:g} minutes, as {gflops:.0f} "
+        f"GFLOP/s on {min(2, cores())} threads do {60 / size.step_seconds(model, gflops):.1f} such steps a minute"
+    )
+    click.echo(
+        f"demo: micro-batches of {micro_batch} tokens: about {peak_bytes(model, micro_batch) / GB:.1f} GB of memory, "
+        f"of {limit / GB:.1f}"
+    )
+    chosen = [*size.overrides, f"batch.micro_batch_tokens={micro_batch}"]
+    run = load_run(run_file, (*chosen, *overrides))
+    if not dry_run:
+        start(cluster, run, runs_dir, plain)
