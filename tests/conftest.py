@@ -17,7 +17,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TESTS = Path(__file__).parent
 SLOW = {
-    "first": ("end_to_end/test_run.py", "end_to_end/test_schedules.py", "end_to_end/test_recovery.py"),
+    "first": (
+        "test_warm.py",
+        "end_to_end/test_run.py",
+        "end_to_end/test_schedules.py",
+        "end_to_end/test_recovery.py",
+    ),
     "second": (
         "generation/test_engine.py",
         "generation/test_parallel_engine.py",

@@ -9,7 +9,10 @@ import pytest
 
 from tests.conftest import SLOW, TESTS
 
-STARTERS = ("vllm", "trl", "ray.cluster_utils", "streamrl.generation.engine.Engine", "tests.end_to_end.project")
+STARTERS = (
+    *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.engine.Engine"),
+    *("tests.end_to_end.project", "tests.warm"),
+)
 """Modules with which a test starts what takes long."""
 MARKED = {file for files in SLOW.values() for file in files}
 

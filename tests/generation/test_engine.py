@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -152,9 +153,14 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Their processes are forked from one that has imported vLLM, which vLLM itself cannot choose."""
+    multiprocessing.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
+    context = multiprocessing.get_context("forkserver")
     made = Engines(tmp_path_factory.mktemp("engines"))
-    yield made
-    made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: context)
+        yield made
+        made.close()
 
 
 def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines: Engines) -> None:
