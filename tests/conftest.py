@@ -38,11 +38,6 @@ SLOW = {
 (`--dist loadgroup`) each takes a group, one test after the other."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Has it looked after each test whether its processes are gone."""
-    config.pluginmanager.register(Leaks(), "leaks")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Measures how slow the machine is, once, before xdist's workers start: their environment hands it on."""
@@ -52,7 +47,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells pytest of the mark that `pytest_collection_modifyitems` gives."""
+    """Has it looked after each test whether its processes are gone; tells of the mark that is given below."""
+    config.pluginmanager.register(Leaks(), "leaks")
     config.addinivalue_line("markers", "slow: needs vLLM, a whole run, Ray or TRL (given by file in tests/conftest.py)")
 
 

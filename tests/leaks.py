@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.marks import MARK, WARM
 from tests.waiting import scaled
 
-MARK = "STREAMRL_STARTED_BY"
 GOING_S = 2.0
 """For what is about to end."""
-OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
-"""In command lines of what a library keeps beside this process for as long as that lives."""
+OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker", WARM)
+"""In command lines of what a library keeps beside this process for as long as that lives; `tests/warm.py` is one."""
 
 
 class Leaks:

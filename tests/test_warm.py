@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests import warm
+from tests.marks import MARK
 
 LOOK = """
 import json, os, sys
@@ -79,6 +80,7 @@ def test_its_command_line_is_seen_and_signals_reach_it(tmp_path: Path) -> None:
     waits = warm.Popen([sys.executable, "-m", "streamrl.cli.main", "--help"], stdout=subprocess.PIPE, text=True)
     words = psutil.Process(waits.pid).cmdline()
     assert [word for word in words if word] == [sys.executable, "-m", "streamrl.cli.main", "--help"]
+    assert psutil.Process(waits.pid).environ()[MARK] == os.environ[MARK]  # by which it is known whose it is
     assert "Usage" in waits.communicate(timeout=60)[0] and waits.returncode == 0
     stopped = warm.Popen(["sleep", "60"])  # no template can begin that
     stopped.send_signal(signal.SIGKILL)

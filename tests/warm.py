@@ -41,6 +41,7 @@ from typing import Any
 
 from streamrl.launch.plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
 from streamrl.processes import end_with_parent
+from tests.marks import MARK, WARM
 
 MODULES = ("streamrl.", "torch.distributed.run")
 """What `python -m` begins and the template can, by the beginning of its name."""
@@ -51,7 +52,7 @@ SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
 NO_THREADS = ONE_BLAS_THREAD | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Libraries start none as they are loaded."""
 ROOM = 8192
-"""Characters of a forked process's command line, as others see it."""
+"""Characters of a forked process's command line, as others see it, and of its environment beyond the template's."""
 PR_SET_CHILD_SUBREAPER = 36
 HEADER = struct.Struct("=I")
 PID = struct.Struct("=i")
@@ -198,7 +199,7 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [os.getcwd(), *of_environment, *path]
     importlib.invalidate_caches()
-    _show_command(request.command)
+    _show(request)
     if request.before is not None:
         request.before()
     os.close(begun)
@@ -238,13 +239,18 @@ def _run(module: str) -> int:
     return int(code or 0)  # type: ignore[call-overload]
 
 
-def _show_command(command: list[str]) -> None:
-    """Lets other processes see this command line in place of the template's, which has room for it."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, text, len(text))
+def _show(request: Request) -> None:
+    """Lets other processes see this command line and environment in place of the template's, which have room for them.
+    Nothing of this process points there any more: Python has copied both."""
+    numbers = [int(one) for one in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]]
+    marked = sorted(request.environment.items(), key=lambda one: one[0] != MARK)  # first what must not be cut off
+    for begin, end, words in (
+        (*numbers[:2], request.command),
+        (*numbers[2:], [f"{name}={value}" for name, value in marked]),
+    ):
+        text = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, text, len(text))
 
 
 def _copy(path: list[str], variables: dict[str, str]) -> Template:
@@ -319,7 +325,9 @@ def template() -> Template | None:
         return None
     here, there = socket.socketpair()
     environment = os.environ | SETTINGS | PASSIVE_WAITING | NO_THREADS
-    command = [sys.executable, "-m", "tests.warm", str(there.fileno()), str(os.getpid()), "." * ROOM]
+    environment |= {"ROOM": "." * ROOM}
+    environment.pop(MARK, None)  # it is started in a test, but not for that one alone
+    command = [sys.executable, "-m", WARM, str(there.fileno()), str(os.getpid()), "." * ROOM]
     root = str(Path(__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     there.set_inheritable(True)
@@ -388,4 +396,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     # under its own name: what is pickled here is found again there
-    importlib.import_module("tests.warm").main()
+    importlib.import_module(WARM).main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import multiprocessing.forkserver
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -111,6 +112,11 @@ class Engines:
         that fails is not used again."""
         return self._runner.run(self._run(run, work))
 
+    def start(self) -> None:
+        """Starts both, while what is started belongs to no single test."""
+        for run in (config(self.models[0]), exact(config(self.models[0]))):
+            self.run(run, lambda engine: engine.warm_up())
+
     async def _run(self, run: RunConfig, work: Callable[[Engine], Awaitable[T]]) -> T:
         assert run.model.path == str(self.models[0])
         dtype = run.model.dtype
@@ -154,13 +160,16 @@ class Engines:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Their processes are forked from one that has imported vLLM, which vLLM itself cannot choose."""
+    multiprocessing.forkserver._forkserver._stop()  # it may have imported something else
     multiprocessing.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
     context = multiprocessing.get_context("forkserver")
     made = Engines(tmp_path_factory.mktemp("engines"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: context)
+        made.start()
         yield made
         made.close()
+    multiprocessing.forkserver._forkserver._stop()
 
 
 def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines: Engines) -> None:
