@@ -74,6 +74,8 @@ def run(
             print(f"{len(share.folders)} sites emulated on this machine; links by {how}", flush=True)
         try:
             with view:
+                if share.hosts:
+                    view.say("asking Ray for nodes")  # nothing else is said while it looks for the trainer's
                 family.start()
                 _watch(share, family, view, stop)
         except BaseException as error:
