@@ -36,6 +36,7 @@ def stage(text: str, since: float = START) -> Stage:
 def test_a_process_says_its_stages_and_its_last_one_is_read(tmp_path: Path) -> None:
     for text in ("importing libraries", "loading the model"):
         say(tmp_path, "trainer", text)
+    (tmp_path / "sites" / "west").mkdir(parents=True)
     say(tmp_path / "sites" / "west", "west-a-0", "importing vLLM")
     assert [one.text for one in history(tmp_path, "trainer")] == ["importing libraries", "loading the model"]
     assert {name: one.text for name, one in read_stages(tmp_path).items()} == {
