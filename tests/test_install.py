@@ -198,6 +198,7 @@ def test_a_failure_is_told_in_one_line(checks: ModuleType) -> None:
     assert said == "Failed to download `beta==1.0`: end of file before message length reached"
     assert checks.reason(checks.last_error(PIP_CUT)) == "ReadTimeoutError: Read timed out."
     assert checks.reason([]) == "it ended without a word"
+    assert checks.last_error(["ERROR: " + "x" * 500])[0] == "ERROR: " + "x" * 233 + " ..."
 
 
 @pytest.mark.parametrize(

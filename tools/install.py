@@ -177,9 +177,8 @@ def install_locked(python: Path, cache: Path, requirements: list[str], torch: st
         raise
     except InstallError as error:
         say(f"uv cannot be used, so pip installs (slower):\n{error}")
-        with_torch = False
-        pip_install(python, others)
-        uv = None
+        with_torch, uv = False, None
+        pip_install(python, [line for line in others if not line.startswith("uv==")])
     if torch and not with_torch:
         index = ["--extra-index-url", extra] if extra else []
         say(f"{torch}{f' from {extra}' if extra else ''}")

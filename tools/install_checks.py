@@ -150,11 +150,12 @@ def words(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(noise)]
 
 
-def last_error(lines: Iterable[str], most: int = 15) -> list[str]:
-    """The error at the end of a log: from the first line on that says so, or the last lines."""
+def last_error(lines: Iterable[str], most: int = 15, width: int = 240) -> list[str]:
+    """The error at the end of a log: from the first line on that says so, or the last lines, each cut to a width."""
     said = words(lines)
     first = next((i for i, line in enumerate(said) if line.lower().startswith("error:")), max(len(said) - most, 0))
-    return said[first:][-most:]
+    # pip lists all versions that there are
+    return [line if len(line) <= width else line[:width] + " ..." for line in said[first:][-most:]]
 
 
 def may_pass(lines: Iterable[str]) -> bool:
