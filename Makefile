@@ -1,6 +1,7 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
+# make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick lint style types audit lock clean
+.PHONY: help install demo test test-quick test-stress lint style types audit lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -54,6 +55,9 @@ test: lint
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-stress: $(STAMP)
+	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

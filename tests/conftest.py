@@ -41,7 +41,7 @@ SLOW = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Measures how slow the machine is, once, before xdist's workers start: their environment hands it on."""
-    factor = slowness()
+    factor = slowness(len(session.config.getoption("tx", None) or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
 

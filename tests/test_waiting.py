@@ -58,9 +58,12 @@ def test_the_factor_is_measured_once_and_is_never_below_one(monkeypatch: pytest.
     monkeypatch.setattr(waiting, "START_S", 1e9)
     assert slowness() == 1.0
     monkeypatch.setattr(waiting, "COMPUTE_S", 1e-3)
-    assert slowness() == 1.0  # as it was
+    assert slowness(100) == 1.0  # as it was
     assert waiting.measure() > 10
     monkeypatch.setattr(waiting, "COMPUTE_S", 1e9)
+    monkeypatch.delenv(FACTOR)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert slowness(6) == 3.0  # six workers with two processes each on four cores
     monkeypatch.setattr(waiting, "START_S", 1e-3)
     assert waiting.measure() > 10
 

@@ -2,7 +2,8 @@
 
 A deadline in a test is for the case that what it waits for never comes. So it must be one that no machine misses:
 seconds are written for an idle machine of the kind that `COMPUTE_S` was measured on, and multiplied by `slowness()`,
-which is measured once at the start of pytest's session and is the same in all its workers.
+which is measured once at the start of pytest's session and is the same in all its workers. Nothing else in tests/ may
+sleep in order to wait (tests/test_sleeps.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COMPUTE_S, START_S = 0.077, 0.136
 """What the two parts of `measure` take on an idle machine (2 cores of an AMD EPYC with AVX2, Python 3.11)."""
 LOOPS = 2_000_000
 IMPORTS = "import asyncio, json, multiprocessing, subprocess, numpy"
-EVERY_S = 0.02
+EVERY_S, OFTEN_S = 0.02, 0.002
 
 
 def measure() -> float:
@@ -41,10 +42,14 @@ def measure() -> float:
     return max(1.0, (computed - began) / COMPUTE_S, (started - computed) / 2 / START_S)
 
 
-def slowness() -> float:
-    """The factor of this session, measured when it is first asked for."""
+def slowness(workers: int = 1) -> float:
+    """The factor of this session, measured when it is first asked for.
+
+    Args:
+        workers: of pytest, each of which will keep two cores busy when tests have begun.
+    """
     if FACTOR not in os.environ:
-        os.environ[FACTOR] = f"{measure():.2f}"
+        os.environ[FACTOR] = f"{measure() * max(1.0, 2 * workers / (os.cpu_count() or 1)):.2f}"
     return float(os.environ[FACTOR])
 
 
@@ -99,8 +104,39 @@ async def until(condition: Callable[[], T], seconds: float = 30.0, *, what: str 
     while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(_over(seconds, condition, what))
-        await asyncio.sleep(EVERY_S / 4)
+        await asyncio.sleep(OFTEN_S)
     return found
+
+
+async def holds(condition: Callable[[], object], seconds: float) -> None:
+    """Sees for a while that a condition goes on to be true: for what is not to happen. A slow machine only sees less.
+
+    Raises:
+        AssertionError: it is not true any more.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert condition(), f"it does not hold any more: {_words(condition, '')}"
+        await asyncio.sleep(OFTEN_S)
+
+
+def settled(value: Callable[[], T], quiet_s: float = 0.2, seconds: float = 30.0) -> T:
+    """Waits until a value has not changed for a while, and returns it: for the end of what comes from outside, which
+    nothing else tells.
+
+    Raises:
+        AssertionError: it has gone on changing.
+    """
+    last, since = value(), time.monotonic()
+
+    def is_quiet() -> bool:
+        nonlocal last, since
+        if (now := value()) != last:
+            last, since = now, time.monotonic()
+        return time.monotonic() - since > scaled(quiet_s)
+
+    wait_for(is_quiet, seconds, what=f"an end of changes, after {last}")
+    return last
 
 
 def finish(process: subprocess.Popen[str], seconds: float, tell: Callable[[], object] | None = None) -> str:

@@ -51,6 +51,8 @@ class Home:
 
     def __init__(self, network: EmulatedNetwork, port: int) -> None:
         self.received: list[Received] = []
+        self.given = threading.Event()
+        """Home has closed its half of a connection that wanted to be given something."""
         self._open: list[socket.socket] = []
         address = (network.listen_address(), port)
         self.listener = inside(network.namespace(network.home), lambda: socket.create_server(address))
@@ -84,6 +86,7 @@ class Home:
                     (nbytes,) = struct.unpack("!Q", exactly(sock, 8))
                     sock.sendall(bytes(nbytes))
                     sock.close()
+                    self.given.set()
 
     def _sink(self, sock: socket.socket) -> None:
         got = Received()
@@ -143,12 +146,13 @@ def round_trips(sock: socket.socket, count: int) -> list[float]:
 def upload(network: EmulatedNetwork, home: Home, port: int, data: bytes) -> float:
     """Sends to a sink; seconds from the first byte sent to the last byte received."""
     with connect(network, port) as sock:
+        before = len(home.received)
         sock.sendall(b"s")
-        time.sleep(0.1)  # the handshake's round trip is over
+        wait_for(lambda: len(home.received) > before)  # the handshake's round trip is over
+        got = home.received[-1]
         begun = time.monotonic()
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
-        got = wait_for(lambda: home.received[-1] if home.received else None)
         assert got.done.wait(waiting.scaled(LIMIT_S))
         assert got.nbytes == len(data)
         assert got.sha256 == hashlib.sha256(data).hexdigest()

@@ -26,6 +26,7 @@ from streamrl.errors import RunFailed, UserError
 from tests.emulation.conftest import SHAPE
 from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload, wait_for
 from tests.training.conftest import free_port
+from tests.waiting import scaled, settled
 
 BANDWIDTH = SHAPE.bandwidth_bytes_per_s or 0.0
 RTT_S = 2 * SHAPE.delay_s
@@ -75,7 +76,7 @@ def test_connections_share_the_bandwidth(network: EmulatedNetwork, home: Home) -
     if network.mode == "proxy":  # it lets connections take turns
         assert min(got.last - got.first for got in received) >= 0.7 * max(got.last - got.first for got in received)
     for sender, sock in zip(senders, socks, strict=True):
-        sender.join(5)
+        sender.join(scaled(5))
         sock.close()
 
 
@@ -87,17 +88,15 @@ def test_a_cut_link_loses_no_byte_and_lets_no_new_connection_through(network: Em
     got = wait_for(lambda: home.received[0] if home.received and home.received[0].nbytes else None)
     network.set_link("west", down=True)
     assert network.stats()["west"]["down"]
-    time.sleep(0.2)  # home reads what its kernel has
-    before = got.nbytes
+    before = settled(lambda: got.nbytes)  # home reads what its kernel has
     assert 0 < before < 1 << 20
     if sys.platform == "linux":
         with pytest.raises(TimeoutError):
             connect(network, network.ports[0], timeout=0.5)
-    time.sleep(0.3)
-    assert got.nbytes == before
+    assert settled(lambda: got.nbytes, 0.3) == before
     assert not got.done.is_set()
     network.set_link("west", down=False, bandwidth_bytes_per_s=BANDWIDTH)
-    sender.join(10)  # upload() compares what has arrived
+    sender.join(scaled(10))  # upload() compares what has arrived
     assert times
     with connect(network, network.ports[0]) as sock:
         sock.sendall(b"e")
@@ -114,7 +113,7 @@ def test_a_reset_closes_the_connections_of_both_ends_and_new_ones_work(network: 
         network.set_link("west", reset=True)
         with pytest.raises(ConnectionResetError):
             echo.recv(1)
-        assert got.done.wait(5)
+        assert got.done.wait(scaled(5))
         assert isinstance(got.error, ConnectionResetError)
         stats = network.stats()["west"]
         assert (stats["resets"], stats["opened"]) == (1, 2)
@@ -130,10 +129,10 @@ def test_an_end_that_arrives_after_its_receiver_has_gone_ends_nothing_else(
     network.set_link("west", delay_s=0.5)
     with connect(network, network.ports[0]) as sock:
         sock.sendall(b"g" + bytes(8))  # home says nothing, and closes its half
-        time.sleep(1.75)  # two crossings to connect and one for this: home's end comes after the fourth
+        assert home.given.wait(scaled(20))  # after three crossings: home's end comes after the fourth
         network.set_link("west", down=True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    time.sleep(0.5)
+    time.sleep(0.5)  # sleeps: the link's delay is over
     network.set_link("west", down=False, delay_s=SHAPE.delay_s)
     with connect(network, network.ports[0]) as sock:
         sock.sendall(b"e")
@@ -284,7 +283,7 @@ def test_a_proxy_that_fails_at_relaying_ends_instead_of_losing_bytes(
     async def run() -> None:
         proxy = Proxy(config)
         with socket.create_connection(("127.0.0.1", port), 5):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(scaled(10)):
                 await proxy.run(os.getppid())
 
     with pytest.raises(RuntimeError, match="relaying failed: ZeroDivisionError"):
@@ -301,7 +300,7 @@ def test_a_proxy_without_a_usable_configuration_says_so(tmp_path: Path, content:
         [sys.executable, "-m", "streamrl.emulation.proxy", "--config", str(config)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=scaled(30),
         check=False,
     )
     assert done.returncode == 1

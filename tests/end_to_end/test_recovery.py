@@ -14,7 +14,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import RoleStatus, read_status
 from streamrl.rollouts.ledger import Ledger
 from tests.end_to_end.project import Project, trained_rows, wait_for
-from tests.waiting import finish
+from tests.waiting import finish, scaled
 
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
@@ -36,7 +36,7 @@ class Running:
         return len(read_metrics(path)) if path.exists() else 0
 
     def wait(self, condition: object) -> None:
-        wait_for(condition, 240, self.process)  # type: ignore[arg-type]
+        wait_for(condition, 400, self.process)  # type: ignore[arg-type]
 
     def pid(self, name: str) -> int | None:
         """Of a process that lives."""
@@ -86,7 +86,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     run.wait(lambda: (run.role("here-regular-0").running or 0) > 0)
     stopped = run.signal("here-regular-0", signal.SIGSTOP)
     run.wait(lambda: run.role("here-regular-0").state == "suspect" and not run.role("here-regular-0").running)
-    assert time.time() - stopped < 6  # silent, and everything it had is elsewhere
+    assert time.time() - stopped < scaled(6)  # silent, and everything it had is elsewhere
     run.goes_on(2)  # weights are loaded without it
     missed = run.role("here-tail-0").weight_version or 0
     run.signal("here-regular-0", signal.SIGCONT)
@@ -94,7 +94,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
     run.wait(lambda: (run.role("here-tail-0").running or 0) > 0)
     killed = run.signal("here-tail-0", signal.SIGKILL)
     run.wait(lambda: run.role("here-tail-0").state in ("dead", "starting"))
-    assert time.time() - killed < 5  # noticed, and everything it had is on its way elsewhere
+    assert time.time() - killed < scaled(5)  # noticed, and everything it had is on its way elsewhere
     assert "was killed by SIGKILL" in run.role("here-tail-0").detail
     run.signal("rewards-here", signal.SIGKILL)
     run.goes_on(1)
@@ -140,7 +140,7 @@ def test_an_instance_that_dies_while_it_starts_ends_the_run_with_its_last_words(
     project = Project(tmp_path, tail=False, warm=False)
     process = project.start(steps=5)
     started = project.run_dir() / "processes.json"
-    wait_for(lambda: started.exists() and len(read_started(started.parent)) == 5, 60, process)
+    wait_for(lambda: started.exists() and len(read_started(started.parent)) == 5, 120, process)
     victim = next(one for one in read_started(started.parent) if one.name == "here-regular-0")
     os.kill(victim.pid, signal.SIGKILL)
     output = finish(process, 60, project.logs)

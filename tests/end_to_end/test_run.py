@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.status import read_status
 from streamrl.observe.trace import read_trace
 from streamrl.rollouts.ledger import Ledger
+from streamrl.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish, scaled
@@ -193,11 +193,11 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
     project = Project(tmp_path, tail=False)
     process = project.start("--steps", "3")
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "checkpoints" / "step_1").exists(), 240, process)
+    wait_for(lambda: (run_dir / "checkpoints" / "step_1").exists(), 400, process)
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=scaled(20))
+    _, alive = psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
     assert [p.cmdline() for p in alive] == []
     done = read_status(run_dir).step
     output = project.launch("--resume", str(run_dir))
@@ -230,7 +230,7 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     def ready() -> dict[str, int]:
         return read_status(run_dir).scaling.ready
 
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and steps() > 0, 240, process)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and steps() > 0, 400, process)
     for options, message in (
         (("--pool", "regular", "--replicas", "0"), "must keep 1 or more, not 0"),
         (("--pool", "regular", "--replicas", "3"), "2 instances at most, not 3"),
@@ -252,12 +252,10 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     shrunk = steps()
     wait_for(lambda: steps() >= shrunk + 2, 100, process)
     family = psutil.Process(process.pid).children(recursive=True)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    output = finish(process, 30, project.logs)
-    assert time.monotonic() - began < 10
+    output = finish(process, 10, project.logs)
     assert process.returncode == 130, output
-    assert psutil.wait_procs(family, timeout=scaled(1))[1] == []
+    assert psutil.wait_procs(family, timeout=scaled(2))[1] == []
     assert read_status(run_dir).state == "interrupted"
     assert f"--resume {run_dir.relative_to(project.folder)}" in output
     rows = trained_rows(run_dir)

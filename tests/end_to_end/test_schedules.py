@@ -12,6 +12,7 @@ from streamrl.observe.evaluations import read_evaluations
 from streamrl.observe.metrics import MetricsRow, read_metrics
 from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
+from streamrl.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import scaled
 
@@ -66,11 +67,11 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
     }
     process = project.start(**changes)
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "checkpoints" / "step_2").exists(), 240, process)
+    wait_for(lambda: (run_dir / "checkpoints" / "step_2").exists(), 400, process)
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    psutil.wait_procs(family, timeout=scaled(20))
+    psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
     project.launch("--resume", str(run_dir))
     metrics = assert_whole_batches(run_dir, 6, bound=2)
     assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 6 * 18}  # nothing is left open

@@ -18,6 +18,7 @@ import yaml
 from streamrl.emulation.network import read_stats, set_link_in
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.site import read_site
+from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
@@ -95,8 +96,8 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
     with started(project, "--emulate", **ASYNC | {"steps": 12}) as process:  # enough to be cut in the middle
         wait_for(lambda: len(trained_rows(project.run_dir())) >= 18, 200, process)
         set_link_in(network, "generate", down=True)
-        time.sleep(17)
-        assert process.poll() is None
+        wait_for(lambda: read_status(project.run_dir()).sites["generate"].away, 60, process)
+        time.sleep(2)  # sleeps: who watches is told of it meanwhile
         set_link_in(network, "generate", down=False)
         output = ended(process, project)
     assert_all_trained(project.run_dir(), 12)

@@ -25,6 +25,7 @@ from streamrl.weights.quantize import Kind, dequantize, is_quantized, quantize
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
+from tests.waiting import holds, until
 
 T = TypeVar("T")
 POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
@@ -235,8 +236,8 @@ def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_
         numbers = [engine.version, *versions]
         running = [asyncio.create_task(sample(engine, request(n, seed=n))) for n in range(4)]
         for order, (number, content_hash) in enumerate(versions.items(), start=1):
-            while min(engine.produced().values(), default=0) < 15 * order:
-                await asyncio.sleep(0.001)
+            wanted = 15 * order
+            await until(lambda wanted=wanted: min(engine.produced().values(), default=0) >= wanted)
             await update(engine, "recompute_kv", number, content_hash)
         return numbers, list(await asyncio.gather(*running))
 
@@ -262,8 +263,7 @@ def test_new_requests_never_meet_a_prefix_that_older_weights_computed(engines: E
     async def body(engine: Engine) -> tuple[int, Sample, Sample]:
         before = engine.version
         first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
-        while engine.produced().get("g.0", 0) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.produced().get("g.0", 0) >= 5)
         await update(engine, "keep_kv", number, content_hash)
         second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
         return before, await first, second
@@ -283,10 +283,10 @@ def test_waiting_for_running_requests_lets_them_end_under_their_weights(engines:
     async def body(engine: Engine) -> tuple[int, Sample, Sample]:
         before = engine.version
         first = asyncio.create_task(sample(engine, request(0)))
-        while not (first.done() or any(engine.produced().values())):  # one that waits is there with 0
-            await asyncio.sleep(0.001)
+        await until(lambda: first.done() or any(engine.produced().values()))  # one that waits is there with 0
         updating = asyncio.create_task(update(engine, "wait", number, content_hash))
-        await asyncio.sleep(0.02)
+        while not await engine._llm.is_paused():
+            assert not updating.done()
         second = await sample(engine, request(1))  # waits for the new weights
         await updating
         return before, await first, second
@@ -322,8 +322,7 @@ def test_a_sleeping_engine_wakes_up_with_new_weights(engines: Engines) -> None:
     async def body(engine: Engine) -> Sample:
         await engine.sleep()
         waiting = asyncio.create_task(sample(engine, request(0)))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
+        await holds(lambda: not waiting.done(), 0.1)
         await engine.wake_up()
         await update(engine, "recompute_kv", number, content_hash)
         return await waiting
@@ -341,15 +340,13 @@ def test_a_request_that_is_taken_off_goes_on_with_its_tokens(engines: Engines) -
         await engine.release(asked.sample_id)
         assert isinstance(nothing := await at_once, PartialSample) and len(nothing.completion_tokens) < 100
         running = asyncio.create_task(engine.generate(asked, "regular"))
-        while engine.produced().get(asked.sample_id, 0) < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.produced().get(asked.sample_id, 0) >= 5)
         await engine.release(asked.sample_id)
         partial = await running
         assert isinstance(partial, PartialSample)
         assert not engine.produced()
         again = asyncio.create_task(sample(engine, replace(asked, kept=partial)))
-        while not (produced := engine.produced()):
-            await asyncio.sleep(0.001)
+        produced = await until(engine.produced)
         whole = await again
         await engine.release(asked.sample_id)  # it has ended: nothing happens
         return engine.version, partial, whole, produced, await sample(engine, request(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -21,7 +22,7 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
 from tests.generation.samples import assert_same, items
 from tests.training.conftest import free_port
-from tests.waiting import scaled, until
+from tests.waiting import holds, scaled, until
 
 # -- over a real link
 
@@ -35,12 +36,13 @@ class Controller:
         self.batches: list[int] = []
 
     async def start(self) -> None:
-        while True:  # ZeroMQ gives a closed socket's address back a moment later
-            try:
+        def bound() -> bool:
+            with contextlib.suppress(RunFailed):
                 self.hub = Hub("hub", WaitRegistry("hub")).bind(self.address)
-                return
-            except RunFailed:
-                await asyncio.sleep(0.05)
+                return True
+            return False
+
+        await until(bound)  # ZeroMQ gives a closed socket's address back a moment later
 
     async def receive(self) -> Delivery:
         delivery = await self.hub.receive()
@@ -79,7 +81,7 @@ def run(body: Body) -> None:
 def uplink_of(
     link: Link, wait_s: float = 0.0, nbytes: int = 10**6, mark: int = 10**6, bytes_per_s: float | None = None
 ) -> tuple[Uplink, asyncio.Task[None]]:
-    uplink = Uplink(link, SampleBatcher(wait_s, nbytes, 1000), CompressionChoice(bytes_per_s), mark, limit_s=10)
+    uplink = Uplink(link, SampleBatcher(wait_s, nbytes, 1000), CompressionChoice(bytes_per_s), mark, limit_s=scaled(10))
     return uplink, asyncio.create_task(uplink.run())
 
 
@@ -95,12 +97,11 @@ def test_samples_arrive_in_order_and_each_is_acknowledged_once_after_the_commit(
         some = items(50)
         await put_all(uplink, some, acknowledged)
         deliveries = [await controller.receive()]
-        await asyncio.sleep(0.1)
-        assert acknowledged == [] and uplink.backlog_samples == 50  # received is not committed
+        await holds(lambda: acknowledged == [] and uplink.backlog_samples == 50, 0.1)  # received is not committed
         assert uplink.backlog_bytes == sum(sample_bytes(*one) for one in some)
         controller.commit(deliveries[0])
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(5)
+        await uplink.flush(scaled(5))
         assert_same(controller.committed, some)
         assert acknowledged == [one["sample_id"] for one, _ in some]
         state = uplink.state()
@@ -125,7 +126,7 @@ def test_a_fast_link_is_measured_and_still_gets_raw_batches() -> None:
         delivery = await controller.receive()
         assert delivery.body == {"packing": "raw"}
         controller.commit(delivery)
-        await uplink.flush(5)
+        await uplink.flush(scaled(5))
         state = uplink.state()
         assert state["ratio"] > 0 and state["mb_per_s"] > 0 and not state["compressing"] and state["compress_s"] > 0
         task.cancel()
@@ -140,7 +141,7 @@ def test_inside_a_site_each_sample_goes_on_its_own_and_at_once() -> None:
             await put_all(uplink, [one], acknowledged)
             controller.commit(await controller.receive())
         assert controller.batches == [1, 1, 1]
-        await uplink.flush(5)
+        await uplink.flush(scaled(5))
         task.cancel()
 
     run(body)
@@ -150,12 +151,11 @@ def test_a_batch_waits_for_more_samples_unless_it_is_flushed() -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
         uplink, task = uplink_of(link, wait_s=60.0)
         await put_all(uplink, items(4), acknowledged)
-        await asyncio.sleep(0.2)
-        assert uplink.batches == 0 and controller.hub.receive_now() is None
+        await holds(lambda: uplink.batches == 0 and controller.hub.receive_now() is None, 0.2)
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(5)
+        await uplink.flush(scaled(5))
         assert controller.batches == [4] and len(acknowledged) == 4
-        await uplink.flush(5)  # nothing waits
+        await uplink.flush(scaled(5))  # nothing waits
         for one in (task, committing):
             one.cancel()
 
@@ -168,7 +168,7 @@ def test_large_batches_are_packed_without_holding_up_the_loop_and_arrive_whole()
         some = items(60, tokens=3000)
         committing = asyncio.create_task(controller.commit_all())
         await put_all(uplink, some, acknowledged)
-        await uplink.flush(10)
+        await uplink.flush(scaled(10))
         assert_same(controller.committed, some)
         assert controller.batches == [60]
         for one in (task, committing):
@@ -185,7 +185,7 @@ def test_a_sample_that_cannot_be_packed_is_refused_when_it_is_put_and_spoils_no_
         assert uplink.backlog_samples == 0
         await put_all(uplink, items(1), acknowledged)
         controller.commit(await controller.receive())
-        await uplink.flush(5)
+        await uplink.flush(scaled(5))
         assert acknowledged == ["g.0"]
         task.cancel()
 
@@ -239,11 +239,11 @@ def test_a_controller_that_is_away_for_a_while_congests_the_uplink_and_loses_not
         await controller.hub.close()
         await put_all(uplink, some[20:], acknowledged)
         await until(lambda: changes == [True])
-        await asyncio.sleep(0.3)
-        assert len(acknowledged) == controller.batches[0] and uplink.backlog_samples == 200 - len(acknowledged)
+        committed = controller.batches[0]
+        await holds(lambda: len(acknowledged) == committed == 200 - uplink.backlog_samples, 0.3)
         await controller.start()
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(10)
+        await uplink.flush(scaled(10))
         assert sorted(acknowledged) == sorted(one["sample_id"] for one, _ in some)
         assert_same(sorted(controller.committed, key=sample_id), sorted(some, key=sample_id))
         await until(lambda: changes == [True, False])

@@ -19,12 +19,13 @@ from click.testing import CliRunner
 from streamrl.cli.why_stuck import command
 from streamrl.launch.instances import RUNNING, StartedProcess, write_started
 from streamrl.launch.look import collect
-from streamrl.observe.facts import IDLE_CPU, innermost
+from streamrl.observe.facts import IDLE_CPU, Facts, ProcessFacts, innermost
 from streamrl.observe.status import write_status
 from streamrl.observe.stuck import judge
 from tests.observe.synthetic import make_status
+from tests.waiting import scaled, wait_for
 
-READY_S = 20.0
+READY_S = ANSWER_S = 20.0
 CHILD = """
 import asyncio, itertools, sys, threading, time
 from pathlib import Path
@@ -38,14 +39,14 @@ class Worker:
         await asyncio.Event().wait()
 
 def hold_the_loop():
-    time.sleep(60)
+    time.sleep(600)
 
 def compute():
     sum(itertools.repeat(0, 10**12))  # in C, without looking at signals
 
 async def main(what):
     beside = asyncio.create_task(Worker().wait_for_weights(), name="weights")
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     await asyncio.sleep(0.05)
     print("ready", flush=True)
     if what == "hold":
@@ -59,7 +60,7 @@ if what != "unprepared":
     answer_requests(Path(folder), name)
 if what in ("unprepared", "loading"):
     print("ready", flush=True)
-    for _ in range(600):
+    for _ in range(6000):
         time.sleep(0.1)
 asyncio.run(main(what))
 """
@@ -84,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         children.append(child)
         assert child.stdout is not None
-        assert select.select([child.stdout], [], [], READY_S)[0], f"{name} is not ready"
+        assert select.select([child.stdout], [], [], scaled(READY_S))[0], f"{name} is not ready"
         assert child.stdout.readline() == b"ready\n"
         listed.setdefault(folder, []).append(StartedProcess(name, role, child.pid))
         write_started(folder, listed[folder])
@@ -93,9 +94,26 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for child in children:
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait(timeout=10)
+        child.wait(timeout=scaled(10))
         assert child.stdout is not None
         child.stdout.close()
+
+
+def looked(folder: Path, condition: Callable[[ProcessFacts], bool], threads: bool = False) -> Facts:
+    """What is seen once something holds of all processes: at another moment they may be between two things, or not have
+    had a core to answer with."""
+
+    def look() -> Facts | None:
+        facts = collect(folder, threads=threads)
+        return facts if facts.processes and all(map(condition, facts.processes)) else None
+
+    found = wait_for(look, ANSWER_S, tell=lambda: collect(folder, threads=True))
+    assert found is not None
+    return found
+
+
+def idles(one: ProcessFacts) -> bool:
+    return one.cpu is not None and one.cpu < IDLE_CPU
 
 
 def write(folder: Path, wait: tuple[str, str, float, float], **changes: Any) -> None:
@@ -108,8 +126,8 @@ def write(folder: Path, wait: tuple[str, str, float, float], **changes: Any) -> 
 
 def test_a_process_whose_loop_turns_tells_what_its_tasks_await(tmp_path: Path, start: Start) -> None:
     pid = start("here-tail-0")
-    (one,) = collect(tmp_path).processes
-    assert (one.name, one.pid, one.loop) == ("here-tail-0", pid, "answers")
+    (one,) = looked(tmp_path, lambda one: one.loop == "answers").processes
+    assert (one.name, one.pid) == ("here-tail-0", pid)
     assert one.alive in ("sleeping", "running")
     (line,) = [line for line in one.tasks if line.startswith("weights:")]
     chain = [part.split(" (")[0] for part in line.removeprefix("weights: ").split(" > ")]
@@ -120,46 +138,41 @@ def test_a_process_whose_loop_turns_tells_what_its_tasks_await(tmp_path: Path, s
 def test_all_threads_tell_where_they_are_when_asked(tmp_path: Path, start: Start) -> None:
     start("here-tail-0")
     for _ in range(2):  # each answer is told alone
-        (one,) = collect(tmp_path, threads=True).processes
-        assert sum("most recent call first" in line for line in one.threads) == 2
-        assert any("in select" in line for line in one.threads)
+        facts = looked(tmp_path, lambda one: any("in select" in line for line in one.threads), threads=True)
+        assert sum("most recent call first" in line for line in facts.processes[0].threads) == 2
 
 
 def test_a_stopped_process_is_found_and_answers_again_when_it_is_continued(tmp_path: Path, start: Start) -> None:
     pid = start("here-tail-0")
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 4.0, 300.0))
     os.kill(pid, signal.SIGSTOP)
-    facts = collect(tmp_path)
-    assert facts.by_name["here-tail-0"].alive == "stopped"
+    facts = looked(tmp_path, lambda one: one.alive == "stopped")
     verdict = judge(facts)
     assert verdict.state == "stuck" and verdict.sentence.endswith(f"continue it with kill -CONT {pid}")
     os.kill(pid, signal.SIGCONT)
-    assert collect(tmp_path).by_name["here-tail-0"].loop == "answers"
-    assert judge(collect(tmp_path)).state == "healthy"
+    assert judge(looked(tmp_path, lambda one: one.loop == "answers")).state == "healthy"
 
 
 def test_a_loop_that_is_held_is_blocked_and_its_stack_says_where(tmp_path: Path, start: Start) -> None:
     start("here-tail-0", "hold")
-    (one,) = collect(tmp_path).processes
-    assert one.loop == "blocked" and one.cpu is not None and one.cpu < IDLE_CPU
-    assert innermost(one.threads).startswith("hold_the_loop")
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 30.0, 300.0))
-    verdict = judge(collect(tmp_path))
+    facts = looked(tmp_path, lambda one: innermost(one.threads).startswith("hold_the_loop") and idles(one))
+    assert facts.processes[0].loop == "blocked"
+    verdict = judge(facts)
     assert verdict.state == "stuck" and "hangs" in verdict.sentence and "hold_the_loop" in verdict.sentence
 
 
 def test_one_long_call_into_c_is_blocked_and_computes(tmp_path: Path, start: Start) -> None:
     start("here-tail-0", "compute")
-    (one,) = collect(tmp_path).processes
-    assert one.loop == "blocked" and one.cpu is not None and one.cpu > IDLE_CPU
-    assert innermost(one.threads).startswith("compute")
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 90.0, 300.0))
-    assert "is busy in one call: its event loop is blocked" in judge(collect(tmp_path)).sentence
+    facts = looked(tmp_path, lambda one: innermost(one.threads).startswith("compute") and not idles(one))
+    assert facts.processes[0].loop == "blocked"
+    assert "is busy in one call: its event loop is blocked" in judge(facts).sentence
 
 
 def test_a_process_that_still_loads_has_no_event_loop(tmp_path: Path, start: Start) -> None:
     start("here-tail-0", "loading")
-    assert collect(tmp_path).processes[0].loop == "none"
+    looked(tmp_path, lambda one: one.loop == "none")
 
 
 def test_a_process_that_is_not_prepared_is_not_asked(tmp_path: Path, start: Start) -> None:
@@ -195,7 +208,7 @@ def test_a_pid_that_another_process_has_by_now_is_gone(tmp_path: Path, start: St
 def test_the_ranks_behind_torchs_launcher_are_processes_of_their_own(tmp_path: Path, start: Start) -> None:
     pid = start("trainer", "compute", role="trainer")
     write(tmp_path, ("controller", "trainer-0 to answer 'train'", 3.0, 900.0))
-    found = collect(tmp_path).by_name
+    found = looked(tmp_path, lambda one: one.role == "elastic" or (one.loop == "blocked" and not idles(one))).by_name
     assert found["trainer"].pid == pid and found["trainer"].role == "elastic"
     assert found["trainer-0"].pid not in (None, pid) and found["trainer-0"].loop == "blocked"
     assert found["trainer-0"].doing == "running"  # status.json calls the ranks 'trainer'
@@ -208,7 +221,7 @@ def test_a_stopped_child_is_a_fact_of_its_parent(tmp_path: Path, start: Start) -
     child = next(int(p.read_text().split()[1]) for p in (tmp_path / "stacks").glob("trainer-0.txt"))
     os.kill(child, signal.SIGSTOP)
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 4.0, 300.0))
-    assert f"kill -CONT {child}" in judge(collect(tmp_path)).sentence
+    wait_for(lambda: f"kill -CONT {child}" in judge(collect(tmp_path)).sentence, ANSWER_S)
 
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:
@@ -216,8 +229,8 @@ def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start
     site.mkdir(parents=True)
     start("service-b", role="service", folder=site)
     (site / "addresses.json").write_text('{"controller": "tcp://198.18.0.5:4", "services": {"b": "tcp://127.0.0.1:5"}}')
-    facts = collect(tmp_path)
-    assert [(one.name, one.site, one.loop) for one in facts.processes] == [("service-b", "b", "answers")]
+    facts = looked(tmp_path, lambda one: one.loop == "answers")
+    assert [(one.name, one.site) for one in facts.processes] == [("service-b", "b")]
     assert facts.addresses == {"tcp://198.18.0.5:4": "controller", "tcp://127.0.0.1:5": "service-b"}
 
 

@@ -52,7 +52,7 @@ def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
                 read_status(tmp_path)
             except Exception as error:
                 failures.append(error)
-            time.sleep(0.0005)
+            time.sleep(0.0005)  # sleeps: the writer has its turns
 
     reader = threading.Thread(target=read)
     reader.start()

@@ -19,8 +19,11 @@ from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
+from tests.waiting import scaled, until, wait_for
 
 TIMEOUT_S = 1.5
+LOADED_S = 3.0
+"""CPU time by which a worker has imported what it needs, and works."""
 MISCHIEF = """
 import ctypes, itertools, os, signal, sys, time
 
@@ -31,6 +34,9 @@ class Unprintable(Exception):
 def reward(completion, *, prompt, answer):
     match completion:
         case "hang": time.sleep(1000)
+        case "hang and tell":
+            open("hangs", "w").close()
+            time.sleep(1000)
         case "hang deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while True: pass
@@ -89,6 +95,15 @@ def alive(process: psutil.Process) -> bool:
     return False
 
 
+def cpu_seconds(processes: list[psutil.Process]) -> dict[int, float]:
+    """Used so far, by id, of those that live."""
+    used = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used[process.pid] = process.cpu_times().user
+    return used
+
+
 def stderr_of(process: psutil.Process) -> Path | None:
     """The file that a process writes its errors to; None: it has ended."""
     with contextlib.suppress(FileNotFoundError):
@@ -124,10 +139,10 @@ def test_each_kind_of_failure_costs_one_error_and_the_others_get_their_reward(
                 result = await bad[name]
                 assert result.error == error, name
                 assert result.reward == (1.0 if error is None else 0.0)
-                assert 0 <= result.seconds < 10
+                assert 0 <= result.seconds < scaled(10)
             rewards = await asyncio.gather(*good)
-            while [stderr_of(one) for one in workers()] != 2 * [log_file]:  # one that starts has its parent's
-                await asyncio.sleep(0.05)
+            # one that starts has its parent's
+            await until(lambda: [stderr_of(one) for one in workers()] == 2 * [log_file])
             return rewards
 
     assert [(result.reward, result.error) for result in asyncio.run(run())] == [(1.0, None)] * 30
@@ -143,7 +158,7 @@ def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
             for _ in range(2):
                 pid = int((await ask(pool, "pid")).reward)
                 os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
-                await asyncio.sleep(0.5)
+                await until(lambda pid=pid: [one.pid for one in workers() if one.pid != pid])  # it has been noticed
             result = await ask(pool, "fine")
             assert (result.reward, result.error) == (1.0, None)
 
@@ -197,11 +212,13 @@ def test_close_ends_hanging_workers_at_once_and_those_who_wait_are_told(tasks: l
     async def run() -> None:
         pool = RewardPool(tasks, 0, workers=2, timeout_s=60)
         await pool.start()
+        await until(lambda: len(workers()) == 2)
+        idle = cpu_seconds(workers())
         waiting = [ask(pool, "hang in C") for _ in range(3)]
-        await asyncio.sleep(0.3)
+        await until(lambda: [one for one, used in cpu_seconds(workers()).items() if used > idle.get(one, 0) + 0.2][1:])
         began = time.monotonic()
         pool.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < scaled(2)
         assert not workers()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, RuntimeError) and "closed" in str(result)
@@ -215,10 +232,10 @@ def test_close_ends_hanging_workers_at_once_and_those_who_wait_are_told(tasks: l
 def test_a_cancelled_caller_frees_its_worker(tasks: list[Task]) -> None:
     async def run() -> None:
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=60)) as pool:
-            hanging = ask(pool, "hang")
-            await asyncio.sleep(0.3)
+            hanging = ask(pool, "hang and tell")
+            await until(Path("hangs").exists)
             hanging.cancel()
-            result = await asyncio.wait_for(ask(pool, "fine"), 30)
+            result = await asyncio.wait_for(ask(pool, "fine"), scaled(30))
             assert (result.reward, result.error) == (1.0, None)
 
     asyncio.run(run())
@@ -270,15 +287,17 @@ def test_sigkill_of_the_parent_leaves_no_worker(tasks: list[Task], tmp_path: Pat
     parent = subprocess.Popen([sys.executable, "parent.py"], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 10
-        busy: list[psutil.Process] = []
-        while len(busy) < 2 and time.monotonic() < deadline:  # both are in the endless loop, deaf to SIGTERM
-            time.sleep(0.2)
-            children = psutil.Process(parent.pid).children(recursive=True)
-            busy = [child for child in children if child.cpu_percent(0.2) > 10]
-        assert len(busy) == 2
+        family = psutil.Process(parent.pid)
+        idle = cpu_seconds(family.children(recursive=True))
+
+        def busy() -> list[int]:
+            now = cpu_seconds(family.children(recursive=True))
+            return [pid for pid, used in now.items() if used > idle.get(pid, LOADED_S) + 0.2]
+
+        wait_for(lambda: len(busy()) == 2, 60)  # both are in the endless loop, deaf to SIGTERM
+        children = family.children(recursive=True)
     finally:
         parent.kill()
         parent.wait()
-    _, left = psutil.wait_procs(children, timeout=5)
+    _, left = psutil.wait_procs(children, timeout=scaled(5))
     assert not [child for child in left if alive(child)]

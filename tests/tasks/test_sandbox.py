@@ -11,6 +11,7 @@ from streamrl.config.tasks import FileTask, Sandbox
 from streamrl.errors import UserError
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import code_of, passes
+from tests.waiting import scaled
 
 NOTHING = Sandbox(command=["env"], seconds=20)
 """Isolates nothing: these programs are the tests' own."""
@@ -62,7 +63,7 @@ def test_a_program_that_does_not_end_is_ended_with_what_it_has_started() -> None
         "",
         Sandbox(command=["env"], seconds=1),
     )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < scaled(10)
 
 
 def test_memory_files_and_environment_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, PeerLost
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
-from tests.waiting import scaled
+from tests.waiting import holds, scaled, until
 
 
 def run(body: Callable[[str], Awaitable[Any]]) -> Any:
@@ -34,11 +35,15 @@ def hub_at(address: str, **options: Any) -> Hub:
 
 async def restarted_hub(address: str) -> Hub:
     """ZeroMQ gives a closed socket's address back a moment later."""
-    while True:
-        try:
+
+    def again() -> Hub | None:
+        with contextlib.suppress(RunFailed):
             return hub_at(address)
-        except RunFailed:
-            await asyncio.sleep(0.1)
+        return None
+
+    hub = await until(again)
+    assert hub is not None
+    return hub
 
 
 async def link_to(address: str, name: str = "peer", **options: Any) -> Link:
@@ -54,8 +59,7 @@ def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit(
         deliveries = [await hub.receive() for _ in range(20)]
         assert [d.body["i"] for d in deliveries] == list(range(20))
         assert deliveries[7].arrays["x"].tolist() == [7, 7, 7]
-        await asyncio.sleep(0.2)
-        assert acknowledged == []  # received is not committed
+        await holds(lambda: acknowledged == [], 0.2)  # received is not committed
         for delivery in deliveries:
             delivery.ack()
         await link.flush(5)
@@ -74,7 +78,7 @@ def test_a_sender_without_credit_waits_and_says_for_whom() -> None:
         with pytest.raises(DeadlineExpired, match="hub waited 0 s for peer to acknowledge"):
             await hub.send("peer", "item", {"i": 2}, limit_s=0.3)
         waiting = asyncio.create_task(hub.send("peer", "item", {"i": 3}))
-        await asyncio.sleep(0.1)
+        await until(lambda: hub.waits.snapshot())
         assert [w["waiting_for"] for w in hub.waits.snapshot()] == ["peer to acknowledge messages"]
         (await link.receive()).ack()
         await waiting
@@ -94,8 +98,7 @@ def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
             await stranger.send_multipart([b"\x00junk", b"more"])
         well_formed = encode(Message("sample", "nobody", 1, {}))
         await stranger.send_multipart(well_formed)
-        while hub.malformed < 50 or hub.unknown < 1:
-            await asyncio.sleep(0.02)
+        await until(lambda: hub.malformed >= 50 and hub.unknown >= 1)
         await link.send("item", {"i": 1})
         assert (await hub.receive()).body == {"i": 1}
         stranger.close(0)
@@ -110,8 +113,7 @@ def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch
 
     async def body(address: str) -> None:
         hub, link = hub_at(address, lost_after_s=0.8), await link_to(address)
-        await asyncio.sleep(1.2)  # beating: not lost
-        assert hub.receive_now() is None
+        await holds(lambda: hub.receive_now() is None, 1.2)  # beating: not lost
         for task in link._tasks:
             task.cancel()
         with pytest.raises(PeerLost, match="peer has been silent"):

@@ -18,6 +18,7 @@ from streamrl.transport.deadlines import DeadlineExpired
 from streamrl.transport.delivery import Outbox
 from streamrl.transport.endpoint import Flow, Hub
 from tests.transport.sockets import Sites, link, run, until
+from tests.waiting import holds
 
 
 def test_the_window_is_twice_bandwidth_times_delay() -> None:
@@ -84,8 +85,7 @@ def test_a_full_byte_window_makes_the_sender_wait_until_something_is_acknowledge
         with pytest.raises(DeadlineExpired, match="the hub at"):
             await far.send("item", {}, large, limit_s=0.2)
         waiting = asyncio.gather(hub.send("far", "item", {"second": 1}), far.send("item", {"second": 1}))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
+        await holds(lambda: not waiting.done(), 0.1)
         (await far.receive()).ack()
         (await hub.receive()).ack()
         await waiting
@@ -105,7 +105,7 @@ def test_a_send_waits_for_as_long_as_the_peer_may_be_away() -> None:
         await hub.send("far", "item")
         await far.send("item")
         waiting = [asyncio.create_task(hub.send("far", "item")), asyncio.create_task(far.send("item"))]
-        await asyncio.sleep(0.05)
+        await until(lambda: hub.waits.snapshot() and far.waits.snapshot())
         limits = [wait["limit_s"] for registry in (hub.waits, far.waits) for wait in registry.snapshot()]
         assert limits == [900.0, 300.0]
         for task in waiting:
@@ -123,7 +123,7 @@ def test_who_waits_for_a_peer_that_starts_anew_sends_to_its_new_life() -> None:
         first = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
         await hub.send("far", "item", {"i": 1})
         waiting = asyncio.create_task(hub.send("far", "item", {"i": 2}))
-        await asyncio.sleep(0.05)
+        await until(lambda: hub.waits.snapshot())
         used = hub.peers["far"].bytes_in
         second = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
         await waiting
@@ -148,8 +148,7 @@ def test_nothing_is_repeated_into_silence_and_the_rest_is_after_resend_s(monkeyp
             task.cancel()
         await until(lambda: hub.silent_for("far") > 0.4)
         sent = hub.peers["far"].bytes_out
-        await asyncio.sleep(1.0)
-        assert hub.peers["far"].bytes_out < sent + 100_000
+        await holds(lambda: hub.peers["far"].bytes_out < sent + 100_000, 1.0)
         await far.close()
         await hub.close()
 
@@ -166,7 +165,7 @@ def test_a_hub_that_stood_still_does_not_take_that_for_silence_of_others(
         hub = sites.hub()
         far = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
         await until(lambda: hub.silent_for("far") < 0.1)
-        time.sleep(1.0)
+        time.sleep(1.0)  # sleeps: the hub stands still
         assert hub.silent_for("far") < 0.5  # before it has looked at anything
         await asyncio.sleep(0)
         assert hub.silent_for("far") < 0.5

@@ -19,6 +19,7 @@ from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 from tests.transport.proxy import Proxy
 from tests.transport.sockets import Sites, link, new_key, run, until
+from tests.waiting import scaled, settled
 
 
 def memory(hub: Hub) -> tuple[Any, ...]:
@@ -36,7 +37,7 @@ def test_a_site_with_its_key_gets_in_and_talks_both_ways() -> None:
         delivery = await hub.receive()
         assert (delivery.peer, delivery.body) == ("service-east", {"i": 1})
         delivery.ack()
-        await east.flush(5)
+        await east.flush(scaled(5))
         await hub.send("service-east", "order", {"j": 2})
         assert (await east.receive()).body == {"j": 2}
         peer = hub.peers["service-east"]
@@ -247,7 +248,7 @@ async def replay(port: int, recorded: bytes, step: int) -> None:
     with contextlib.suppress(OSError, TimeoutError):
         for start in range(64, len(recorded), step):
             writer.write(recorded[start : start + step])
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # sleeps: an answer may come in between
             if writer.is_closing():
                 break
         while await asyncio.wait_for(reader.read(4096), 0.3):
@@ -264,13 +265,14 @@ def test_a_recorded_stream_of_a_valid_client_delivers_nothing_when_it_is_sent_ag
         for i in range(5):
             await east.send("item", {"i": i})
             (await hub.receive()).ack()
-        await east.flush(5)
+        await east.flush(scaled(5))
         recorded = bytes(proxy.sent_by_clients[0])
         assert len(recorded) > 1000
         for task in east._tasks:
             task.cancel()  # from here on, everything that arrives is the recording
-        await asyncio.sleep(0.1)
-        before = hub.peers["service-east"].bytes_in
+        hub_s_bytes = lambda: hub.peers["service-east"].bytes_in  # noqa: E731
+        while (before := hub_s_bytes()) != (await asyncio.to_thread(settled, hub_s_bytes)):
+            pass
         for step in (len(recorded), 64):  # at once, and in steps, so that the handshake's answers come in between
             await replay(sites.port, recorded, step)
         assert hub.receive_now() is None
@@ -310,14 +312,15 @@ def test_nothing_is_lost_or_doubled_over_a_connection_that_breaks(
             await east.send("item", {"i": i})
             await hub.send("service-east", "item", {"i": i})
             if i in (50, 150, 250):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # sleeps: some of it is under way
                 await proxy.stop()
             if i in (100, 200):
+                connected = len(proxy.sent_by_clients)
                 await proxy.start()
-                await asyncio.sleep(0.5)
-        await asyncio.sleep(0.3)
+                await until(lambda connected=connected: len(proxy.sent_by_clients) > connected)
+        await asyncio.sleep(0.3)  # sleeps: it is away for some heartbeats
         await proxy.start()
-        await east.flush(10)
+        await east.flush(scaled(10))
         await until(lambda: not hub.peers["service-east"].outbox.pending)
         assert len(proxy.sent_by_clients) >= 3
         assert sorted(got["hub"]) == list(range(300)) == sorted(got["link"])

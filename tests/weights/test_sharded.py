@@ -30,6 +30,7 @@ from streamrl.weights.quantize import CODE_TYPES, Kind, full_precision, is_quant
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
 from streamrl.weights.version import Manifest, lay_out
 from tests.training.conftest import free_port, one_rank, random_groups, run_config, run_ranks, tiny_model  # noqa: F401
+from tests.waiting import scaled
 
 CPU = torch.device("cpu")
 ODD: dict[
@@ -245,7 +246,7 @@ def _lay_out_and_wait(rank: int, port: int, pipe: Connection) -> None:
     manifest, buffer = ShardedLayout(sharded(odd_model()), torch.float32).lay_out(1)
     maps = Path("/proc/self/maps").read_text().splitlines()
     pipe.send((manifest.nbytes, [line.split() for line in maps if "streamrl-weights" in line]))
-    time.sleep(240)
+    time.sleep(240)  # sleeps: until it is killed
     assert buffer.size
 
 
@@ -259,13 +260,13 @@ def test_nothing_is_left_of_a_version_whose_processes_are_killed() -> None:
         told = []
         for ours, theirs in pipes:
             theirs.close()  # a rank that dies early is noticed
-            assert ours.poll(120)
+            assert ours.poll(scaled(120))
             told.append(ours.recv())
     finally:
         for process in ranks:
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)
-            process.join(10)
+            process.join(scaled(10))
     (nbytes, first), (_, second) = told
     assert len(first) == len(second) == 1
     assert first[0][4] == second[0][4]  # the inode: one copy for both ranks

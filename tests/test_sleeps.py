@@ -1,0 +1,71 @@
+"""No test sleeps in order to wait: what it waits for may take longer on another machine (tests/waiting.py waits)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MAY = {TESTS / "waiting.py", TESTS / "leaks.py"}
+REASON = "# sleeps: "
+"""Begins a comment on the line of a sleep that is not for waiting, and is followed by what it is for."""
+CLOCKS = {"time", "asyncio"}
+
+
+def sleeps(source: str) -> list[int]:
+    """Lines of the sleeps without a reason. `asyncio.sleep(0)` lets others go first; other processes' code is text."""
+    tree, lines = ast.parse(source), source.splitlines()
+    imported = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in CLOCKS
+        for name in node.names
+        if name.name == "sleep"
+    }
+    modules = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name in CLOCKS
+    }
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr="sleep") if module in modules:
+                found.append(node)
+            case ast.Name(id=name) if name in imported:
+                found.append(node)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    zero = {id(call.func) for call in calls if isinstance(call.args[0], ast.Constant) and call.args[0].value == 0}
+    left = [node.lineno for node in found if id(node) not in zero]
+    return sorted(line for line in left if not lines[line - 1].partition(REASON)[2].strip())
+
+
+def test_no_test_sleeps_in_order_to_wait() -> None:
+    files = sorted(set(TESTS.rglob("*.py")) - MAY)
+    assert len(files) > 100
+    found = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in sleeps(path.read_text())]
+    assert not found, "wait for a fact with tests.waiting, or say what the sleep is for: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import time\ntime.sleep(1)", [2]),
+        ("import time as clock\nclock.sleep(1)", [2]),
+        ("from time import sleep\nsleep(1)", [2]),
+        ("from asyncio import sleep as nap\nawait nap(0.1)", [2]),
+        ("import asyncio\nasync def f():\n    await asyncio.sleep(0.1)", [3]),
+        ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", []),
+        ("import time\nThread(target=time.sleep)", [2]),
+        ("import time\ntime.sleep(1)  # sleeps:", [2]),
+        ("import time\ntime.sleep(1)  # sleeps: it is what is measured", []),
+        ("code = 'import time; time.sleep(60)'", []),
+        ("engine.sleep()", []),
+    ],
+)
+def test_what_counts_as_a_sleep(source: str, lines: list[int]) -> None:
+    assert sleeps(source) == lines

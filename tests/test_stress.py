@@ -1,0 +1,65 @@
+"""The stress script counts what failed in any of its runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.waiting import scaled
+
+SPEC = importlib.util.spec_from_file_location("stress", Path(__file__).parents[1] / "tools" / "stress.py")
+assert SPEC is not None and SPEC.loader is not None
+stress = sys.modules["stress"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(stress)
+
+FLAKY = """
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SEEN = Path(__file__).with_name("seen")
+
+def test_passes():
+    subprocess.run(["true"], check=True)
+
+def test_fails_every_second_time():
+    seen = len(SEEN.read_text()) if SEEN.exists() else 0
+    SEEN.write_text("x" * (seen + 1))
+    assert seen % 2 == 0
+
+@pytest.mark.skip
+def test_is_left_out():
+    raise AssertionError
+"""
+
+
+def test_what_ever_failed_is_listed_first_and_told_by_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "test_flaky.py").write_text(FLAKY)
+    (tmp_path / "test_broken.py").write_text("raise ImportError('no such thing')")
+    command = [sys.executable, "tools/stress.py", "--busy", "1"]
+    flaky, broken = str(tmp_path / "test_flaky.py"), str(tmp_path / "test_broken.py")
+    options = {"cwd": Path(__file__).parents[1], "capture_output": True, "text": True, "timeout": scaled(120)}
+    done = subprocess.run([*command, "--count", "4", flaky], **options)  # type: ignore[call-overload]
+    header, first, second, total = done.stdout.splitlines()[-4:]
+    assert (header.split(), done.returncode) == (["test", "runs", "failures"], 1)
+    assert first.split() == [f"{flaky}::test_fails_every_second_time", "4", "2"]
+    assert second.split() == [f"{flaky}::test_passes", "4", "0"]
+    assert total == "2 tests, 8 runs, 1 tests ever failed"
+    done = subprocess.run([*command, "--count", "1", broken], **options)  # type: ignore[call-overload]
+    assert done.returncode == 1 and "1 tests ever failed" in done.stdout
+    done = subprocess.run([*command, "--count", "1", f"{flaky}::test_passes"], **options)  # type: ignore[call-overload]
+    assert done.returncode == 0 and done.stdout.endswith("1 tests, 1 runs, 0 tests ever failed\n")
+
+
+def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None:
+    files = stress.files_that_start_processes()
+    for name in ("launch/test_stacks.py", "end_to_end/test_ray.py", "tasks/test_reward_pool.py", "test_orphans.py"):
+        assert f"tests/{name}" in files
+    assert "tests/scheduler/test_policies.py" not in files
+
+
+def test_a_run_without_a_report_is_a_failure_of_its_file(tmp_path: Path) -> None:
+    assert stress.results(tmp_path / "missing.xml", "tests/test_x.py", 139) == {"tests/test_x.py": False}

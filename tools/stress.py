@@ -1,0 +1,142 @@
+"""Runs tests that start processes again and again beside busy processes, and lists what ever failed.
+
+    python tools/stress.py [--count 10] [--busy 2] [FILE ...]
+
+A test that depends on what a process happens to do at a moment, or on a machine being quick, fails here sooner or
+later. Each file is one run of pytest; all files once, then all again, so that what fails rarely is seen under
+different conditions. Output of runs that failed is kept in build/stress/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "build" / "stress"
+STARTS = re.compile(
+    r"^(import subprocess|import multiprocessing|import ray\b|from ray\b|import torch\.multiprocessing)"
+    r"|\b(Project|Family|RewardPool|EmulatedNetwork|Engine|run_ranks)\("
+    r"|^from tests\.\S+ import .*\b(Project|run_ranks)\b",
+    re.MULTILINE,
+)
+"""In a file of tests: it starts processes."""
+BUSY = "while True: pass"
+NO_TESTS = 5
+"""Exit code of pytest that has found none."""
+
+
+@dataclass
+class Found:
+    """What became of the tests."""
+
+    runs: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def add(self, results: dict[str, bool]) -> None:
+        """Adds one run of a file: whether each of its tests has passed."""
+        self.runs.update(results.keys())
+        self.failures.update(name for name, passed in results.items() if not passed)
+
+    def table(self) -> str:
+        """One line for each test, those that failed first; the last line sums up."""
+        width = max((len(name) for name in self.runs), default=4)
+        lines = [f"{'test':{width}}  runs  failures"]
+        for name in sorted(self.runs, key=lambda name: (-self.failures[name], name)):
+            lines.append(f"{name:{width}}  {self.runs[name]:4}  {self.failures[name]:8}")
+        failed = sum(1 for count in self.failures.values() if count)
+        lines.append(f"{len(self.runs)} tests, {self.runs.total()} runs, {failed} tests ever failed")
+        return "\n".join(lines)
+
+
+def results(report: Path, file: str, code: int) -> dict[str, bool]:
+    """Whether each test has passed, of pytest's report about a file; without one the file as a whole has failed."""
+    try:
+        cases = list(ET.parse(report).iter("testcase"))
+    except (OSError, ET.ParseError):
+        return {file: code in (0, NO_TESTS)}
+    found: dict[str, bool] = {}
+    for case in cases:
+        if case.find("skipped") is None:
+            name = f"{file}::{case.get('name')}"
+            passed = case.find("failure") is None and case.find("error") is None
+            found[name] = found.get(name, True) and passed  # an error at the end of a test is a case of its own
+    if code not in (0, NO_TESTS) and all(found.values()):
+        found[file] = False
+    return found
+
+
+def files_that_start_processes() -> list[str]:
+    """All files of tests that do, by what is in them."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in paths if STARTS.search(path.read_text())]
+
+
+@contextlib.contextmanager
+def beside(count: int) -> Iterator[None]:
+    """So many processes keep a core busy each."""
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def run(file: str, number: int) -> dict[str, bool]:
+    """Runs the tests of a file once."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"\W+", "-", file.removesuffix(".py"))
+    report, log = KEPT / f"{name}.xml", KEPT / f"{name}.{number}.log"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", file, f"--junitxml={report}", "-p", "no:cacheprovider"]
+    began = time.monotonic()
+    with log.open("wb") as output:
+        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+    found = results(report, file, code)
+    failed = [test for test, passed in found.items() if not passed]
+    print(f"{number:3} {file}: {len(found)} tests, {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+    for test in failed:
+        print(f"    {test} (see {log.relative_to(ROOT)})", flush=True)
+    report.unlink(missing_ok=True)
+    if not failed:
+        log.unlink()
+    return found
+
+
+def main() -> int:
+    """Returns 1 if any test has failed in any run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="default: all that start processes")
+    parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
+    parser.add_argument("--busy", type=int, default=2, help="busy processes beside them (default: 2)")
+    parser.add_argument("--list", action="store_true", help="only list the files")
+    args = parser.parse_args()
+    files = args.files or files_that_start_processes()
+    if args.list:
+        print("\n".join(files))
+        return 0
+    found = Found()
+    try:
+        with beside(args.busy):
+            for number in range(1, args.count + 1):
+                for file in files:
+                    found.add(run(file, number))
+    except KeyboardInterrupt:
+        print("stopped; so far:")
+    print(found.table())
+    return 1 if any(found.failures.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
