@@ -19,6 +19,7 @@ from streamrl.errors import UserError
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
 @click.option("--pool", help="Generation pool whose instance is measured (default: the file's first).")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over so many.")
+@click.option("--engine", is_flag=True, help="Try vLLM's settings on this CPU instead, and keep the best ones.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 def command(
     cluster_file: Path,
@@ -26,15 +27,18 @@ def command(
     overrides: tuple[str, ...],
     pool: str | None,
     repeats: int,
+    engine: bool,
     out: Path,
 ) -> None:
     """Measure how long a decode step takes at each batch size, with vLLM, on this machine.
 
-    Starts one instance as the cluster file describes it, on its own; takes a minute or two.
+    Starts one instance as the cluster file describes it, on its own; takes a minute or two. With --engine, it starts
+    one after the other with other settings of vLLM, and instances on this machine take the best ones from then on.
 
     \b
     Example:
       streamrl calibrate --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --out local.json
+      streamrl calibrate --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --engine
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
     from streamrl.config.load import load_cluster, load_run
@@ -56,6 +60,12 @@ def command(
     types = choose(run.model, cluster.hardware == "cuda")
     click.echo(f"computes in {types}")
     run = with_type(run, types)
+    if engine:
+        if cluster.hardware == "cuda":
+            raise UserError("--engine: these are vLLM's settings on CPUs; this cluster has hardware: cuda")
+        from streamrl.generation.settings_trial import try_settings
+
+        return try_settings(chosen, run, site, click.echo)
     from streamrl.generation.calibrate import measure
     from streamrl.generation.engine import Engine
 

@@ -19,11 +19,13 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.engine_config import Place, engine_config, weight_backend
 from streamrl.launch.models import resolve_model
+from streamrl.machine.engine_settings import EngineSettings
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 
 UNNAMED_VERSION = -1
 """Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
+WARM_BATCH = 4
 RELEASE_POLL_S = 0.01
 """While a request that is to be taken off is on its way into vLLM."""
 
@@ -52,6 +54,7 @@ class Engine:
         site: str,
         several_sites: bool = False,
         place: Place | None = None,
+        settings: EngineSettings | None = None,
     ) -> None:
         """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
 
@@ -63,6 +66,7 @@ class Engine:
             site: where it is.
             several_sites: weights come over links.
             place: of this node, the first one, among those that the instance spans; None: it has one.
+            settings: see `engine_config`.
         """
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -84,7 +88,7 @@ class Engine:
         """When running requests came here, unix seconds and monotonic ones."""
         model = resolve_model(run.model.path)
         self.backend = weight_backend(run, cuda, several_sites)
-        config = engine_config(pool, run, cuda, several_sites, place)
+        config = engine_config(pool, run, cuda, several_sites, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
             # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a
             # fork spares the engine process the import of all this once more (10 s of a core, 250 MB)
@@ -108,9 +112,12 @@ class Engine:
         return len(self._tokenizer)
 
     async def warm_up(self) -> None:
-        """Generates a few tokens at several batch sizes, so that kernels are compiled before the first sample."""
+        """Generates a few tokens, of one request and of several, so that kernels are there before the first sample. On
+        a CPU a large batch, which takes seconds, would meet no others."""
         vocabulary = min(100, self.vocabulary)
-        for batch in {1, min(4, self.pool.max_batch), self.pool.max_batch}:
+        for batch in sorted(
+            {1, min(WARM_BATCH, self.pool.max_batch)} | ({self.pool.max_batch} if self.cuda else set())
+        ):
             requests = [
                 SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0.0)
                 for i in range(batch)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
-from streamrl.weights.vllm_plugin import BACKEND
+from streamrl.machine.engine_settings import EngineSettings, chosen_settings
+from streamrl.weights.vllm_plugin import BACKEND, EAGER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +38,12 @@ class Place:
 
 
 def engine_config(
-    pool: GenerationPool, run: RunConfig, cuda: bool, several_sites: bool = False, place: Place | None = None
+    pool: GenerationPool,
+    run: RunConfig,
+    cuda: bool,
+    several_sites: bool = False,
+    place: Place | None = None,
+    settings: EngineSettings | None = None,
 ) -> VllmConfig:
     """vLLM's configuration.
 
@@ -46,12 +53,18 @@ def engine_config(
         cuda: whether the cluster has GPUs.
         several_sites: weights come over links.
         place: which node this is; None: the only one.
+        settings: of a CPU engine; None: those chosen for this machine.
 
     Raises:
         ValueError: `model.dtype: auto` has not been decided for this process; vLLM would take the files' type.
     """
     if run.model.dtype == "auto":
         raise ValueError("model.dtype: auto has to be decided before an engine starts")
+    model = resolve_model(run.model.path)
+    if not cuda:
+        settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
+        # before vLLM loads the plugin, which reads it
+        os.environ[EAGER] = "0" if settings.compiled else "1"
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -67,9 +80,10 @@ def engine_config(
         }
     hardware: dict[str, Any] = (
         {"gpu_memory_utilization": pool.gpu_memory_fraction}
-        if cuda
+        if settings is None
         else {
-            "enforce_eager": True,
+            "enforce_eager": not settings.compiled,
+            "kv_cache_dtype": settings.kv_cache,
             # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
             # core that the worker, other instances and the trainer need
             "distributed_executor_backend": "uni",
@@ -81,7 +95,7 @@ def engine_config(
         }
     )
     return AsyncEngineArgs(
-        model=resolve_model(run.model.path),
+        model=model,
         dtype=run.model.dtype,
         max_model_len=run.model.max_context,
         max_num_seqs=pool.max_batch,

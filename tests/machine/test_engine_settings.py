@@ -1,0 +1,109 @@
+"""vLLM's settings on a CPU: what is chosen from trials, what is said of it, and that it is found again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl.machine import engine_settings
+from streamrl.machine.cpu import Cpu
+from streamrl.machine.engine_settings import (
+    CANDIDATES,
+    DEFAULT,
+    NOT_MEASURED,
+    Choice,
+    EngineSettings,
+    Trial,
+    choose,
+    chosen_settings,
+    keep,
+    key,
+    table,
+)
+
+BASE, BOUND, COMPILED, FP8 = (Trial(settings, 10.0, ((1, 0.05), (64, 0.4))) for settings in CANDIDATES)
+CPU = Cpu("one", frozenset({"avx2"}))
+CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 1}
+
+
+def quicker(trial: Trial, factor: float, start_s: float = 10.0) -> Trial:
+    return replace(trial, start_s=start_s, step_s=tuple((size, s / factor) for size, s in trial.step_s))
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen"),
+    [
+        ([BASE], DEFAULT),
+        ([BASE, quicker(COMPILED, 1.2)], COMPILED.settings),
+        ([BASE, quicker(COMPILED, 1.04)], DEFAULT),  # noise
+        ([BASE, quicker(COMPILED, 1.2, start_s=41.0)], DEFAULT),  # starts too late
+        ([BASE, quicker(COMPILED, 1.2, start_s=39.0)], COMPILED.settings),
+        ([BASE, quicker(BOUND, 2.0)], DEFAULT),  # two instances would take the same cores
+        ([BASE, quicker(FP8, 2.0)], DEFAULT),  # other log-probabilities
+        ([BASE, Trial(COMPILED.settings, error="no compiler")], DEFAULT),
+    ],
+)
+def test_the_default_gives_way_only_to_what_is_faster_and_safe(trials: list[Trial], chosen: EngineSettings) -> None:
+    assert choose(trials, "one").settings == chosen
+
+
+def test_a_speed_is_the_mean_over_batch_sizes_that_both_have() -> None:
+    mixed = replace(COMPILED, step_s=((1, 0.025), (64, 0.8), (128, 0.1)))
+    assert mixed.speed_over(BASE) == pytest.approx(1.0)
+    assert quicker(COMPILED, 1.5).speed_over(BASE) == pytest.approx(1.5)
+
+
+def test_without_the_default_nothing_is_chosen() -> None:
+    for trials in ([], [COMPILED], [Trial(DEFAULT, error="no memory"), COMPILED]):
+        with pytest.raises(ValueError, match="nothing to compare"):
+            choose(trials, "one")
+
+
+def test_the_choice_says_what_was_measured_in_one_sentence() -> None:
+    trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), Trial(FP8.settings, error="needs AVX-512")]
+    assert str(choose(trials, "one CPU, 2026-01-02")) == (
+        "vLLM: compiled, free threads, KV cache of the model's type (measured on one CPU, 2026-01-02: "
+        "compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512)"
+    )
+    assert str(NOT_MEASURED).startswith("vLLM: eager, free threads, KV cache of the model's type (default; ")
+
+
+def test_the_table_has_a_line_for_each_trial() -> None:
+    lines = table([BASE, Trial(FP8.settings, error="needs AVX-512")])
+    assert lines[0].split() == ["start", "s", "batch", "1,", "ms", "batch", "64,", "ms", "settings"]
+    assert lines[1].split()[:3] == ["10.0", "50.0", "400.0"]
+    assert lines[2].split()[:3] == ["0.0", "-", "-"] and lines[2].endswith("KV cache of fp8: needs AVX-512")
+
+
+def test_a_kept_choice_is_found_again_for_the_same_machine_model_type_and_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_settings, "cache_directory", lambda: tmp_path / "cache")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    assert chosen_settings(model, "float32", 1) == NOT_MEASURED
+    choice = choose([BASE, quicker(COMPILED, 1.2)], "one")
+    path = keep(choice, [BASE], model, "float32", 1)
+    assert chosen_settings(model, "float32", 1) == choice
+    assert chosen_settings(model, "bfloat16", 1) == chosen_settings(model, "float32", 2) == NOT_MEASURED
+    keep(Choice(FP8.settings, "by hand"), [BASE], model, "float32", 1)
+    assert chosen_settings(model, "float32", 1) == NOT_MEASURED  # whatever the file says
+    path.write_text("{")
+    assert chosen_settings(model, "float32", 1) == NOT_MEASURED
+
+
+def test_the_key_follows_what_step_times_depend_on() -> None:
+    same = key(CPU, CONFIG, "float32", 1, ["2.0", "0.1"])
+    assert key(CPU, CONFIG | {"bos_token_id": 7}, "float32", 1, ["2.0", "0.1"]) == same
+    others = [
+        key(replace(CPU, flags=frozenset({"avx512f"})), CONFIG, "float32", 1, ["2.0", "0.1"]),
+        key(CPU, CONFIG | {"num_hidden_layers": 3}, "float32", 1, ["2.0", "0.1"]),
+        key(CPU, CONFIG, "bfloat16", 1, ["2.0", "0.1"]),
+        key(CPU, CONFIG, "float32", 2, ["2.0", "0.1"]),
+        key(CPU, CONFIG, "float32", 1, ["2.0", "0.2"]),
+    ]
+    assert len({same, *others}) == 6
