@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
-from streamrl.weights.vllm_plugin import BACKEND, EAGER
+from streamrl.weights.vllm_plugin import BACKEND, EAGER, FEW_ROWS, QUANTIZATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,8 +64,9 @@ def engine_config(
     model = resolve_model(run.model.path)
     if not cuda:
         settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
-        # before vLLM loads the plugin, which reads it
+        # before vLLM loads the plugin, which reads them
         os.environ[EAGER] = "0" if settings.compiled else "1"
+        os.environ[QUANTIZATION] = FEW_ROWS if _has_few_rows(Path(model), run.model.dtype, settings) else ""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -84,6 +86,7 @@ def engine_config(
         else {
             "enforce_eager": not settings.compiled,
             "kv_cache_dtype": settings.kv_cache,
+            "quantization": os.environ[QUANTIZATION] or None,
             # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
             # core that the worker, other instances and the trainer need
             "distributed_executor_backend": "uni",
@@ -109,6 +112,18 @@ def engine_config(
         seed=run.seed,
         **(hardware | several),
     ).create_engine_config(headless=place.node > 0)
+
+
+def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
+    """Whether small batches are computed by `few_rows`: in fp32, where a compiler does not want to see the products,
+    and for weights that are not quantised already."""
+    if dtype != "float32" or settings.compiled:
+        return False
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # the Hub's, whose files are not here yet
+    return "quantization_config" not in config
 
 
 def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:

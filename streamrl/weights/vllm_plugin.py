@@ -15,6 +15,10 @@ from streamrl.processes import end_with_parent, kill_all_with
 BACKEND = "streamrl"
 EAGER = "STREAMRL_EAGER"
 """Environment variable: 1 in an engine that compiles nothing."""
+FEW_ROWS = "streamrl_few_rows"
+"""vLLM's name of the method with which small batches are computed (`generation/few_rows_vllm.py`)."""
+QUANTIZATION = "STREAMRL_QUANTIZATION"
+"""Environment variable: `FEW_ROWS` in an engine that is to know it."""
 _ends = 0
 """Process that ends with its parent already."""
 
@@ -35,6 +39,8 @@ def register() -> None:
         import torch
 
         torch.compiler.set_stance("force_eager")
+    if os.environ.get(QUANTIZATION) == FEW_ROWS:
+        import streamrl.generation.few_rows_vllm  # noqa: F401
 
 
 def _end_with_instance() -> None:

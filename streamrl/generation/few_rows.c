@@ -1,0 +1,52 @@
+/* y = x w' for a few rows of x, in fp32: every weight is read once, in order, with the next ones on their way.
+   What takes time is the reading, so all rows of x are worked on while a row of weights is at hand. */
+typedef float v8 __attribute__((vector_size(32), aligned(4)));
+#define LOAD(p) (*(const v8 *)(p))
+#define AHEAD 1024 /* floats */
+
+static inline float sum(v8 v) {
+    float s = 0;
+    for (int i = 0; i < 8; i++) s += v[i];
+    return s;
+}
+
+/* M rows of x; U vectors of each are summed on their own, so that none waits for the one before */
+#define ROWS(M, U)                                                                                             \
+    static void rows_##M(const float *x, const float *w, float *y, long n, long k) {                          \
+        _Pragma("omp parallel for schedule(static)") for (long i = 0; i < n; i++) {                           \
+            const float *row = w + i * k;                                                                     \
+            v8 a[M][U];                                                                                       \
+            for (int m = 0; m < M; m++)                                                                       \
+                for (int u = 0; u < U; u++) a[m][u] = (v8){0};                                                \
+            long j = 0;                                                                                       \
+            for (; j + 8 * U <= k; j += 8 * U) {                                                              \
+                for (int u = 0; u < U; u += 2) __builtin_prefetch(row + j + AHEAD + 8 * u);                   \
+                _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) {                                         \
+                    v8 b = LOAD(row + j + 8 * u);                                                             \
+                    _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) a[m][u] +=                            \
+                        LOAD(x + m * k + j + 8 * u) * b;                                                      \
+                }                                                                                             \
+            }                                                                                                 \
+            for (int m = 0; m < M; m++) {                                                                     \
+                v8 total = a[m][0];                                                                           \
+                for (int u = 1; u < U; u++) total += a[m][u];                                                 \
+                float s = sum(total);                                                                         \
+                for (long rest = j; rest < k; rest++) s += row[rest] * x[m * k + rest];                       \
+                y[m * n + i] = s;                                                                             \
+            }                                                                                                 \
+        }                                                                                                     \
+    }
+ROWS(1, 4)
+ROWS(2, 4)
+ROWS(3, 2)
+ROWS(4, 2)
+
+/* x [m, k], w [n, k], y [m, n]; m from 1 to 4 */
+void few_rows(const float *x, const float *w, float *y, long m, long n, long k) {
+    switch (m) {
+        case 1: rows_1(x, w, y, n, k); break;
+        case 2: rows_2(x, w, y, n, k); break;
+        case 3: rows_3(x, w, y, n, k); break;
+        case 4: rows_4(x, w, y, n, k); break;
+    }
+}

@@ -1,0 +1,54 @@
+"""Products with a few rows: as torch computes them, in memory that is bounded, and left to vLLM without a compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamrl.generation import few_rows
+from streamrl.generation.few_rows import HUGE_PAGE, MOST_ROWS, Shelf, multiply, product
+
+
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 7), (33, 64), (10, 1001), (192, 576)])
+def test_a_product_is_that_of_torch(rows: int, outputs: int, inputs: int) -> None:
+    function = product()
+    assert function is not None, "no C compiler on this machine"
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, inputs + 1, generator=generator)[:, :-1]  # not contiguous
+    weight = torch.randn(outputs, inputs, generator=generator)
+    exact = x.double() @ weight.double().T
+    assert (multiply(function, x, weight) - exact).abs().max() <= 1e-5 * inputs**0.5
+
+
+def test_denormal_numbers_are_left_as_they_are() -> None:
+    assert product() is not None
+    assert torch.tensor(1e-40) * torch.tensor(0.5) > 0  # a library built with -ffast-math would have turned them off
+
+
+def test_without_a_compiler_there_is_no_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert product.__wrapped__() is None
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_no_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(few_rows, "FLAGS", ("-not-a-flag",))
+    assert product.__wrapped__() is None
+    assert "stay vLLM's" in caplog.text
+
+
+def test_a_shelf_gives_tensors_of_their_own_up_to_its_size() -> None:
+    shelf = Shelf(most=4 * 300)
+    first, second = shelf.take(torch.Size([10, 10])), shelf.take(torch.Size([20, 10]))
+    assert first is not None and second is not None
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert first.sum() == 100 and second.sum() == 400
+    assert first.data_ptr() % HUGE_PAGE == 0
+    assert shelf.take(torch.Size([1])) is None

@@ -1,0 +1,63 @@
+"""vLLM's linear layers with products for a few rows: which rows they take, and that new weights reach them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from streamrl.generation import engine_config, few_rows_vllm
+from streamrl.generation.engine_config import _has_few_rows
+from streamrl.generation.few_rows import MOST_ROWS, Shelf, product
+from streamrl.machine.engine_settings import EngineSettings
+
+
+def test_a_layer_takes_them_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert product() is not None
+    rows: list[int] = []
+    plain = few_rows_vllm.multiply
+
+    def counted(function: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return plain(function, x, weight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(few_rows_vllm, "multiply", counted)
+    layer = torch.nn.Module()
+    with set_current_vllm_config(VllmConfig()):
+        method = few_rows_vllm._Linear(Shelf())
+    copies = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(MOST_ROWS + 1, 64)
+        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        method.process_weights_after_loading(layer)
+        copies.append(layer.few_rows_weight.data_ptr())
+        for count in (1, MOST_ROWS, MOST_ROWS + 1):
+            torch.testing.assert_close(method.apply(layer, x[:count], bias), x[:count] @ weight.T + bias)
+    assert rows == [1, MOST_ROWS] * 2
+    assert copies[0] == copies[1]  # no memory more with each version
+
+
+def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Module()
+    with set_current_vllm_config(VllmConfig()):
+        method = few_rows_vllm._Linear(Shelf(most=4))
+    weight, x = torch.randn(48, 64), torch.randn(1, 64)
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    method.process_weights_after_loading(layer)
+    assert getattr(layer, "few_rows_weight", None) is None
+    torch.testing.assert_close(method.apply(layer, x), x @ weight.T)
+
+
+def test_they_are_for_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
+    eager = EngineSettings()
+    assert not _has_few_rows(tmp_path, "float32", eager)  # nothing is known of the model
+    (tmp_path / "config.json").write_text("{}")
+    assert _has_few_rows(tmp_path, "float32", eager)
+    assert not _has_few_rows(tmp_path, "bfloat16", eager)
+    assert not _has_few_rows(tmp_path, "float32", EngineSettings(compiled=True))
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    assert not _has_few_rows(tmp_path, "float32", eager)
+    assert engine_config.FEW_ROWS == "streamrl_few_rows"
