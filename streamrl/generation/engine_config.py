@@ -97,6 +97,8 @@ def engine_config(
             "max_num_batched_tokens": max(4096, run.model.max_context),
         }
     )
+    if hardware.get("quantization"):
+        hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
     return AsyncEngineArgs(
         model=model,
         dtype=run.model.dtype,

@@ -16,7 +16,7 @@ BACKEND = "streamrl"
 EAGER = "STREAMRL_EAGER"
 """Environment variable: 1 in an engine that compiles nothing."""
 FEW_ROWS = "streamrl_few_rows"
-"""vLLM's name of the method with which small batches are computed (`generation/few_rows_vllm.py`)."""
+"""vLLM's name of the method and the norms with which small batches are computed (`generation/few_rows_vllm.py`)."""
 QUANTIZATION = "STREAMRL_QUANTIZATION"
 """Environment variable: `FEW_ROWS` in an engine that is to know it."""
 _ends = 0

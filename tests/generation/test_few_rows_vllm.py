@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 
 from streamrl.generation import engine_config, few_rows_vllm
 from streamrl.generation.engine_config import _has_few_rows
 from streamrl.generation.few_rows import MOST_ROWS, Shelf, product
+from streamrl.generation.few_rows_vllm import PROVIDER
 from streamrl.machine.engine_settings import EngineSettings
 
 
@@ -49,6 +52,21 @@ def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     method.process_weights_after_loading(layer)
     assert getattr(layer, "few_rows_weight", None) is None
     torch.testing.assert_close(method.apply(layer, x), x @ weight.T)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40)])
+def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
+    current_platform.import_kernels()
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    norm, both = ir.ops.rms_norm.impls, ir.ops.fused_add_rms_norm.impls
+    ours, native = norm[PROVIDER], norm["native"]
+    torch.testing.assert_close(ours.impl_fn(x, weight, 1e-5), native.impl_fn(x, weight, 1e-5))
+    expected = both["native"].impl_fn(x, residual, weight, 1e-5)
+    torch.testing.assert_close(both[PROVIDER].impl_fn(x.clone(), residual.clone(), weight, 1e-5), expected)
+    assert ours.supports_args(x, weight, 1e-5) and not ours.supports_args(x, weight, 1e-5, 8)
+    assert not ours.supports_args(x.bfloat16(), weight.bfloat16(), 1e-5)
+    assert not ours.supports_args(x.transpose(0, 1), weight, 1e-5)
+    assert not both[PROVIDER].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
 
 
 def test_they_are_for_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
