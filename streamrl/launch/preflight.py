@@ -331,7 +331,8 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     if needed <= free:
         return []
     return [
-        f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: it may be killed"
+        f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free, "
+        f"{(needed - free) / 2**30:.1f} GiB are missing: it may be killed"
     ]
 
 
