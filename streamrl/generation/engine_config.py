@@ -27,6 +27,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 CPU_BLOCK_SIZE = 32
 """KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
 
+FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
+"""Architectures whose layers are known to be served by `few_rows`; others' products remain vLLM's."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -118,14 +121,14 @@ def engine_config(
 
 def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
     """Whether small batches are computed by `few_rows`: in fp32, where a compiler does not want to see the products,
-    and for weights that are not quantised already."""
+    and for weights that are not quantised already, of models on which it was tried."""
     if dtype != "float32" or settings.compiled:
         return False
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
         return False  # the Hub's, whose files are not here yet
-    return "quantization_config" not in config
+    return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
 
 
 def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:

@@ -69,13 +69,16 @@ def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
     assert not both[PROVIDER].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
 
 
-def test_they_are_for_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
+def test_they_are_for_known_models_with_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
     eager = EngineSettings()
     assert not _has_few_rows(tmp_path, "float32", eager)  # nothing is known of the model
-    (tmp_path / "config.json").write_text("{}")
+    for unknown in ("{}", '{"architectures": ["MixtralForCausalLM"]}'):
+        (tmp_path / "config.json").write_text(unknown)
+        assert not _has_few_rows(tmp_path, "float32", eager)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert _has_few_rows(tmp_path, "float32", eager)
     assert not _has_few_rows(tmp_path, "bfloat16", eager)
     assert not _has_few_rows(tmp_path, "float32", EngineSettings(compiled=True))
-    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "quantization_config": {}}')
     assert not _has_few_rows(tmp_path, "float32", eager)
     assert engine_config.FEW_ROWS == "streamrl_few_rows"
