@@ -12,7 +12,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
-from streamrl.weights.vllm_plugin import BACKEND, EAGER, FEW_ROWS, QUANTIZATION
+from streamrl.weights.vllm_plugin import BACKEND, EAGER, FEW_ROWS, QUANTIZATION, register
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,11 +67,13 @@ def engine_config(
     model = resolve_model(run.model.path)
     if not cuda:
         settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
-        # before vLLM loads the plugin, which reads them
+        # read by the plugin, here and in vLLM's other processes
         os.environ[EAGER] = "0" if settings.compiled else "1"
         os.environ[QUANTIZATION] = FEW_ROWS if _has_few_rows(Path(model), run.model.dtype, settings) else ""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
+
+    register()  # vLLM does it once in a process, whose engine before this one may have had another type
 
     place = place or Place()
     host, _, port = place.meeting.rpartition(":")

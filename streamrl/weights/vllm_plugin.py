@@ -32,13 +32,13 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "streamrl.weights.vllm_engine", "StoreWeightTransferEngine"
         )
-    if os.environ.get(EAGER) == "1":
+    if EAGER in os.environ:
         # vLLM's sampler has a function of its own compiled, the rank of a sampled token, which nobody reads here: 7 s
         # of an instance's start with an empty cache, 1.5 s with a full one. Computed as it is written, it takes 0.04 ms
         # of a step for one request, 3 ms for 64 of a vocabulary of 49,152
         import torch
 
-        torch.compiler.set_stance("force_eager")
+        torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
     if os.environ.get(QUANTIZATION) == FEW_ROWS:
         import streamrl.generation.few_rows_vllm  # noqa: F401
 

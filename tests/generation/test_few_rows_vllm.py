@@ -10,11 +10,15 @@ from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
 from streamrl.generation import engine_config, few_rows_vllm
 from streamrl.generation.engine_config import _has_few_rows
 from streamrl.generation.few_rows import MOST_ROWS, Shelf, product
 from streamrl.generation.few_rows_vllm import PROVIDER
 from streamrl.machine.engine_settings import EngineSettings
+from streamrl.weights.vllm_plugin import EAGER, FEW_ROWS, register
+from tests.tiny_model import save_tiny_model
 
 
 def test_a_layer_takes_them_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +73,30 @@ def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
     assert not both[PROVIDER].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
 
 
+def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: Path) -> None:
+    model, pool = save_tiny_model(tmp_path / "model", seed=0), GenerationPool(max_batch=2, kv_cache_gb=0.05)
+    found = []
+    for dtype in ("bfloat16", "float32", "bfloat16"):
+        values = {"path": str(model), "max_context": 128, "dtype": dtype}
+        run = RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24}})
+        config = engine_config.engine_config(pool, run, cuda=False)
+        norms = config.kernel_config.ir_op_priority.rms_norm
+        found.append((config.model_config.quantization, norms))
+    assert found[0] == found[2] == (None, ["native"])
+    assert found[1] == (FEW_ROWS, [FEW_ROWS, "native"])
+
+
+def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stances: list[str] = []
+    monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
+    for eager in ("1", "0"):
+        monkeypatch.setenv(EAGER, eager)
+        register()
+    monkeypatch.delenv(EAGER)
+    register()
+    assert stances == ["force_eager", "default"]
+
+
 def test_they_are_for_known_models_with_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
     eager = EngineSettings()
     assert not _has_few_rows(tmp_path, "float32", eager)  # nothing is known of the model
@@ -81,4 +109,3 @@ def test_they_are_for_known_models_with_weights_in_fp32_that_are_not_quantised(t
     assert not _has_few_rows(tmp_path, "float32", EngineSettings(compiled=True))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "quantization_config": {}}')
     assert not _has_few_rows(tmp_path, "float32", eager)
-    assert engine_config.FEW_ROWS == "streamrl_few_rows"
