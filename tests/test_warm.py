@@ -40,8 +40,7 @@ def look(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "streamrl_look.tell", "7", "a b"]
 
 
-def told(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> dict[str, object]:
-    monkeypatch.setattr(warm, "MODULES", ("streamrl_look.",))
+def told(command: list[str], folder: Path, **options: object) -> dict[str, object]:
     environment = os.environ | {"ONLY_HERE": "yes", "PYTHONPATH": str(folder)}
     pipe = subprocess.PIPE
     process = warm.Popen(
@@ -58,10 +57,8 @@ def told(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **op
     return dict(json.loads(output)) | {"id": process.pid}
 
 
-def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(
-    look: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = told(look, tmp_path, monkeypatch), told(look, tmp_path, monkeypatch, start_new_session=True)
+def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(look: list[str], tmp_path: Path) -> None:
+    first, second = told(look, tmp_path), told(look, tmp_path, start_new_session=True)
     for one in (first, second):
         assert one["argv"] == ["7", "a b"] and one["cwd"] == str(tmp_path) and one["path"] == [str(tmp_path)] * 2
         assert one["parent"] == os.getpid() and one["pid"] == one["id"]
@@ -87,14 +84,22 @@ def test_its_command_line_is_seen_and_signals_reach_it(tmp_path: Path) -> None:
     assert stopped.wait(60) == -signal.SIGKILL
 
 
-def test_who_starts_others_has_a_template_that_ends_with_it(tmp_path: Path) -> None:
+def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_it(
+    look: list[str], tmp_path: Path
+) -> None:
     warm.template()
     before = set(psutil.Process().children(recursive=True))
-    command = [sys.executable, "-m", "streamrl.cli.main", "launch"]
-    process = warm.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    its = set(psutil.Process().children(recursive=True)) - before
-    assert process.communicate(timeout=60)[1] and process.returncode == 2
-    assert {one.pid for one in its} > {process.pid}  # its own template, until it has ended
+    torchs = ["torch.distributed.run", "--nproc-per-node=1", "--nnodes=1", "--rdzv-backend=c10d"]
+    torchs += ["--rdzv-endpoint=127.0.0.1:0", "--no-python"]
+    command = [sys.executable, "-m", *torchs, *look[:3], "0", "rank"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    pipe = subprocess.PIPE
+    process = warm.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    rank = json.loads(output)
+    assert rank["argv"] == ["0", "rank"] and rank["parent"] == process.pid
+    assert rank["vllm"] and rank["threads"] == 1
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

@@ -43,7 +43,7 @@ from streamrl.launch.plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
 from streamrl.processes import end_with_parent
 from tests.marks import MARK, WARM
 
-MODULES = ("streamrl.", "torch.distributed.run")
+MODULES = ("streamrl", "torch.distributed.run")
 """What `python -m` begins and the template can, by the beginning of its name."""
 STARTERS = ("streamrl.cli.main", "torch.distributed.run")
 """Those that start others."""
