@@ -114,8 +114,9 @@ class Engines:
         return self._runner.run(self._run(run, work))
 
     def start(self) -> None:
-        """Starts both, while what is started belongs to no single test."""
-        for run in (config(self.models[0]), exact(config(self.models[0]))):
+        """Starts both, while what is started belongs to no single test. First the one for which vLLM has to know most:
+        it loads plugins once in a process, and who forks engines has the environment of the first."""
+        for run in (exact(config(self.models[0])), config(self.models[0])):
             self.run(run, lambda engine: engine.warm_up())
 
     async def _run(self, run: RunConfig, work: Callable[[Engine], Awaitable[T]]) -> T:
