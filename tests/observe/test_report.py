@@ -19,7 +19,16 @@ from streamrl.observe.metrics import MetricsRow, MetricsWriter
 from streamrl.observe.report import write_report
 from streamrl.observe.run_data import load_run, pick_samples, read_texts
 from streamrl.observe.trace import TraceWriter
-from tests.observe.synthetic import START, RunMaker, audit_of, make_row, make_status, write_rollouts, write_status
+from tests.observe.synthetic import (
+    START,
+    RunMaker,
+    audit_of,
+    make_row,
+    make_status,
+    write_rollouts,
+    write_run,
+    write_status,
+)
 
 VOID = {"meta", "br", "hr", "img", "link"}
 
@@ -71,6 +80,14 @@ def page_of(run_dir: Path) -> tuple[Page, str]:
     return Page(text), text
 
 
+@pytest.fixture(scope="module")
+def of_three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
+    """The report of a run that has everything, of which several tests look at a part: plots take 2 s of a core."""
+    run_dir = tmp_path_factory.mktemp("three") / "demo"
+    write_run(run_dir, 3)
+    return page_of(run_dir)
+
+
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
     page, text = page_of(make_run(12, state="done"))
     assert page.plots == [
@@ -95,8 +112,10 @@ def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_r
     assert "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
 
 
-def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own(make_run: RunMaker) -> None:
-    page, text = page_of(make_run(3))
+def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own(
+    of_three_steps: tuple[Page, str],
+) -> None:
+    page, text = of_three_steps
     plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     assert len(plots) == len(page.plots)
     for plot in plots:
@@ -115,8 +134,8 @@ def test_without_predictions_nothing_is_said_of_them(make_run: RunMaker) -> None
     assert "predictions" not in page.plots and "length-histogram" in page.plots
 
 
-def test_the_timeline_has_a_row_per_instance_and_the_trainer(make_run: RunMaker) -> None:
-    _, text = page_of(make_run(3))
+def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tuple[Page, str]) -> None:
+    _, text = of_three_steps
     (figure,) = re.findall(r'<figure id="plot-timeline-0">.*?</figure>', text, flags=re.DOTALL)
     for name in ("here-regular-0", "here-regular-1", "trainer", "sample", "micro-batch", "optimizer step"):
         assert f">{name}<" in figure
@@ -234,8 +253,8 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
     assert not data.notes
 
 
-def test_without_a_tokenizer_the_report_says_why_there_is_no_text(make_run: RunMaker) -> None:
-    page, _ = page_of(make_run(2))
+def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps: tuple[Page, str]) -> None:
+    page, _ = of_three_steps
     assert "(text not available)" in page.text
     assert "Completions are not decoded: no tokenizer.json" in page.text
 
@@ -283,14 +302,14 @@ def test_a_report_of_many_samples_reads_only_the_shown_texts(
 
 
 def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMaker) -> None:
-    page, _ = page_of(make_run(12))
+    page, _ = page_of(make_run(12, rollouts=False, trace=False))
     for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
         assert part in page.text
     assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
 
 
 def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
-    run_dir = make_run(3)
+    run_dir = make_run(3, rollouts=False, trace=False)
     page, text = page_of(run_dir)
     assert 'class="bad box"' not in text and "0 left out" in page.text
     with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
@@ -301,21 +320,22 @@ def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunM
 
 
 def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None:
-    page, _ = page_of(make_run(3, audit=audit_of(dropped=2)))
+    page, _ = page_of(make_run(3, audit=audit_of(dropped=2), rollouts=False, trace=False))
     assert "too stale" in page.text
     row = re.search(r"all([\d,]+)", page.text)
     assert row is not None and row.group(1) == "192192186" + "6"
 
 
 def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
-    run_dir = make_run(2)
+    run_dir = make_run(2, rollouts=False, trace=False)
     with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
         metrics.append(make_row(3, length_audit=audit_of(limit=200)))
     assert "all6464640" in page_of(run_dir)[0].text
 
 
 def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
-    page, text = page_of(make_run(4, schedule_note="async: generation takes 3 times as long as training"))
+    note = "async: generation takes 3 times as long as training"
+    page, text = page_of(make_run(4, schedule_note=note, rollouts=False, trace=False))
     for part in ("The schedule's choice: async: generation takes 3", "groups dropped", "lowest effective sample size"):
         assert part in page.text
     (figure,) = re.findall(r'<figure id="plot-schedule">.*?</figure>', text, flags=re.DOTALL)
