@@ -19,7 +19,7 @@ from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
-from tests.waiting import scaled, until, wait_for
+from tests.waiting import scaled, settled, until, wait_for
 
 TIMEOUT_S = 1.5
 LOADED_S = 3.0
@@ -158,7 +158,8 @@ def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
             for _ in range(2):
                 pid = int((await ask(pool, "pid")).reward)
                 os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
-                await until(lambda pid=pid: [one.pid for one in workers() if one.pid != pid])  # it has been noticed
+                await until(lambda pid=pid: pid not in [one.pid for one in workers()])
+                await asyncio.to_thread(settled, lambda: [one.pid for one in workers()], 0.5)  # it has been noticed
             result = await ask(pool, "fine")
             assert (result.reward, result.error) == (1.0, None)
 
