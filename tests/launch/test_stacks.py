@@ -100,12 +100,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def looked(folder: Path, condition: Callable[[ProcessFacts], bool], threads: bool = False) -> Facts:
-    """What is seen once something holds of all processes: at another moment they may be between two things, or not have
-    had a core to answer with."""
+    """What is seen once something holds of all processes that there are (a status names more): at another moment they
+    may be between two things, or not have had a core to answer with."""
 
     def look() -> Facts | None:
         facts = collect(folder, threads=threads)
-        return facts if facts.processes and all(map(condition, facts.processes)) else None
+        there = [one for one in facts.processes if one.pid is not None]
+        return facts if there and all(map(condition, there)) else None
 
     found = wait_for(look, ANSWER_S, tell=lambda: collect(folder, threads=True))
     assert found is not None
@@ -157,7 +158,7 @@ def test_a_loop_that_is_held_is_blocked_and_its_stack_says_where(tmp_path: Path,
     start("here-tail-0", "hold")
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 30.0, 300.0))
     facts = looked(tmp_path, lambda one: innermost(one.threads).startswith("hold_the_loop") and idles(one))
-    assert facts.processes[0].loop == "blocked"
+    assert facts.by_name["here-tail-0"].loop == "blocked"
     verdict = judge(facts)
     assert verdict.state == "stuck" and "hangs" in verdict.sentence and "hold_the_loop" in verdict.sentence
 
@@ -166,7 +167,7 @@ def test_one_long_call_into_c_is_blocked_and_computes(tmp_path: Path, start: Sta
     start("here-tail-0", "compute")
     write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 90.0, 300.0))
     facts = looked(tmp_path, lambda one: innermost(one.threads).startswith("compute") and not idles(one))
-    assert facts.processes[0].loop == "blocked"
+    assert facts.by_name["here-tail-0"].loop == "blocked"
     assert "is busy in one call: its event loop is blocked" in judge(facts).sentence
 
 
