@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
 from streamrl.launch.models import resolve_model
+from streamrl.machine.compute_type import decided
 from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
 from streamrl.training.packing import pack
@@ -64,11 +65,6 @@ class Peaks:
     """GFLOP/s by type."""
     read: dict[int, float]
     """GB/s."""
-
-    @property
-    def quickest_type(self) -> str:
-        """The type whose products are quickest on all threads."""
-        return max(self.gemm, key=lambda dtype: self.gemm[dtype][max(self.read)])
 
 
 @dataclass(frozen=True)
@@ -237,8 +233,7 @@ def main(steps: int, dtype: str, model: str) -> None:
     peaks = measure_peaks(cores)
     sheets = [peak_sheet(peaks)]
     sheets[0].show(console)
-    wanted = peaks.quickest_type if dtype == "auto" else dtype
-    run = load_run(DEMO, [f"model.dtype={wanted}", f"model.path={model}"])
+    run = decided(load_run(DEMO, [f"model.dtype={dtype}", f"model.path={model}"]), cuda=False)
     record: dict[str, Any] = {"machine": machine(), "cpu": str(this_cpu()), "peaks": asdict(peaks)}
     for name, measure in HALVES.items():
         half = measure(run, peaks, cores, steps)
