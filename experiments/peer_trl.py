@@ -13,7 +13,8 @@ wait in between. The first step of each process is left out (kernels are compile
 
 Beside each time is its bound: the operations that the step's own samples need, to generate them and to learn from
 those whose group has a gradient, at the rate at which this machine multiplies large matrices on all cores, measured
-before. Prints medians and ratios, also of every block, and writes experiments/results/peer_trl.json and .md.
+before. Prints medians and ratios, also of every block, and writes experiments/results/peer_trl.json and .md (in float32
+peer_trl_float32.json and .md).
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     sheets = tables(measured, dtype, peak)
     for sheet in sheets:
         sheet.show(console)
-    target = HERE / "results" / "peer_trl.json"
+    target = HERE / "results" / ("peer_trl.json" if dtype == "bfloat16" else f"peer_trl_{dtype}.json")
     record = {"machine": machine(), "dtype": dtype, "peak_gflops": peak, "blocks": measured}
     write_results(target, record, "Beside TRL 1.16", sheets)
     console.print(f"written to {target} and .md")

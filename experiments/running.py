@@ -251,12 +251,12 @@ def write_results(target: Path, record: dict[str, Any], title: str, sheets: Sequ
     """Writes what was measured as JSON, and the tables as Markdown beside it.
 
     Args:
-        target: the JSON file; its stem is the script's.
+        target: the JSON file; its name is the script's, and may go on behind it.
         record: with the `machine` that it was measured on.
         title: of the Markdown.
         sheets: the tables.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(record, indent=1) + "\n")
-    head = f"# {title}\n\nWritten by `experiments/{target.stem}.py`. {record['machine']}.\n\n"
+    head = f"# {title}\n\nWritten by `experiments/{Path(sys.argv[0]).name}`. {record['machine']}.\n\n"
     target.with_suffix(".md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
