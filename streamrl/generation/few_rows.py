@@ -64,7 +64,7 @@ def product() -> Product | None:
         return None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
-def _few(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """A layer's product if these are few rows; None: vLLM is to compute it."""
     weight, function = getattr(layer, "few_rows_weight", None), product()
     if weight is None or function is None or x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS:
@@ -75,7 +75,7 @@ class _Linear(UnquantizedLinearMethod):
         super().__init__()
         self._shelf = shelf
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Keeps a copy before vLLM packs the weights; called again when new ones were loaded."""
         weight = layer.weight
         usable = weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_meta
@@ -87,21 +87,21 @@ class _Linear(UnquantizedLinearMethod):
                 layer.few_rows_weight = copy.copy_(weight.detach())
         super().process_weights_after_loading(layer)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See the module's text."""
         y = _few(layer, x, bias)
         return super().apply(layer, x, bias) if y is None else y
 
 
 class _Head(UnquantizedEmbeddingMethod):
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Takes the weights as they are: vLLM keeps them for the embedding."""
         super().process_weights_after_loading(layer)
         weight = layer.weight.detach()
         fits = weight.dtype == torch.float32 and weight.dim() == 2 and weight.is_contiguous()
         layer.few_rows_weight = weight if fits else None
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See the module's text."""
         y = _few(layer, x, bias)
         return super().apply(layer, x, bias) if y is None else y
@@ -138,7 +138,7 @@ class FewRows(QuantizationConfig):
         """See vLLM."""
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of linear layers and of the output head; None: vLLM's own."""
         if isinstance(layer, LinearBase):
             return _Linear(self._shelf)
