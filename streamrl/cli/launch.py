@@ -182,6 +182,20 @@ def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bo
     return "; ".join(parts)
 
 
+def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: TypeChoice | None) -> dict[str, str]:
+    """vLLM's settings on this machine's CPU, by what they are for; nothing where no instance is started here."""
+    from streamrl.launch.models import resolve_model
+    from streamrl.machine.engine_settings import chosen_settings
+
+    if types is None or cluster.hardware != "cpu":
+        return {}
+    sites = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+    threads = sorted({pool.threads for one in sites for pool in one.generation})
+    folder = Path(resolve_model(run.model.path))
+    choices = {str(chosen_settings(folder, types.dtype, count)) for count in threads}
+    return {"instances": "; ".join(sorted(choices))} if choices else {}
+
+
 def _print_plan(
     cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice | None
 ) -> None:
@@ -202,6 +216,7 @@ def _print_plan(
     lines = {
         "model": f"{run.model.path} -> {_model_folder(run)}",
         "computes in": _types(cluster, run, site, emulate, types),
+        **_engines(cluster, run, site, types),
         "tasks": tasks,
         "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "
         f"at most {sampling.max_tokens} tokens each, temperature {sampling.temperature:g}",

@@ -46,6 +46,8 @@ def command(directory: Path, watch: bool) -> None:
     if not watch and status is not None:
         evaluated = evaluations.read_evaluations(directory / evaluations.FILE_NAME)
         console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated, stages))
+        if status.why_types:
+            console.print(f"computes in: {status.why_types}", style="dim", highlight=False)
         return
     try:
         with LiveView(directory, console=console) as view:

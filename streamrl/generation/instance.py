@@ -45,6 +45,7 @@ class Instance:
         self.site = context.site
         self.pool = context.pool(pool)
         self.waits = WaitRegistry(context.name)
+        self._type_told = dict(context.type_told)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
         self._updated = False
@@ -74,11 +75,13 @@ class Instance:
         import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and to import it takes longest
 
         self.context.say("loading the model into vLLM")
+        if not cuda:
+            self._type_told["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
         try:
             if self.engine.backend == BACKEND:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
-            self.context.say("compiling and warming up")
+            self.context.say("warming up")
             await self.engine.warm_up()
             largest, context = self.pool.max_batch, self.context.run.model.max_context
             measured = await measure_quickly(self.engine, largest, context, self.context.say)
@@ -222,7 +225,7 @@ class Instance:
         self._updated = self.updating
         return {
             "state": self._doing(),
-            **self.context.type_told,
+            **self._type_told,
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
             "stalled_s": now - self._moved,

@@ -14,7 +14,9 @@ from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.launch.agreement import agreement
+from streamrl.launch.models import resolve_model
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
+from streamrl.machine.engine_settings import Choice, chosen_settings
 from streamrl.observe import starting
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
@@ -115,6 +117,14 @@ class RoleContext:
     def type_told(self) -> dict[str, str]:
         """What this process's heartbeats say of the type that it computes in."""
         return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
+
+    def engine_choice(self, pool: GenerationPool) -> Choice:
+        """vLLM's settings of a pool's instances on this machine's CPU.
+
+        Raises:
+            UserError: the model is not there.
+        """
+        return chosen_settings(Path(resolve_model(self.run.model.path)), self.run.model.dtype, pool.threads)
 
     @property
     def one_machine(self) -> bool:

@@ -135,7 +135,7 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
     for name in instances:
         known = [text for text in stages[name] if not text.startswith("measuring step times, ")]
         assert known == [
-            *(*first, COMPUTE_TYPE, "importing vLLM", "loading the model into vLLM", "compiling and warming up"),
+            *(*first, COMPUTE_TYPE, "importing vLLM", "loading the model into vLLM", "warming up"),
             *("waiting for service-here", "ready"),
         ]
     assert "measuring step times, 1 of 2 batch sizes done" in stages["here-tail-0"]
