@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import ray
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launch.plan import ProcessSpec
 from streamrl.launch.ray_site import RaySite
+from tests.marks import MARK
 from tests.waiting import scaled, wait_for
 
 LIMIT_S = 120.0
@@ -67,10 +69,10 @@ def head(tmp_path: Path) -> Iterator[str]:
         yield address
     finally:
         ray.shutdown()
-        for process in psutil.process_iter(["cmdline"]):
-            words = " ".join(process.info["cmdline"] or [])
-            if process.pid not in before and (folder in words or str(settings) in words):
-                process.kill()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in before and process.environ().get(MARK) == os.environ[MARK]:
+                    process.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
