@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent
 SLOW = {
     "first": (
         "test_warm.py",
+        "test_orphans.py",
         "end_to_end/test_run.py",
         "end_to_end/test_schedules.py",
         "end_to_end/test_recovery.py",

@@ -196,7 +196,8 @@ from streamrl.generation.engine import Engine
 
 async def main():
     pool = GenerationPool(max_batch=4, kv_cache_gb=0.05)
-    run = RunConfig.model_validate({"model": {"path": "model", "max_context": 64}, "sampling": {"max_tokens": 8}})
+    model = {"path": "model", "max_context": 64, "dtype": "float32"}
+    run = RunConfig.model_validate({"model": model, "sampling": {"max_tokens": 8}})
     tell("role")
     Engine(pool, run, cuda=False, instance="i", site="here")
     stay("ready")
@@ -213,7 +214,12 @@ def test_an_instance_that_starts_vllm_ends_with_its_launcher(tmp_path: Path, run
     launcher = run(script(tmp_path, "launch", LAUNCHER), "role")
     pids = there(tmp_path, "launcher", "role")
     role = psutil.Process(pids["role"])
-    wait_for(lambda: len(role.children(recursive=True)) >= 2, 120, what="vLLM's engine")
+
+    def engine() -> bool:
+        assert role.status() != psutil.STATUS_ZOMBIE, (tmp_path / "log").read_text()
+        return len(role.children(recursive=True)) >= 2
+
+    wait_for(engine, 120, what="vLLM's engine")
     family = {str(one.pid): one.pid for one in role.children(recursive=True)}
     launcher.kill()  # type: ignore[attr-defined]
     all_end(pids | family)
