@@ -27,6 +27,7 @@ SLOW = {
     "second": (
         "generation/test_engine.py",
         "generation/test_parallel_engine.py",
+        "generation/test_few_rows_vllm.py",
         "generation/test_calibrate.py",
         "training/test_losses_against_trl.py",
         "launch/test_ray_autoscaling.py",

@@ -65,10 +65,10 @@ def test_is_the_last_with_a_careless_fixture(careless):
 """
 
 
-def test_what_a_test_leaves_is_named_and_ended(pytester: pytest.Pytester) -> None:
+def test_what_a_test_leaves_is_named_and_ended(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
-    pytester.syspathinsert(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=7, failed=1, errors=5)
     for name in ("leaves_a_process", "leaves_one_without_the_variable", "leaves_one_with_another_parent"):

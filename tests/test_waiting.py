@@ -69,7 +69,7 @@ def test_the_factor_is_measured_once_and_is_never_below_one(monkeypatch: pytest.
 
 
 def test_limits_of_tests_scale_in_every_worker_and_the_header_says_by_how_much(
-    pytester: pytest.Pytester, ten_times: None
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ten_times: None
 ) -> None:
     root = Path(__file__).parents[1]
     pytester.makeconftest((root / "tests" / "conftest.py").read_text())
@@ -95,7 +95,7 @@ def test_limits_of_tests_scale_in_every_worker_and_the_header_says_by_how_much(
             assert os.environ["STREAMRL_TEST_SLOWNESS"] == "10"
         """
     )
-    pytester.syspathinsert(root)
+    monkeypatch.setenv("PYTHONPATH", str(root))
     result = pytester.runpytest_subprocess("-q", "-n", "2", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["deadlines of tests: 10 x those of an idle machine"])
