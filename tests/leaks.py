@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.marks import MARK, WARM
+from tests.marks import WARM, mark_of, started_by
 from tests.waiting import scaled
 
 GOING_S = 2.0
@@ -37,23 +37,10 @@ class Leaks:
         self._others: set[int] = set()
         """Processes that are none of ours, so that each is looked at once."""
 
-    @contextlib.contextmanager
-    def started_by(self, name: str) -> Iterator[None]:
-        """What is started meanwhile is known by this name."""
-        before = os.environ.get(MARK)
-        os.environ[MARK] = f"{self._own} {name}"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[MARK]
-            else:
-                os.environ[MARK] = before
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Names what a test starts."""
-        with self.started_by(item.nodeid):
+        with started_by(f"{self._own} {item.nodeid}"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -62,7 +49,7 @@ class Leaks:
         if fixturedef.scope == "function":
             return (yield)
         self._fixtures.add(name := _name(fixturedef))
-        with self.started_by(name):
+        with started_by(f"{self._own} {name}"):
             return (yield)
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
@@ -104,8 +91,7 @@ class Leaks:
             return None if os.path.isdir(f"/proc/{pid}") else False
         if state in (b"Z", b"X"):
             return False
-        key = f"{MARK}={self._own} ".encode()
-        name = next((one[len(key) :].decode() for one in environment.split(b"\0") if one.startswith(key)), None)
+        name = mark_of(environment, f"{self._own} ")
         if name is None and int(parent) != self._own:
             return None
         return name not in self._fixtures and not (int(parent) == self._own and _is_of_python(pid))

@@ -23,6 +23,7 @@ from streamrl.processes import is_alive
 from streamrl.rollouts.ledger import Ledger
 from streamrl.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.marks import MARK, started_by
 from tests.waiting import finish
 
 STEPS = 10
@@ -47,10 +48,23 @@ def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = 
     return ["--cluster", "ray.yaml"]
 
 
+class OwnCluster(Cluster):
+    """A cluster whose nodes are its fixture's, also those that a test adds."""
+
+    def __init__(self, **options: object) -> None:
+        self.mark = os.environ[MARK]
+        super().__init__(**options)
+
+    def add_node(self, *args: object, **options: object) -> object:
+        """Starts a node."""
+        with started_by(self.mark):
+            return super().add_node(*args, **options)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head with CPUs only, two nodes for the trainer, two for instances."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    made = OwnCluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
         for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
             made.add_node(resources=resources, num_cpus=4)

@@ -20,7 +20,7 @@ import ray
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launch.plan import ProcessSpec
 from streamrl.launch.ray_site import RaySite
-from tests.marks import MARK
+from tests.marks import MARK, mark_of
 from tests.waiting import scaled, wait_for
 
 LIMIT_S = 120.0
@@ -70,8 +70,9 @@ def head(tmp_path: Path) -> Iterator[str]:
     finally:
         ray.shutdown()
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.pid not in before and process.environ().get(MARK) == os.environ[MARK]:
+            with contextlib.suppress(psutil.Error, OSError):
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if process.pid not in before and mark_of(environment) == os.environ[MARK]:
                     process.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
