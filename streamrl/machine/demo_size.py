@@ -17,14 +17,14 @@ PROMPT_TOKENS = 50
 """Of a demo's prompt with its chat template."""
 MEAN_SHARE = 0.6
 """Mean length of an answer as a share of the longest one allowed, for SmolLM2 on the demo's tasks."""
-GENERATION_SHARE, TRAINING_SHARE = 0.40, 0.45
+GENERATION_SHARE, TRAINING_SHARE = 0.45, 0.55
 """Shares of the GEMM rate of all cores that decoding and training reach beside each other, rounded down."""
-FIXED_S = 110.0
-"""Everything but steps, on a slow machine: making the model's files, starting, checkpoints, the report."""
+FIXED_S = 90.0
+"""Everything but the model's files and the steps, on a slow machine: starting, checkpoints, the report."""
 SPARE = 0.9
 """Share of the time that a size may be predicted to need."""
 
-PROCESSES_GIB = 4.9
+PROCESSES_GIB = 5.5
 """Two instances and the other processes, without what grows with the model."""
 MODEL_BYTES = 40.0
 """For each parameter, over all processes: fp32 weights, gradients and AdamW's moments (16), three copies of a version

@@ -15,8 +15,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from streamrl.files import replace_json
 from streamrl.launch.models import cache_directory
 from streamrl.machine.cpu import this_cpu
 
-ROWS = 64
-"""Tokens in a product: a usual batch of decoding, and enough for the full speed of a GEMM."""
+ROWS = 128
+"""Tokens in a product: enough for the full speed of a GEMM, and few enough for a slow type."""
 LARGEST = 2048
 """Sides of larger matrices are cut to this: the rate no longer depends on them, and slow types stay quick to probe."""
-SECONDS_PER_PRODUCT = 0.05
+SECONDS_PER_PRODUCT = 0.02
 LIMIT_S = 120.0
 """For the process that measures; importing torch takes nearly all of its time."""
 
@@ -69,24 +70,33 @@ def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
 
 
 def measure(shapes: Sequence[Shape]) -> Probe:
-    """Times the products with torch, on the threads that it has now (the caller sets them)."""
+    """Times with torch what a linear layer multiplies: forward, and for the gradients of its input and its weight,
+    which are other layouts to a library (in bf16 without kernels the slowest takes seven times as long as the
+    quickest). Computes on the threads that torch has now; the caller sets them."""
     import torch
 
+    def seconds(product: Callable[[], torch.Tensor]) -> float:
+        """The quickest of a few."""
+        best, spent = float("inf"), 0.0
+        while spent < SECONDS_PER_PRODUCT:
+            began = time.perf_counter()
+            product()
+            took = time.perf_counter() - began
+            best, spent = min(best, took), spent + took
+        return best
+
     def rate(dtype: torch.dtype) -> float:
-        """Operations per nanosecond over all shapes, each at its quickest."""
-        operations = seconds = 0.0
+        """Operations per nanosecond over all shapes."""
+        operations = spent = 0.0
         for inputs, outputs in shapes:
-            x = torch.randn(ROWS, inputs).to(dtype)
-            weight = torch.randn(outputs, inputs).to(dtype)
-            best, spent = float("inf"), 0.0
-            while spent < SECONDS_PER_PRODUCT:
-                began = time.perf_counter()
-                torch.nn.functional.linear(x, weight)
-                took = time.perf_counter() - began
-                best, spent = min(best, took), spent + took
-            operations += 2.0 * ROWS * inputs * outputs
-            seconds += best
-        return operations / seconds / 1e9
+            x, weight, gradient = (
+                torch.randn(shape).to(dtype) for shape in ((ROWS, inputs), (outputs, inputs), (ROWS, outputs))
+            )
+            spent += seconds(partial(torch.nn.functional.linear, x, weight))
+            spent += seconds(partial(torch.mm, gradient, weight))
+            spent += seconds(partial(torch.mm, gradient.t(), x))
+            operations += 3 * 2.0 * ROWS * inputs * outputs
+        return operations / spent / 1e9
 
     with torch.no_grad():
         rate(torch.float32)  # kernels are loaded, clocks are up
@@ -127,7 +137,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _key(shapes: Sequence[Shape]) -> str:
     cpu = this_cpu()
-    facts = [cpu.name, sorted(cpu.flags), cpu.limits, importlib.metadata.version("torch"), shapes]
+    facts = [cpu.name, sorted(cpu.flags), cpu.limits, importlib.metadata.version("torch"), shapes, ROWS]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
