@@ -1,9 +1,10 @@
 """vLLM's settings on a CPU: which are tried, which is chosen, and where the choice is kept.
 
 Compile mode, thread binding and the KV cache's type are tried one by one against the default
-(`streamrl calibrate --engine`). Of these only the compile mode is chosen by itself: bound threads are the cluster
-file's to give out (`cores` of a pool), as two instances must not take the same ones; a KV cache of another type than
-the model's changes log-probabilities, which the trainer's would then differ from.
+(`streamrl calibrate --engine`), and what was found is said. None of them is taken by runs so far: that a compiled
+engine computes with weights that were loaded later has not been shown; bound threads are the cluster file's to give out
+(`cores` of a pool), as two instances must not take the same ones; a KV cache of another type than the model's changes
+log-probabilities, which the trainer's would then differ from.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class EngineSettings:
     @property
     def may_be_chosen(self) -> bool:
         """See the module's text."""
-        return not self.bound and self.kv_cache == "auto"
+        return not (self.compiled or self.bound) and self.kv_cache == "auto"
 
 
 DEFAULT = EngineSettings()

@@ -33,6 +33,17 @@ def quicker(trial: Trial, factor: float, start_s: float = 10.0) -> Trial:
     return replace(trial, start_s=start_s, step_s=tuple((size, s / factor) for size, s in trial.step_s))
 
 
+@pytest.fixture
+def compiled_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be if compiled engines were known to take new weights."""
+    proven = property(lambda settings: settings in (DEFAULT, COMPILED.settings))
+    monkeypatch.setattr(EngineSettings, "may_be_chosen", proven)
+
+
+def test_nothing_that_is_not_proven_right_is_chosen_however_fast_it_is() -> None:
+    assert choose([BASE, *(quicker(one, 3.0) for one in (COMPILED, BOUND, FP8))], "one").settings == DEFAULT
+
+
 @pytest.mark.parametrize(
     ("trials", "chosen"),
     [
@@ -46,7 +57,9 @@ def quicker(trial: Trial, factor: float, start_s: float = 10.0) -> Trial:
         ([BASE, Trial(COMPILED.settings, error="no compiler")], DEFAULT),
     ],
 )
-def test_the_default_gives_way_only_to_what_is_faster_and_safe(trials: list[Trial], chosen: EngineSettings) -> None:
+def test_the_default_gives_way_only_to_what_is_faster_and_safe(
+    trials: list[Trial], chosen: EngineSettings, compiled_is_proven: None
+) -> None:
     assert choose(trials, "one").settings == chosen
 
 
@@ -62,7 +75,7 @@ def test_without_the_default_nothing_is_chosen() -> None:
             choose(trials, "one")
 
 
-def test_the_choice_says_what_was_measured_in_one_sentence() -> None:
+def test_the_choice_says_what_was_measured_in_one_sentence(compiled_is_proven: None) -> None:
     trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), Trial(FP8.settings, error="needs AVX-512")]
     assert str(choose(trials, "one CPU, 2026-01-02")) == (
         "vLLM: compiled, free threads, KV cache of the model's type (measured on one CPU, 2026-01-02: "
@@ -79,7 +92,7 @@ def test_the_table_has_a_line_for_each_trial() -> None:
 
 
 def test_a_kept_choice_is_found_again_for_the_same_machine_model_type_and_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_is_proven: None
 ) -> None:
     monkeypatch.setattr(engine_settings, "cache_directory", lambda: tmp_path / "cache")
     model = tmp_path / "model"
