@@ -23,6 +23,8 @@ SLOW = {
         "end_to_end/test_run.py",
         "end_to_end/test_schedules.py",
         "end_to_end/test_recovery.py",
+        "end_to_end/test_sites.py",
+        "chaos/test_chaos_live.py",
     ),
     "second": (
         "generation/test_engine.py",
@@ -32,8 +34,6 @@ SLOW = {
         "training/test_losses_against_trl.py",
         "launch/test_ray_autoscaling.py",
         "end_to_end/test_ray.py",
-        "end_to_end/test_sites.py",
-        "chaos/test_chaos_live.py",
     ),
 }
 """Files of tests marked `slow`: with whole runs, vLLM, a cluster of Ray, or TRL. Of two workers of pytest-xdist
