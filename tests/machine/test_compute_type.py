@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from streamrl.config.run import ModelConfig, RunConfig
 from streamrl.launch.context import Addresses, RoleContext
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
-from streamrl.machine.probe import LARGEST, Probe, measure, probe, product_shapes
+from streamrl.machine.probe import LARGEST, ROWS, Probe, measure, probe, product_shapes
 from streamrl.observe.status import RunStatus
 from tests.launch.test_plan import cluster
 
@@ -131,17 +132,12 @@ def test_a_real_probe_measures_both_types_and_is_kept_for_the_next_caller(
     assert len(list((tmp_path / "cache" / "machine").glob("products-*.json"))) == 2  # other shapes, another file
 
 
-def test_rates_are_operations_by_seconds() -> None:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        small, large = measure([(64, 64)]), measure([(1024, 1024)])
-    finally:
-        torch.set_num_threads(threads)
-    # a product that fills the caches reaches several times the rate of one that is all overhead, on any CPU
-    assert large.fp32_gflops > small.fp32_gflops > 0.1
+def test_rates_are_operations_by_seconds_over_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(step=0.5)  # every product takes half a second by this clock
+    monkeypatch.setattr("streamrl.machine.probe.time.perf_counter", lambda: next(ticks))
+    found = measure([(64, 32), (32, 16)])
+    operations = 3 * 2 * ROWS * (64 * 32 + 32 * 16)
+    assert found.fp32_gflops == found.bf16_gflops == pytest.approx(operations / (6 * 0.5) / 1e9)
 
 
 def context(run: RunConfig) -> RoleContext:
