@@ -59,6 +59,7 @@ def file_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).as_posix()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Scales pytest-timeout's limits; marks the tests of `SLOW`."""
     groups = {file: group for group, files in SLOW.items() for file in files}
