@@ -23,11 +23,11 @@ import time
 from collections.abc import Iterable, Sequence
 
 ENDS_WITHIN_S = 10.0
-"""After a starter's death, however it died, nothing is left of what it had started."""
+"""Seconds after a starter's death, however it died, by which nothing that it started is left."""
 STOP_S = 6.0
-"""Of that, for the watched process to end by itself."""
+"""The part of them that the watched process has to end by itself."""
 AFTER_S = 2.0
-"""Of that, for what it has left behind: multiprocessing's resource tracker gives shared memory back."""
+"""The part of them for what it leaves behind: multiprocessing's resource tracker gives shared memory back."""
 LOOK_S = 0.1
 SELDOM_S = 1.0
 """Between looks where the system cannot tell that a process has ended (it is not Linux)."""

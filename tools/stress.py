@@ -29,7 +29,7 @@ STARTS = re.compile(
     r"|^from tests\.\S+ import .*\b(Project|run_ranks)\b",
     re.MULTILINE,
 )
-"""In a file of tests: it starts processes."""
+"""What a test file that starts processes contains."""
 BUSY = "while True: pass"
 NO_TESTS = 5
 """Exit code of pytest that has found none."""
@@ -83,7 +83,7 @@ def files_that_start_processes() -> list[str]:
 
 @contextlib.contextmanager
 def beside(count: int) -> Iterator[None]:
-    """So many processes keep a core busy each."""
+    """Keep `count` cores busy, with a process each."""
     busy = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(count)]
     try:
         yield

@@ -173,7 +173,9 @@ class Following:
         if kind is Kind.LAUNCHER_KILL:
             return False  # who injected it starts the run again
         if kind in OF_INSTANCES and (role := seen.roles.get(target)) is not None:
-            gone = role.state in NOT_SERVING or role.state == "suspect"
+            # a short silence may lie between two looks at the status
+            silent = any(line.endswith(f": {target} is silent") for line in seen.said)
+            gone = silent or role.state in NOT_SERVING or role.state == "suspect"
             return gone or any(self._changed(name, seen) for name in self.targets)
         return seen.state == "failed" or any(self._changed(name, seen) for name in self.targets)
 

@@ -20,7 +20,9 @@ from streamrl.launch.instances import read_started, site_folders
 from streamrl.observe.metrics import FILE_NAME, read_metrics
 from streamrl.observe.status import read_status
 
-TELLING = re.compile(rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal", re.IGNORECASE)
+TELLING = re.compile(
+    rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$", re.IGNORECASE
+)
 """Lines of logs that tell of a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
 COLUMNS = ["sample_id", "group_id", "step", "reward", "t_trained", "output_length"]

@@ -19,7 +19,7 @@ from streamrl.errors import UserError
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
 @click.option("--pool", help="Generation pool whose instance is measured (default: the file's first).")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over so many.")
-@click.option("--engine", is_flag=True, help="Try vLLM's settings on this CPU instead, and keep the best ones.")
+@click.option("--engine", is_flag=True, help="Compare vLLM's settings on this CPU instead.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 def command(
     cluster_file: Path,
@@ -32,8 +32,9 @@ def command(
 ) -> None:
     """Measure how long a decode step takes at each batch size, with vLLM, on this machine.
 
-    Starts one instance as the cluster file describes it, on its own; takes a minute or two. With --engine, it starts
-    one after the other with other settings of vLLM, and instances on this machine take the best ones from then on.
+    Starts one instance as the cluster file describes it, on its own; takes a minute or two. With --engine, starts it
+    once with each of vLLM's compile modes, thread bindings and KV-cache types, and prints and keeps a table of their
+    speed. Runs keep vLLM's default settings: docs/machines.md says why.
 
     \b
     Example:

@@ -51,7 +51,7 @@ def command(
     from streamrl.launch.preflight import cores, free_memory
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
-    from streamrl.machine.demo_size import LEAST_MICRO_BATCH, choose_micro_batch, choose_size, peak_bytes
+    from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
     from streamrl.machine.probe import probe
 
     began = time.monotonic()
@@ -73,7 +73,7 @@ def command(
     limit = min(memory * GB, free_memory())
     micro_batch = choose_micro_batch(model, limit)
     if micro_batch is None:
-        needed = peak_bytes(model, LEAST_MICRO_BATCH)
+        needed = peak_bytes(model, MICRO_BATCHES[-1])
         raise UserError(
             f"the demo needs {needed / GB:.1f} GB of memory, {limit / GB:.1f} GB are there: "
             f"{(needed - limit) / GB:.1f} GB are missing"

@@ -57,8 +57,6 @@ def command(
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.launch.emulated import emulated
-    from streamrl.launch.preflight import check, check_files
-    from streamrl.machine.compute_type import choose
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -81,12 +79,7 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    warnings = check_files(cluster, run) if elsewhere else check(cluster, run, run_dir.parent, site, emulate)
-    for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
-    types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
-    if types is not None and types.warning:
-        click.echo(f"warning: {types.warning}", err=True)
+    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
@@ -104,11 +97,42 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
         RunFailed: the run failed; the message ends with the cause.
     """
     from streamrl.launch import supervisor
-    from streamrl.launch.preflight import check
 
-    for warning in check(cluster, run, runs_dir):
-        click.echo(f"warning: {warning}", err=True)
+    _check(cluster, run, runs_dir)
     supervisor.run(cluster, run, _new_folder(runs_dir, run.name), False, plain)
+
+
+def _check(
+    cluster: ClusterConfig,
+    run: RunConfig,
+    runs_dir: Path,
+    site: str | None = None,
+    emulate: bool = False,
+    elsewhere: bool = False,
+) -> TypeChoice | None:
+    """Check files and machine, print the warnings, and choose the type that this machine computes in.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        runs_dir: where the run's folder will be.
+        site: the only one that is started here; None: all.
+        emulate: whether all sites are on this machine.
+        elsewhere: whether nothing is started here; only files are checked, and None is returned.
+
+    Raises:
+        UserError: something is wrong.
+    """
+    from streamrl.launch.preflight import check, check_files
+    from streamrl.machine.compute_type import choose
+
+    warnings = list(check_files(cluster, run) if elsewhere else check(cluster, run, runs_dir, site, emulate))
+    types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
+    if types is not None and types.warning:
+        warnings.append(types.warning)
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    return types
 
 
 def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_run: bool) -> None:

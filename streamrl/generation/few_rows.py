@@ -27,9 +27,9 @@ from streamrl.machine.cpu import this_cpu
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 4
-"""From five on vLLM's products, which keep their weights in packed blocks, are as fast."""
+"""From five rows on, vLLM's products, which keep their weights in packed blocks, are as fast."""
 MOST_BYTES = 1 << 30
-"""Of weights that are kept a second time, in the order that these products read."""
+"""Bytes of weights that are kept a second time, in the order that these products read."""
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILE_S = 60

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launch.models import resolve_model, weight_bytes
 from streamrl.launch.plan import plan_processes
+from streamrl.machine.gpus import count_gpus
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """A checkpoint holds bf16 weights (2 bytes a parameter) and fp32 weights with two AdamW moments (12 more)."""
 
-NVIDIA_SMI_S = 30
-"""Seconds; it needs several on a machine with eight GPUs that sleep."""
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 """Of the trainer: bf16 weights and gradients, fp32 weights, gradients and two AdamW moments, 20 bytes a parameter."""
 FROZEN_BYTES_PER_WEIGHT_BYTE = 3
@@ -246,17 +244,6 @@ def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str |
         who = f"site {site}" if site is not None else "the cluster"
         way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
         yield f"{who} asks for {wanted} GPUs, this machine has {present}{way_out}"
-
-
-def count_gpus() -> int:
-    """GPUs of this machine, as nvidia-smi lists them."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"nvidia-smi --list-gpus did not answer within {NVIDIA_SMI_S} s") from error
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
 def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:

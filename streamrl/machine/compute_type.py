@@ -9,16 +9,14 @@ instances. What travels is stated: `wire_type`.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from streamrl.config.run import ModelConfig, RunConfig
-from streamrl.errors import UserError
 from streamrl.launch.models import resolve_model
 from streamrl.machine.cpu import Cpu, this_cpu
+from streamrl.machine.gpus import oldest_compute_capability
 from streamrl.machine.probe import Probe, probe
 
 ComputeType = Literal["bfloat16", "float32"]
@@ -27,7 +25,6 @@ AMPERE = (8, 0)
 NO_SLOWER = 1.1
 """bf16 may take so many times as long as fp32 in the probe, which is its noise: it halves what is read and sent."""
 WORTH_A_WARNING = 1.5
-NVIDIA_SMI_S = 30
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def choose(model: ModelConfig, cuda: bool) -> TypeChoice:
         UserError: the model is not there.
     """
     if cuda:
-        return choose_for_cuda(model.dtype, oldest_gpu())
+        return choose_for_cuda(model.dtype, oldest_compute_capability())
     return choose_for_cpu(model.dtype, this_cpu(), probe(Path(resolve_model(model.path))))
 
 
@@ -151,23 +148,6 @@ def wire_type(asked: Literal["auto"] | ComputeType, computed: ComputeType | None
     if computed is None:
         raise ValueError("inside a site the versions have the trainer's type, which only the trainer knows")
     return computed
-
-
-def oldest_gpu() -> tuple[int, int] | None:
-    """The lowest compute capability of this machine's GPUs, as nvidia-smi tells it; None: not known."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{' '.join(command)} did not answer within {NVIDIA_SMI_S} s") from error
-    found = []
-    for line in done.stdout.split():
-        major, _, minor = line.partition(".")
-        if major.isdigit() and minor.isdigit():
-            found.append((int(major), int(minor)))
-    return min(found, default=None)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

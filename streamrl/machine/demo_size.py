@@ -14,7 +14,7 @@ from scheduler.model_shapes import Transformer
 STEPS = 5
 """Fewest optimizer steps that still show streaming, a checkpoint, and a ranking that comes to be trusted."""
 PROMPT_TOKENS = 50
-"""Of a demo's prompt with its chat template."""
+"""Mean length of a demo's prompt with its chat template."""
 MEAN_SHARE = 0.6
 """Mean length of an answer as a share of the longest one allowed, for SmolLM2 on the demo's tasks."""
 GENERATION_SHARE, TRAINING_SHARE = 0.45, 0.55
@@ -27,12 +27,11 @@ SPARE = 0.9
 PROCESSES_GIB = 5.5
 """Two instances and the other processes, without what grows with the model."""
 MODEL_BYTES = 40.0
-"""For each parameter, over all processes: fp32 weights, gradients and AdamW's moments (16), three copies of a version
+"""Bytes per parameter, over all processes: fp32 weights, gradients and AdamW's moments (16), three copies of a version
 in fp32 (12), and the weights of two instances with their packed copies (12)."""
 TOKEN_BYTES = 1.6e6
 """Activations that the backward pass needs, of one token of a micro-batch, for each layer of SmolLM2 / 30."""
-MICRO_BATCHES = (2048, 1024, 512)
-LEAST_MICRO_BATCH = 256
+MICRO_BATCHES = (2048, 1024, 512, 256)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class DemoSize:
 
     @property
     def overrides(self) -> list[str]:
-        """For the run file."""
+        """The size as `KEY=VALUE` overrides of the run file."""
         return [
             f"steps={self.steps}",
             f"batch.prompts_per_step={self.prompts}",
@@ -108,5 +107,5 @@ def peak_bytes(model: Transformer, micro_batch_tokens: int) -> float:
 
 def choose_micro_batch(model: Transformer, limit_bytes: float) -> int | None:
     """The largest micro-batch (tokens) whose run fits into memory; None: not even the smallest one does."""
-    fitting = (tokens for tokens in (*MICRO_BATCHES, LEAST_MICRO_BATCH) if peak_bytes(model, tokens) <= limit_bytes)
+    fitting = (tokens for tokens in MICRO_BATCHES if peak_bytes(model, tokens) <= limit_bytes)
     return next(fitting, None)

@@ -25,9 +25,9 @@ from streamrl.launch.models import cache_directory
 from streamrl.machine.cpu import Cpu, this_cpu
 
 WORTH = 1.05
-"""So many times as fast as the default must be what takes its place; less is noise."""
+"""Least speedup over the default that counts; less is noise."""
 MOST_EXTRA_START_S = 30.0
-"""By which an instance may start later for it: a lost one is replaced while others wait."""
+"""Longest delay of an instance's start that a speedup is worth: a lost one is replaced while others wait."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class EngineSettings:
     """How vLLM runs on a CPU; the defaults are what is taken where nothing was measured."""
 
     compiled: bool = False
-    """By inductor; else eager."""
+    """Whether inductor compiles the model; else eager."""
     bound: bool = False
-    """Its threads to cores of their own."""
+    """Whether each thread is bound to a core."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """auto: the model's type."""
 
@@ -183,7 +183,7 @@ def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions:
 
 
 def _version(*names: str) -> str:
-    """Of the first of these packages that is installed."""
+    """Return the version of the first of these packages that is installed."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

@@ -31,7 +31,7 @@ LARGEST = 2048
 """Sides of larger matrices are cut to this: the rate no longer depends on them, and slow types stay quick to probe."""
 SECONDS_PER_PRODUCT = 0.02
 LIMIT_S = 120.0
-"""For the process that measures; importing torch takes nearly all of its time."""
+"""Deadline of the process that measures, in seconds; importing torch takes nearly all of its time."""
 
 Shape = tuple[int, int]
 """Inputs and outputs of a linear layer."""
@@ -142,7 +142,7 @@ def _key(shapes: Sequence[Shape]) -> str:
 
 
 def _measured_here(shapes: Sequence[Shape]) -> Probe:
-    """On one thread, in a process that has torch."""
+    """Measure on one thread, in a process that has torch."""
     import torch
 
     threads = torch.get_num_threads()

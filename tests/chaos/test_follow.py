@@ -97,6 +97,14 @@ def test_a_pause_is_over_when_the_instance_is_heard_again_and_nobody_is_replaced
     assert (seen.serving, seen.recovered) == (None, 6.0)
 
 
+def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged() -> None:
+    seen = following(Kind.INSTANCE_PAUSE, "a-0", replaced=False)
+    seen.see(at(103.0, said=("WARNING streamrl.generation.fleet: a-00 is silent",)))
+    assert seen.noticed is None
+    seen.see(at(104.0, said=("WARNING streamrl.generation.fleet: a-0 is silent",)))
+    assert seen.noticed == 4.0
+
+
 def test_a_cut_link_is_noticed_by_the_silence_of_its_site() -> None:
     seen = following(Kind.LINK_CUT, "west", replaced=False)
     seen.see(at(103.0, silent_sites={"west": 3.0}))

@@ -25,7 +25,7 @@ from streamrl.weights.quantize import Kind, dequantize, is_quantized, quantize
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
-from tests.waiting import holds, until
+from tests.waiting import holds, scaled, until
 
 T = TypeVar("T")
 POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
@@ -286,8 +286,9 @@ def test_waiting_for_running_requests_lets_them_end_under_their_weights(engines:
         first = asyncio.create_task(sample(engine, request(0)))
         await until(lambda: first.done() or any(engine.produced().values()))  # one that waits is there with 0
         updating = asyncio.create_task(update(engine, "wait", number, content_hash))
-        while not await engine._llm.is_paused():
-            assert not updating.done()
+        async with asyncio.timeout(scaled(30)):
+            while not await engine._llm.is_paused():
+                assert not updating.done()
         second = await sample(engine, request(1))  # waits for the new weights
         await updating
         return before, await first, second

@@ -37,9 +37,21 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+PRELOADED = [
+    "tests.training.test_trainer",
+    "tests.weights.test_sharded",
+    "streamrl.training.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.masking_utils",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+]
+"""Modules that a rank needs; some of them are imported only where they are used."""
+
+
 def run_ranks(ranks: int, work: Callable[..., None], *arguments: object) -> None:
     """Calls `work(rank, *arguments)` in as many processes. They are forked from one that has imported everything."""
-    multiprocessing.set_forkserver_preload(["streamrl.training.trainer"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
