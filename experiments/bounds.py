@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from scheduler.model_shapes import Transformer
-from streamrl.launch.plan import KEPT_HEAP, PASSIVE_WAITING
+from scheduler.cost.model_shapes import Transformer
+from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 
 SIDE = 1024
 """Of the matrices whose product is timed: 4 MB each in fp32, more than a core's own caches."""

@@ -29,7 +29,7 @@ import yaml
 from rich.console import Console
 
 from streamrl.config.run import RunConfig
-from streamrl.launch.models import resolve_model
+from streamrl.machine.model_files import resolve_model
 from streamrl.tasks.source import PromptSource
 
 HERE = Path(__file__).parent

@@ -5,9 +5,9 @@
 The machine's peaks are products of large square matrices in fp32 and bf16 and reads of memory, on one and on all
 threads. Training is one optimizer step of the demo's size (`runs/demo.yaml`: 8 prompts x 8 completions of up to 96
 tokens, SmolLM2-135M) in the trainer's own class and with the environment that `streamrl launch` gives it. Tokens are
-random, lengths are drawn to look like the demo's: neither content changes what is computed. Its operations are
-counted by `scheduler/model_shapes.py`, and one micro-batch more runs under torch's profiler, which says by kind where
-the time goes. Writes experiments/results/cpu_speed.json and .md.
+random, lengths are drawn to look like the demo's: neither content changes what is computed. Its operations are counted
+by `scheduler/cost/model_shapes.py`, and one micro-batch more runs under torch's profiler, which says by kind where the
+time goes. Writes experiments/results/cpu_speed.json and .md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
-from streamrl.launch.models import resolve_model
 from streamrl.machine.compute_type import decided
 from streamrl.machine.cpu import this_cpu
+from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
 from streamrl.training.packing import pack
 from streamrl.training.trainer import Trainer

@@ -22,7 +22,7 @@ import numpy as np
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.launch.plan import ONE_BLAS_THREAD, PASSIVE_WAITING
+from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 
 PROMPT = 32
 STEPS, PROFILED = 16, 4
@@ -69,9 +69,9 @@ def measure_decoding(
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from streamrl.generation import few_rows_vllm
-    from streamrl.generation.engine_config import engine_config
-    from streamrl.launch.models import resolve_model
+    from streamrl.generation.instance import few_rows_vllm
+    from streamrl.generation.instance.engine_config import engine_config
+    from streamrl.machine.model_files import resolve_model
 
     pool = GenerationPool(name="speed", max_batch=max(batches), kv_cache_gb=0.25)
     shape = shape_of(Path(resolve_model(run.model.path)))

@@ -44,13 +44,13 @@ from matplotlib.patches import Patch
 from rich.progress import track
 from running import HERE, ROOT, Sheet, terminal
 
-from scheduler.allocation import DELTA_RATIO, ScheduleName
-from scheduler.break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
-from scheduler.generation_cost import Batch
-from scheduler.hardware import device
-from scheduler.training_cost import PPO
+from scheduler.capacity.allocation import DELTA_RATIO, ScheduleName
+from scheduler.capacity.break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
+from scheduler.cost.generation_cost import Batch
+from scheduler.cost.hardware import device
+from scheduler.cost.training_cost import PPO
 from streamrl.errors import UserError
-from streamrl.planning.inputs import PROMPT_TOKENS, SAMPLES, find_lengths, find_model, load_devices
+from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths, find_model, load_devices
 
 OUT = HERE / "results"
 TRAINS, PARTNERS = "H800", ("H20", "L40S", "RTX4090")

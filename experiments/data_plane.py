@@ -46,7 +46,7 @@ from data_plane_measure import OUT, PHASES, RATE, measure
 from data_plane_peer import measure_peer
 from running import ROOT, machine, terminal
 
-from streamrl.generation.uplink import MIN_MARK
+from streamrl.generation.site.uplink import MIN_MARK
 
 ARMS = ("steady", "ceiling", "backpressure", "peer")
 FORMS = {"near": False, "far": True}

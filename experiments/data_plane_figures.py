@@ -10,7 +10,7 @@ from data_plane_measure import RATE
 from data_plane_roles import AHEAD
 from running import Sheet
 
-from streamrl.generation.uplink import MIN_MARK
+from streamrl.generation.site.uplink import MIN_MARK
 
 
 def cpu_text(cpu: Sequence[tuple[str, float]]) -> str:

@@ -28,7 +28,7 @@ from data_plane_roles import (
 )
 from running import HERE
 
-from streamrl.generation.uplink import Uplink
+from streamrl.generation.site.uplink import Uplink
 
 OUT = HERE / "results"
 RATE = 50_000 / 60

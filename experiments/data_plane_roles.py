@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.control.arrivals import arrived
-from streamrl.control.trainers import Trainers
-from streamrl.generation.batches import CompressionChoice, SampleBatcher, unpack_samples
-from streamrl.generation.messages import sample_to_wire
-from streamrl.generation.uplink import Uplink
+from streamrl.controller.arrivals import arrived
+from streamrl.controller.trainer_client import Trainers
+from streamrl.generation.site.sample_batches import CompressionChoice, SampleBatcher, unpack_samples
+from streamrl.generation.site.uplink import Uplink
+from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.micro_batch import TrainGroup, from_wire, train_group
 from streamrl.rollouts.types import Group, Sample, Scored
@@ -28,12 +28,12 @@ from streamrl.transport.flow import Flow
 GROUP, STEP_GROUPS, MICRO_TOKENS = 8, 64, 16384
 AHEAD, SLOTS, POOL = 2048, 128, 64
 BATCH_BYTES, BATCH_SAMPLES, BATCH_S = 256 * 1024, 256, 0.05
-"""Of the uplink's batcher, as `launch/connections.py` has them (which would load torch)."""
+"""Of the uplink's batcher, as `runtime/site_connections.py` has them (which would load torch)."""
 LINK_BYTES_PER_S, LINK_RTT_S = 125e6, 0.02
 NEAR = Flow(lost_after_s=float("inf"))
 FAR = Flow.over(LINK_BYTES_PER_S, LINK_RTT_S, 600, BATCH_BYTES)
 MOST_EVENTS_AT_ONCE = 512
-"""In one transaction, as `control/controller.py` has it (which would load torch)."""
+"""In one transaction, as `controller/controller.py` has it (which would load torch)."""
 TICK_S, ISSUE_S = 0.25, 0.02
 LIMIT_S = 120.0
 """Seconds, for a start, and for what the peer does beside the measurement."""

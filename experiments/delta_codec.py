@@ -48,8 +48,8 @@ from safetensors.torch import load_file
 
 from streamrl.config.load import load_resolved
 from streamrl.config.run import OptimizerConfig
-from streamrl.launch.models import resolve_model
-from streamrl.weights.delta import decode_tensor, encode_tensor, entropy_bound_bits
+from streamrl.machine.model_files import resolve_model
+from streamrl.weights.codec.delta import decode_tensor, encode_tensor, entropy_bound_bits
 from streamrl.weights.version import checksum
 
 OUT = HERE / "results"

@@ -23,10 +23,10 @@ from running import Sheet, machine, terminal, write_results
 from ranker.data import Rollouts, read_rollouts
 from ranker.segments import Array
 from ranker.train import train
-from scheduler.cost import PAPER_7B_H800
-from scheduler.forecast import Forecast
-from scheduler.saving import Saving, saving
-from scheduler.simulator import SimulatedInstance, SimulatedRequest
+from scheduler.cost.decode import PAPER_7B_H800
+from scheduler.cost.length_forecast import Forecast
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.saving import Saving, saving
 
 HERE = Path(__file__).parent
 DATA, OUT = HERE / "data" / "small_reasoner.parquet", HERE / "results" / "dispatch_ceiling.json"

@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from scheduler.baselines import LeastLoaded, LongestFirst, RoundRobin
-from scheduler.cost import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
-from scheduler.expected import Worker
-from scheduler.forecast import NORMAL_SCORES, Forecast
-from scheduler.hardware import device
-from scheduler.planned import Algorithm2, SkewAware
-from scheduler.planning import best_partition, plan
-from scheduler.policy import DispatchPolicy
-from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
+from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
+from scheduler.cost.expected_time import Worker
+from scheduler.cost.hardware import device
+from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, RoundRobin
+from scheduler.dispatch.partition import best_partition, plan
+from scheduler.dispatch.planned import Algorithm2, SkewAware
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 OUT = Path(__file__).parent / "results" / "dispatch_policies"
 LIMIT = 20_000

@@ -35,9 +35,9 @@ import yaml
 from matplotlib.figure import Figure
 from running import HERE, ROOT, Job, Sheet, machine, run_job, runs_folder, terminal, write_results
 
-from streamrl.observe.metrics import FILE_NAME, MetricsRow, read_metrics
-from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.metrics import FILE_NAME, MetricsRow, read_metrics
+from streamrl.run_dir.status import read_status
 
 OUT = HERE / "results"
 CLUSTER, RUN_FILE = HERE / "clusters" / "elastic.yaml", HERE / "runs" / "elastic.yaml"

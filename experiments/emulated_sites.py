@@ -14,11 +14,12 @@ others have 0). Of its steps after the warm-up: lengths, the trainer's tokens/s,
 coding and loading a version, of the ways between, bytes of a version, and the instance's step time by batch size,
 fitted to when its samples ended: what it measures at its start is of a machine with nothing else to do.
 
-*Prediction.* `scheduler/pipeline.py` plays a run of as many steps, on whole groups drawn from the calibration's. The
-link comes in as declared: bytes / (bandwidth x weight_share), and its round trips. No time or length of the run that is
-predicted goes in. It is the mean over draws; "by chance" is their standard deviation: how far lengths alone may move a
-run's mean step. "Given its lengths" plays the run's own groups instead, which separates that chance from other errors;
-it is no prediction. "No link" is the prediction for the calibration's link: what is beyond it, the real one costs.
+*Prediction.* `scheduler/simulation/pipeline.py` plays a run of as many steps, on whole groups drawn from the
+calibration's. The link comes in as declared: bytes / (bandwidth x weight_share), and its round trips. No time or length
+of the run that is predicted goes in. It is the mean over draws; "by chance" is their standard deviation: how far
+lengths alone may move a run's mean step. "Given its lengths" plays the run's own groups instead, which separates that
+chance from other errors; it is no prediction. "No link" is the prediction for the calibration's link: what is beyond
+it, the real one costs.
 
 In the simulator, generation, training and the traffic do not slow each other down. Here they share two cores and their
 caches, the processes that emulate the link included, and where they overlap (`async`) they do.

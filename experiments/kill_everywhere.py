@@ -26,8 +26,8 @@ import psutil
 import pyarrow.parquet as pq
 from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_results
 
-from streamrl.observe.metrics import FILE_NAME, read_metrics
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.metrics import FILE_NAME, read_metrics
 
 OUT = HERE / "results"
 CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", HERE / "runs" / "small_reasoner.yaml"

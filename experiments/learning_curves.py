@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.observe.metrics import MetricsRow, read_metrics
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 WINDOW = 10

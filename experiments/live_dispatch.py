@@ -35,16 +35,16 @@ from rich.table import Table
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
 from ranker.train import train
-from scheduler.cost import StepCurve
-from scheduler.forecast import Forecast
-from scheduler.policies import make_policy
-from scheduler.policy import DispatchPolicy
-from scheduler.simulator import SimulatedInstance, SimulatedRequest, simulate
+from scheduler.cost.decode import StepCurve
+from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.registry import make_policy
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.launch.models import resolve_model
-from streamrl.launch.plan import PASSIVE_WAITING
 from streamrl.machine.compute_type import decided
+from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.process_plan import PASSIVE_WAITING
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "live_dispatch"
@@ -119,8 +119,8 @@ class Bench:
     def __init__(self, workload: Workload) -> None:
         from transformers import AutoTokenizer
 
-        from streamrl.control.prompts import GroupSource
-        from streamrl.generation.engine import Engine
+        from streamrl.controller.group_source import GroupSource
+        from streamrl.generation.instance.engine import Engine
         from streamrl.tasks.source import PromptSource
 
         self.workload = workload
@@ -140,7 +140,7 @@ class Bench:
 
     async def calibrate(self) -> None:
         """Both instances at once, as they will work."""
-        from streamrl.generation.calibrate import measure
+        from streamrl.generation.instance.calibration import measure
 
         for engine in self.engines.values():
             await engine.warm_up()
@@ -164,9 +164,9 @@ class Bench:
 
     async def play(self, policy: DispatchPolicy, forecasts: dict[str, Forecast]) -> Played:
         """Generates the whole batch."""
-        from streamrl.control.prompts import samples_of
-        from streamrl.generation.dispatcher import Dispatcher
-        from streamrl.generation.messages import request_from_wire
+        from streamrl.controller.group_source import samples_of
+        from streamrl.generation.site.dispatcher import Dispatcher
+        from streamrl.protocol.samples import request_from_wire
         from streamrl.rollouts.types import PartialSample, SampleRequest
 
         lengths: dict[str, int] = {}
@@ -228,7 +228,7 @@ class Bench:
 
     def ranked(self, model: LengthModel) -> dict[str, Forecast]:
         """The ranker's forecast of every sample."""
-        from streamrl.control.prompts import samples_of
+        from streamrl.controller.group_source import samples_of
 
         predicted = model.predict([g.prompt for g in self.groups], [g.task for g in self.groups])
         return {

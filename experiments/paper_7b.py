@@ -21,10 +21,10 @@ from dispatch_policies import LIMIT, r1_like, requests_of
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.cost import PAPER_7B_H800
-from scheduler.forecast import NORMAL_SCORES
-from scheduler.policies import make_policy
-from scheduler.simulator import SimulatedInstance, simulate
+from scheduler.cost.decode import PAPER_7B_H800
+from scheduler.cost.length_forecast import NORMAL_SCORES
+from scheduler.dispatch.registry import make_policy
+from scheduler.simulation.generation_simulator import SimulatedInstance, simulate
 
 OUT = Path(__file__).parent / "results" / "paper_7b.json"
 REQUESTS = 1024

@@ -37,8 +37,8 @@ from rich.console import Console
 from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
 from streamrl.config.run import RunConfig
-from streamrl.launch.models import resolve_model
 from streamrl.machine.compute_type import decided
+from streamrl.machine.model_files import resolve_model
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
 

@@ -16,15 +16,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import generation_cost, training_cost
-from scheduler.allocation import Offer, Problem, Route, ScheduleName
-from scheduler.cost import PAPER_7B_H800, roofline
-from scheduler.generation_cost import Batch
-from scheduler.hardware import device
-from scheduler.model_shapes import MODELS
-from scheduler.placement_plan import PlacementPlan, colocated, plans
-from scheduler.training_cost import PPO
-from streamrl.planning.inputs import PROMPT_TOKENS, SAMPLES, find_lengths
+from scheduler.capacity.allocation import Offer, Problem, Route, ScheduleName
+from scheduler.capacity.placement_plan import PlacementPlan, colocated, plans
+from scheduler.cost import decode, generation_cost, training_cost
+from scheduler.cost.decode import PAPER_7B_H800, roofline
+from scheduler.cost.generation_cost import Batch
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import PPO
+from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths
 
 OUT = Path(__file__).parent / "results"
 LENGTHS = ("5k", "10k", "20k")
@@ -109,10 +109,8 @@ def two_sites(lengths: str, schedule: ScheduleName) -> dict[str, Any]:
 
 def constants() -> list[tuple[str, str]]:
     """The cost model's constants as they are in the code."""
-    from scheduler import cost
-
     named = {
-        cost: ("MEMORY_EFFICIENCY", "COMPUTE_EFFICIENCY", "STEP_OVERHEAD_S", "ALLREDUCE_LATENCY_S"),
+        decode: ("MEMORY_EFFICIENCY", "COMPUTE_EFFICIENCY", "STEP_OVERHEAD_S", "ALLREDUCE_LATENCY_S"),
         training_cost: (
             *("TRAINING_UTILISATION", "TRAINED_BYTES", "FROZEN_BYTES", "GATHER_BYTES", "REDUCE_BYTES"),
             *("OPTIMIZER_BYTES", "LAYER_ACTIVATION_BYTES", "CHECKPOINT_BYTES", "LOGIT_BYTES", "LOGIT_TOKENS"),

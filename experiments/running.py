@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from streamrl.observe.metrics import FILE_NAME, MetricsRow, read_metrics
+from streamrl.run_dir.metrics import FILE_NAME, MetricsRow, read_metrics
 
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent

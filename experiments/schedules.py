@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal
 
-from streamrl.observe.metrics import MetricsRow
+from streamrl.run_dir.metrics import MetricsRow
 
 OUT = HERE / "results"
 WORKLOADS = ("generation", "balanced", "training")

@@ -15,14 +15,14 @@ import yaml
 from running import HERE, Outcome
 from scipy.optimize import nnls
 
-from scheduler.cost import StepCurve
-from scheduler.pipeline import Link, Pipeline, Stages
-from scheduler.policies import make_policy
-from scheduler.schedules import make_schedule
-from scheduler.simulator import SimulatedInstance, SimulatedRequest
+from scheduler.cost.decode import StepCurve
+from scheduler.dispatch.registry import make_policy
+from scheduler.schedule.schedules import make_schedule
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.pipeline import Link, Pipeline, Stages
 from streamrl.config.cluster import SiteLink
-from streamrl.observe.trace import FILE_NAME as TRACE_FILE
-from streamrl.observe.trace import read_trace, trace_origin
+from streamrl.run_dir.trace import FILE_NAME as TRACE_FILE
+from streamrl.run_dir.trace import read_trace, trace_origin
 
 CLUSTER = HERE / "clusters" / "two_sites.yaml"
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 6, 32

@@ -3,9 +3,10 @@
     .venv/bin/python experiments/site_dispatch.py      # some minutes; writes results/site_dispatch.{json,md,svg}
 
 A 7B model, step times from rooflines. Sites differ in GPU type and number; a link costs its round trip, its bandwidth
-(a message after the other) and money. The site is chosen by `scheduler/sites.py` or a baseline, then each site places
-its samples on its instances as in `scheduler/simulator.py`. Workloads: lengths like DeepSeek-R1's, log-normal, uniform;
-a length is its group's times a normal error in log length, half of whose variance siblings share.
+(a message after the other) and money. The site is chosen by `scheduler/sites/site_dispatch.py` or a baseline, then each
+site places its samples on its instances as in `scheduler/simulation/generation_simulator.py`. Workloads: lengths like
+DeepSeek-R1's, log-normal, uniform; a length is its group's times a normal error in log length, half of whose variance
+siblings share.
 
 Sync: a batch is issued at once, and what counts is when its last sample is home. Async: so many groups are under way, a
 new one is issued for each that is home; what counts is tokens per second.
@@ -31,13 +32,13 @@ from matplotlib.figure import Figure
 from rich.progress import track
 from running import ROOT, Sheet, machine, terminal
 
-from scheduler.cost import QWEN_7B, roofline
-from scheduler.forecast import NORMAL_SCORES, Forecast
-from scheduler.hardware import device
-from scheduler.policies import make_policy
-from scheduler.simulator import SimulatedInstance, SimulatedRequest, Simulation
-from scheduler.site_placements import SiteFacts
-from scheduler.sites import SiteDispatch, SiteGroup
+from scheduler.cost.decode import QWEN_7B, roofline
+from scheduler.cost.hardware import device
+from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
+from scheduler.dispatch.registry import make_policy
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
+from scheduler.sites.site_candidates import SiteFacts
+from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 
 OUT = Path(__file__).parent / "results"
 SIBLINGS, PROMPT_TOKENS = 8, 400

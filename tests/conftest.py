@@ -30,9 +30,9 @@ SLOW = {
         "generation/test_engine.py",
         "generation/test_parallel_engine.py",
         "generation/test_few_rows_vllm.py",
-        "generation/test_calibrate.py",
+        "generation/test_calibration.py",
         "training/test_losses_against_trl.py",
-        "launch/test_ray_autoscaling.py",
+        "launcher/test_ray_autoscaling.py",
         "end_to_end/test_ray.py",
     ),
 }

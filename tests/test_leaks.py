@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.processes import is_alive
+from streamrl.runtime.processes import is_alive
 from tests.leaks import Leaks
 
 pytest_plugins = ("pytester",)

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.processes import is_alive
-from streamrl.warden import AFTER_S, ENDS_WITHIN_S, STOP_S, wait_for_an_end
+from streamrl.runtime.processes import is_alive
+from streamrl.runtime.warden import AFTER_S, ENDS_WITHIN_S, STOP_S, wait_for_an_end
 from tests.tiny_model import save_tiny_model
 from tests.waiting import wait_for
 
@@ -34,7 +34,7 @@ def stay(name):
 """
 """Each process of a test leaves an empty file with its name and its id."""
 ROLE = """
-from streamrl.launch.role import _end_with_starter
+from streamrl.launcher.entry_point import _end_with_starter
 _end_with_starter()
 """
 DEAF = """
@@ -90,8 +90,8 @@ def all_end(pids: dict[str, int], within_s: float = ENDS_WITHIN_S) -> None:
 
 
 LAUNCHER = """
-from streamrl.launch.local import start
-from streamrl.launch.plan import ProcessSpec
+from streamrl.launcher.local_backend import start
+from streamrl.runtime.process_plan import ProcessSpec
 for name in sys.argv[1:]:
     start(ProcessSpec(name, "instance", "here", "regular", [sys.executable, f"{name}.py"]), Path("."), False)
 stay("launcher")
@@ -136,8 +136,8 @@ def test_the_ranks_end_with_torchs_launcher_and_with_the_one_behind_it(
     script(tmp_path, "rank", ROLE + DEAF + "stay('rank' + os.environ['RANK'])")
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py"]
     text = f"""
-from streamrl.launch.local import start
-from streamrl.launch.plan import ProcessSpec
+from streamrl.launcher.local_backend import start
+from streamrl.runtime.process_plan import ProcessSpec
 start(ProcessSpec("trainer", "trainer", "here", None, {agent!r}), Path("."), False)
 stay("launcher")
 """
@@ -192,7 +192,7 @@ VLLM = """
 import asyncio
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.engine import Engine
+from streamrl.generation.instance.engine import Engine
 
 async def main():
     pool = GenerationPool(max_batch=4, kv_cache_gb=0.05)

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import SLOW, TESTS
 
 STARTERS = (
-    *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.engine.Engine"),
+    *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.instance.engine.Engine"),
     *("tests.end_to_end.project", "tests.warm"),
 )
 """Modules with which a test starts what takes long."""

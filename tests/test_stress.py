@@ -58,7 +58,7 @@ def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None
     files = stress.files_that_start_processes()
     for name in ("launch/test_stacks.py", "end_to_end/test_ray.py", "tasks/test_reward_pool.py", "test_orphans.py"):
         assert f"tests/{name}" in files
-    assert "tests/scheduler/test_policies.py" not in files
+    assert "tests/scheduler/test_dispatch_policies.py" not in files
 
 
 def test_a_run_without_a_report_is_a_failure_of_its_file(tmp_path: Path) -> None:

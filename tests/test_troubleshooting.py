@@ -29,29 +29,29 @@ import yaml
 
 from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.tasks import FileTask
-from streamrl.control.prompts import GroupSource
+from streamrl.controller.group_source import GroupSource
 from streamrl.errors import RunFailed
-from streamrl.generation.dispatcher import Dispatcher
-from streamrl.generation.fleet import SiteFleet
-from streamrl.generation.journal import TokenJournal
-from streamrl.generation.life_cycle import InstanceLife, Life
-from streamrl.launch import preflight, share, supervisor
-from streamrl.launch.connections import connect_home, home_hub, to_home
-from streamrl.launch.context import Addresses, RoleContext
-from streamrl.launch.instances import StartedProcess, write_started
-from streamrl.launch.local import LocalProcess, start
-from streamrl.launch.plan import ProcessSpec
-from streamrl.observe.live import PlainLines
-from streamrl.observe.panels import step_line
-from streamrl.observe.status import RunStatus, write_status
+from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.generation.site.fleet import SiteFleet
+from streamrl.generation.site.instance_life import InstanceLife, Life
+from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.launcher import preflight, site_setup, supervisor
+from streamrl.launcher.local_backend import LocalProcess, start
+from streamrl.report.live_view import PlainLines
+from streamrl.report.panels import step_line
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.instance_files import StartedProcess, write_started
+from streamrl.run_dir.status import RunStatus, write_status
+from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.runtime.process_plan import ProcessSpec
+from streamrl.runtime.site_connections import connect_home, home_hub, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.tasks.source import PromptSource
 from streamrl.transport.curve import ClientSecurity, make_keys
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.cli.calling import streamrl
-from tests.observe.synthetic import INSTANCES, make_row, make_status
+from tests.report.synthetic import INSTANCES, make_row, make_status
 from tests.training.conftest import free_port
 from tests.waiting import scaled
 
@@ -73,20 +73,20 @@ SLEEP = "import time; time.sleep(60)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 EXPIRES = """
 import asyncio, sys
-from streamrl.launch import role
+from streamrl.launcher import entry_point
 from streamrl.transport.deadlines import WaitRegistry
 
 async def wait():
     async with WaitRegistry("controller").deadline("weights 6 to reach service-here", 0.6):
         await asyncio.Event().wait()
 
-role._role = lambda args: wait()
+entry_point._role = lambda args: wait()
 sys.argv[1:] = ["controller", "--run-dir", "runs/tiny"]
-sys.exit(role.main())
+sys.exit(entry_point.main())
 """
 FAILS = """
 import sys
-from streamrl.launch import role
+from streamrl.launcher import entry_point
 
 class EngineDeadError(Exception):
     pass
@@ -94,9 +94,9 @@ class EngineDeadError(Exception):
 async def generate():
     raise EngineDeadError("EngineCore encountered an issue.")
 
-role._role = lambda args: generate()
+entry_point._role = lambda args: generate()
 sys.argv[1:] = ["instance", "--run-dir", ".", "--name", "here-one-0"]
-sys.exit(role.main())
+sys.exit(entry_point.main())
 """
 REWARDS = """
 import os, time
@@ -169,7 +169,7 @@ def pattern(message: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class TinyShare(share.Share):
+class TinyShare(site_setup.Share):
     """What is planned is started, but each process runs a few lines of Python."""
 
     scripts: Mapping[str, str] = field(default_factory=dict)
@@ -229,8 +229,8 @@ class Place:
         self.write_run(**run)
 
         @contextlib.contextmanager
-        def prepared(*arguments: Any) -> Iterator[share.Share]:
-            with share.prepare(*arguments) as real:
+        def prepared(*arguments: Any) -> Iterator[site_setup.Share]:
+            with site_setup.prepare(*arguments) as real:
                 yield TinyShare(real.cluster, real.run, real.folders, real.network, scripts=scripts)
 
         self.monkeypatch.setattr(supervisor, "prepare", prepared)

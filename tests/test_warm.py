@@ -70,7 +70,16 @@ def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(look
 
 
 def test_its_command_line_is_seen_and_signals_reach_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "streamrl.launch.role", "service", "--run-dir", str(tmp_path), "--site", "here"]
+    command = [
+        sys.executable,
+        "-m",
+        "streamrl.launcher.entry_point",
+        "service",
+        "--run-dir",
+        str(tmp_path),
+        "--site",
+        "here",
+    ]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "LAST WORDS" in errors  # there is no run in that folder
@@ -114,7 +123,7 @@ def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_
 )
 def test_what_is_read_once_must_be_the_templates(change: dict[str, str], can: bool) -> None:
     values = {
-        "args": [sys.executable, "-m", "streamrl.launch.role"],
+        "args": [sys.executable, "-m", "streamrl.launcher.entry_point"],
         "shell": False,
         "pass_fds": (),
         "executable": None,
@@ -125,4 +134,4 @@ def test_what_is_read_once_must_be_the_templates(change: dict[str, str], can: bo
     }
     assert (warm._request(values) is not None) == can
     assert warm._request(values | {"pass_fds": (5,)}) is None
-    assert warm._request(values | {"args": ["ls", "-m", "streamrl.launch.role"]}) is None
+    assert warm._request(values | {"args": ["ls", "-m", "streamrl.launcher.entry_point"]}) is None

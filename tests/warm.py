@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.launch.plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
-from streamrl.processes import end_with_parent
+from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
+from streamrl.runtime.processes import end_with_parent
 from tests.marks import MARK, WARM
 
 MODULES = ("streamrl", "torch.distributed.run")

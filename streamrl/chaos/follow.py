@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamrl.chaos.plan import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, Kind
+from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, Kind
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
-"""States of an instance that has nothing to do with requests (`generation/life_cycle.py`)."""
+"""States of an instance that has nothing to do with requests (`generation/site/instance_life.py`)."""
 FRESH_S = 5.0
 """The controller writes twice a second; so long may it take on a machine under load."""
 TOLD_S = 2.0
@@ -28,7 +28,7 @@ than that may have been read before."""
 
 @dataclass(frozen=True)
 class SeenProcess:
-    """A process as its launcher tells (`launch/instances.py`)."""
+    """A process as its launcher tells (`run_dir/instance_files.py`)."""
 
     pid: int
     role: str
@@ -38,7 +38,7 @@ class SeenProcess:
 
 @dataclass(frozen=True)
 class SeenRole:
-    """A process as the controller tells (`observe/status.py`)."""
+    """A process as the controller tells (`run_dir/status.py`)."""
 
     role: str
     state: str
@@ -70,7 +70,7 @@ class Seen:
     """Seconds since the last sign of a site that does not train."""
     congested: frozenset[str] = frozenset()
     said: tuple[str, ...] = ()
-    """Lines of logs that tell of a fault, since the fault (`look.py`)."""
+    """Lines of logs that tell of a fault, since the fault (`observation.py`)."""
     launched: bool = True
     """Whether there is a launcher."""
 

@@ -18,20 +18,20 @@ from pathlib import Path
 
 import psutil
 
+from streamrl.chaos.faults import Fault, Inventory, Kind
 from streamrl.chaos.follow import Seen, SeenProcess
-from streamrl.chaos.look import processes_of
-from streamrl.chaos.plan import Fault, Inventory, Kind
+from streamrl.chaos.observation import processes_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
-from streamrl.generation.engine_config import weight_backend
-from streamrl.launch.instances import site_folders
-from streamrl.launch.share import JOURNAL
+from streamrl.generation.instance.engine_config import weight_backend
+from streamrl.generation.instance.vllm_plugin import BACKEND
+from streamrl.launcher.site_setup import JOURNAL
+from streamrl.run_dir.instance_files import site_folders
 from streamrl.weights.store import store_directory
-from streamrl.weights.vllm_plugin import BACKEND
 
-ROLE_MODULE = "streamrl.launch.role"
+ROLE_MODULE = "streamrl.launcher.entry_point"
 ELASTIC_MODULE = "torch.distributed.run"
 ENGINE = "EngineCore"
 LINK_S = 15.0

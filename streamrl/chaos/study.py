@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.chaos.audit import Audit, audit
+from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, Fault, Kind
 from streamrl.chaos.follow import Following, Seen
 from streamrl.chaos.inject import Injected, Injector, NotPossible
-from streamrl.chaos.launcher import Launcher
-from streamrl.chaos.look import Logs, interrupted, look, read_account
-from streamrl.chaos.plan import ENDS_RUN, OF_INSTANCES, Fault, Kind
+from streamrl.chaos.observation import Logs, interrupted, look, read_account
+from streamrl.chaos.own_launcher import Launcher
+from streamrl.diagnose.snapshot import collect
+from streamrl.diagnose.stuck import judge
 from streamrl.errors import RunFailed
-from streamrl.generation.instance import JOURNAL_EVERY_S
-from streamrl.launch.look import collect
-from streamrl.observe.status import FINAL_STATES as ENDED
-from streamrl.observe.stuck import judge
+from streamrl.generation.instance.instance_process import JOURNAL_EVERY_S
+from streamrl.run_dir.status import FINAL_STATES as ENDED
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from streamrl.chaos.audit import Audit, Curve
-from streamrl.chaos.plan import OF_INSTANCES, WHAT, Kind
+from streamrl.chaos.faults import OF_INSTANCES, WHAT, Kind
 from streamrl.chaos.study import Result
-from streamrl.observe.terminal import plain_table
+from streamrl.report.terminal import plain_table
 
 COLUMNS = (
     "fault",

@@ -43,7 +43,7 @@ def command(
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launch.plan import PASSIVE_WAITING
+    from streamrl.runtime.process_plan import PASSIVE_WAITING
 
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
     pools = {pool.name: (site, pool) for site, values in cluster.sites.items() for pool in values.generation}
@@ -64,11 +64,11 @@ def command(
     if engine:
         if cluster.hardware == "cuda":
             raise UserError("--engine: these are vLLM's settings on CPUs; this cluster has hardware: cuda")
-        from streamrl.generation.settings_trial import try_settings
+        from streamrl.generation.instance.settings_trial import try_settings
 
         return try_settings(chosen, run, site, click.echo)
-    from streamrl.generation.calibrate import measure
-    from streamrl.generation.engine import Engine
+    from streamrl.generation.instance.calibration import measure
+    from streamrl.generation.instance.engine import Engine
 
     async def work() -> dict[str, object]:
         engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)

@@ -16,8 +16,8 @@ from streamrl.errors import RunFailed, UserError
 if TYPE_CHECKING:
     from types import FrameType
 
-    from streamrl.chaos.launcher import Launcher
-    from streamrl.chaos.plan import Kind
+    from streamrl.chaos.faults import Kind
+    from streamrl.chaos.own_launcher import Launcher
     from streamrl.chaos.study import Study
 
 MANY_STEPS = 100_000
@@ -99,7 +99,7 @@ def _kinds(names: str | None) -> list[Kind]:
     """
     import difflib
 
-    from streamrl.chaos.plan import Kind
+    from streamrl.chaos.faults import Kind
 
     chosen = []
     for name in (one.strip() for one in (names or "").split(",") if one.strip()):
@@ -117,7 +117,7 @@ def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, .
     Raises:
         UserError: a file or a --set is wrong.
     """
-    from streamrl.chaos.launcher import Launcher
+    from streamrl.chaos.own_launcher import Launcher
     from streamrl.cli.launch import _new_folder
     from streamrl.config.load import load_cluster, load_run
 
@@ -144,8 +144,8 @@ def _study(
         UserError: there is no run, or none of the kinds is possible.
         RunFailed: it has ended before its first step.
     """
+    from streamrl.chaos.faults import schedule, targets
     from streamrl.chaos.inject import Injector
-    from streamrl.chaos.plan import schedule, targets
     from streamrl.chaos.study import Limits, Study, wait_for_first_step
     from streamrl.config.load import load_resolved
 
@@ -188,10 +188,10 @@ def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, min
     from dataclasses import asdict
 
     from streamrl.chaos.audit import audit, reward_curve
-    from streamrl.chaos.look import read_account
+    from streamrl.chaos.observation import read_account
     from streamrl.chaos.table import markdown, problems, rich_table, summary, to_json
-    from streamrl.observe.metrics import FILE_NAME, read_metrics
-    from streamrl.observe.terminal import terminal
+    from streamrl.report.terminal import terminal
+    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
 
     try:
         found = audit(read_account(run_dir))

@@ -44,11 +44,11 @@ def command(
       streamrl demo --minutes 15 --memory 8
       streamrl demo --set algorithm.name=gspo
     """
-    from scheduler.model_shapes import Transformer
+    from scheduler.cost.model_shapes import Transformer
     from streamrl.cli.fetch_model import fetch_with_progress
     from streamrl.cli.launch import start
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launch.preflight import cores, free_memory
+    from streamrl.launcher.preflight import cores, free_memory
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes

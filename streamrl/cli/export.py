@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
     from streamrl.config.run import RunConfig
-    from streamrl.launch.export import Job, NodeGroup
+    from streamrl.launcher.job_files import Job, NodeGroup
 
 OF_SLURM = ("partition", "account", "time", "setup", "gres", "shared_head")
 OF_KUBERAY = ("image", "volume_claim", "node_selector", "keys", "resume")
@@ -72,7 +72,7 @@ def command(
     """
     from streamrl.config.load import load_cluster, load_run
     from streamrl.errors import UserError
-    from streamrl.launch.export import Job, node_groups
+    from streamrl.launcher.job_files import Job, node_groups
 
     cluster, run = load_cluster(cluster_file), load_run(run_file)
     try:
@@ -125,7 +125,7 @@ def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) ->
     from dataclasses import replace
 
     from streamrl.errors import UserError
-    from streamrl.launch.export import HEAD, SlurmOptions, slurm_script
+    from streamrl.launcher.job_files import HEAD, SlurmOptions, slurm_script
 
     types = [group.gpu for group in groups if group.name != HEAD]
     partitions = _by_type("--partition", [t if "=" in t else f"={t}" for t in options["partition"]], [*types, HEAD, ""])
@@ -161,7 +161,7 @@ def _kuberay(
     import yaml
 
     from streamrl.errors import UserError
-    from streamrl.launch.export import FILES, KubeOptions, kuberay_manifest
+    from streamrl.launcher.job_files import FILES, KubeOptions, kuberay_manifest
 
     for option in ("image", "volume_claim"):
         if not options[option]:

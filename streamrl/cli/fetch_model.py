@@ -22,7 +22,7 @@ def command(name: str, out: Path | None) -> None:
     Example:
       streamrl fetch-model smollm2-135m
     """
-    from streamrl.launch.models import CHECKSUMS
+    from streamrl.machine.model_files import CHECKSUMS
 
     folder = fetch_with_progress(name, out)
     weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
@@ -41,7 +41,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
     from rich.console import Console
 
-    from streamrl.launch.models import fetch
+    from streamrl.machine.model_files import fetch
 
     console = Console(highlight=False)
     phases = Phases(name)

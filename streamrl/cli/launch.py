@@ -56,7 +56,7 @@ def command(
     if not dry_run:
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
-    from streamrl.launch.emulated import emulated
+    from streamrl.launcher.emulated_cluster import emulated
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -84,7 +84,7 @@ def command(
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
     click.echo(f"computes in {types}")
-    from streamrl.launch import supervisor
+    from streamrl.launcher import supervisor
 
     supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
 
@@ -96,7 +96,7 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
         UserError: something is wrong; nothing was started.
         RunFailed: the run failed; the message ends with the cause.
     """
-    from streamrl.launch import supervisor
+    from streamrl.launcher import supervisor
 
     _check(cluster, run, runs_dir)
     supervisor.run(cluster, run, _new_folder(runs_dir, run.name), False, plain)
@@ -123,7 +123,7 @@ def _check(
     Raises:
         UserError: something is wrong.
     """
-    from streamrl.launch.preflight import check, check_files
+    from streamrl.launcher.preflight import check, check_files
     from streamrl.machine.compute_type import choose
 
     warnings = list(check_files(cluster, run) if elsewhere else check(cluster, run, runs_dir, site, emulate))
@@ -170,7 +170,7 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
 
 def _model_folder(run: RunConfig) -> str:
     """Where the model is here; it may be at the sites alone."""
-    from streamrl.launch.models import resolve_model
+    from streamrl.machine.model_files import resolve_model
 
     try:
         return str(resolve_model(run.model.path))
@@ -208,8 +208,8 @@ def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bo
 
 def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: TypeChoice | None) -> dict[str, str]:
     """vLLM's settings on this machine's CPU, by what they are for; nothing where no instance is started here."""
-    from streamrl.launch.models import resolve_model
     from streamrl.machine.engine_settings import chosen_settings
+    from streamrl.machine.model_files import resolve_model
 
     if types is None or cluster.hardware != "cpu":
         return {}
@@ -226,7 +226,7 @@ def _print_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from streamrl.launch.plan import plan_processes, usd_per_hour
+    from streamrl.runtime.process_plan import plan_processes, usd_per_hour
 
     console = Console()
     table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")

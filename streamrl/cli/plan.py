@@ -12,9 +12,9 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.allocation import Objective, ScheduleName
-    from scheduler.placement_plan import Colocated, PlacementPlan, Step, TailSplit
-    from streamrl.planning.inputs import Inputs
+    from scheduler.capacity.allocation import Objective, ScheduleName
+    from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step, TailSplit
+    from streamrl.planning.planning_inputs import Inputs
 
 SCHEDULES = ("async", "one_step_off", "stream", "sync")
 
@@ -67,10 +67,10 @@ def command(
     """
     from rich.console import Console
 
-    from scheduler.placement_plan import colocated, plans, tail_split
+    from scheduler.capacity.placement_plan import colocated, plans, tail_split
     from streamrl.config.load import load_cluster, load_run
     from streamrl.errors import UserError
-    from streamrl.planning.inputs import gather
+    from streamrl.planning.planning_inputs import gather
 
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)

@@ -18,10 +18,10 @@ def command(directory: Path) -> None:
     Example:
       streamrl report runs/demo
     """
-    from streamrl.observe import evaluations
-    from streamrl.observe.metrics import FILE_NAME, read_metrics
-    from streamrl.observe.report import write_report
-    from streamrl.observe.summary import headline_figures, summarise
+    from streamrl.report.run_report import write_report
+    from streamrl.report.summary import headline_figures, summarise
+    from streamrl.run_dir import evaluations
+    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
 
     path = write_report(directory)
     rows = read_metrics(directory / FILE_NAME)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from streamrl.observe.status import RunStatus
+    from streamrl.run_dir.status import RunStatus
 
 ANSWER_S = 15.0
 """For the controller to answer."""
@@ -34,7 +34,7 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
       streamrl scale runs/demo --pool regular --site west --replicas 1 --no-wait
     """
     from streamrl.errors import UserError
-    from streamrl.observe.status import read_status
+    from streamrl.run_dir.status import read_status
 
     status = read_status(directory)
     if status.final:
@@ -57,8 +57,8 @@ async def _ask(directory: Path, body: dict[str, Any]) -> dict[str, Any]:
     import os
 
     from streamrl.errors import RunFailed, UserError
-    from streamrl.launch.connections import OPERATOR
-    from streamrl.launch.context import Addresses
+    from streamrl.runtime.process_context import Addresses
+    from streamrl.runtime.site_connections import OPERATOR
     from streamrl.transport.deadlines import WaitRegistry
     from streamrl.transport.endpoint import Link
 
@@ -81,7 +81,7 @@ def _follow(directory: Path, answer: dict[str, Any]) -> None:
     """Tells what becomes of it, until the pool is as it was asked to be and all that are new have done something."""
     import time
 
-    from streamrl.observe.status import read_status
+    from streamrl.run_dir.status import read_status
 
     told: set[str] = set()
     started = time.time()

@@ -14,12 +14,12 @@ import click
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from scheduler.cost import StepCurve
-    from scheduler.pipeline import PipelineOutcome, Stages
-    from scheduler.rounds import Rounds
-    from scheduler.schedules import Schedule
-    from scheduler.simulator import Outcome, SimulatedInstance
-    from streamrl.simulation.workload import Workload
+    from scheduler.cost.decode import StepCurve
+    from scheduler.schedule.rounds import Rounds
+    from scheduler.schedule.schedules import Schedule
+    from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance
+    from scheduler.simulation.pipeline import PipelineOutcome, Stages
+    from streamrl.planning.workload import Workload
 
 SCHEDULES = ("colocated", "sync", "stream", "one_step_off", "async")
 
@@ -123,10 +123,10 @@ def command(
       streamrl simulate --iterations 10 --train-rate 60000 --schedule sync --round-tokens 4096 --max-age 3
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from scheduler.pipeline import Link, Stages
-    from scheduler.policies import POLICIES
+    from scheduler.dispatch.registry import POLICIES
+    from scheduler.simulation.pipeline import Link, Stages
     from streamrl.errors import UserError
-    from streamrl.simulation.workload import draw, replay
+    from streamrl.planning.workload import draw, replay
 
     for name in policies:
         if name not in POLICIES:
@@ -186,8 +186,8 @@ def _compare_policies(
     workload: Workload, fleet: Sequence[SimulatedInstance], names: Sequence[str], price: float, out: Path
 ) -> None:
     """Generation alone, under each policy."""
-    from scheduler.policies import make_policy
-    from scheduler.simulator import simulate
+    from scheduler.dispatch.registry import make_policy
+    from scheduler.simulation.generation_simulator import simulate
 
     outcomes = {
         name: [simulate(make_policy(name, workload.longest), batch, fleet) for batch in workload.batches]
@@ -216,7 +216,7 @@ def _compare_policies(
 
 
 def _fleet(count: int, curve: Path | None, device: str, slots: int) -> list[SimulatedInstance]:
-    from scheduler.simulator import SimulatedInstance
+    from scheduler.simulation.generation_simulator import SimulatedInstance
 
     return [SimulatedInstance(f"i{n}", _curve(curve, device), slots) for n in range(count)]
 
@@ -227,7 +227,7 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
     Raises:
         UserError: one that is asked for does not go with the other options.
     """
-    from scheduler.schedules import make_schedule
+    from scheduler.schedule.schedules import make_schedule
     from streamrl.errors import UserError
 
     if "colocated" in names and not colocated:
@@ -254,7 +254,7 @@ class _Rounds:
 
     def kinds(self, batch: int) -> dict[str, Rounds | None]:
         """New rounds by the suffix of their row; the first is without."""
-        from scheduler.rounds import PartialRollouts, TailBatching
+        from scheduler.schedule.rounds import PartialRollouts, TailBatching
 
         made: dict[str, Rounds | None] = {"": None}
         if self.over_issue:
@@ -284,8 +284,8 @@ def _run_schedules(
         schedules: each under each of them.
         rounds: in which the on-policy schedules run as well.
     """
-    from scheduler.pipeline import Pipeline
-    from scheduler.policies import make_policy
+    from scheduler.dispatch.registry import make_policy
+    from scheduler.simulation.pipeline import Pipeline
 
     batch = len({request.group_id for request in workload.batches[0]})
     wanted = iterations * batch
@@ -343,8 +343,8 @@ def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 def _curve(path: Path | None, device: str) -> StepCurve:
     """Measured steps from a file, or a 7B model's roofline."""
-    from scheduler.cost import QWEN_7B, StepCurve, roofline
-    from scheduler.hardware import device as find
+    from scheduler.cost.decode import QWEN_7B, StepCurve, roofline
+    from scheduler.cost.hardware import device as find
     from streamrl.errors import UserError
 
     if path is None:

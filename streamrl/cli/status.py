@@ -25,13 +25,13 @@ def command(directory: Path, watch: bool) -> None:
     import time
 
     from streamrl.errors import UserError
-    from streamrl.observe import evaluations
-    from streamrl.observe.live import LiveView
-    from streamrl.observe.metrics import FILE_NAME, read_metrics
-    from streamrl.observe.panels import render, render_start
-    from streamrl.observe.starting import read_stages
-    from streamrl.observe.status import read_status
-    from streamrl.observe.terminal import terminal
+    from streamrl.report.live_view import LiveView
+    from streamrl.report.panels import render, render_start
+    from streamrl.report.terminal import terminal
+    from streamrl.run_dir import evaluations
+    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+    from streamrl.run_dir.start_stages import read_stages
+    from streamrl.run_dir.status import read_status
 
     console, stages = terminal(), read_stages(directory)
     try:

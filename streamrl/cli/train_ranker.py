@@ -50,7 +50,7 @@ def command(
     from ranker.errors import RankerError
     from ranker.train import train_and_hold_out
     from streamrl.errors import UserError
-    from streamrl.simulation.ranker_saving import dispatch_saving
+    from streamrl.planning.ranker_saving import dispatch_saving
 
     paths = [*rollouts, *more]
     if not paths:

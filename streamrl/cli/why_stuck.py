@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from streamrl.observe.facts import Facts, ProcessFacts
-    from streamrl.observe.stuck import Verdict
+    from streamrl.diagnose.facts import Facts, ProcessFacts
+    from streamrl.diagnose.stuck import Verdict
 
 LOOK_S = 1.5
 """For all that is looked at: half a second to a second."""
@@ -55,7 +55,7 @@ def command(directory: Path, stacks: str | None) -> None:
       streamrl why-stuck runs/demo --stacks
       streamrl why-stuck runs/demo --stacks all
     """
-    from streamrl.observe.stuck import STUCK, judge
+    from streamrl.diagnose.stuck import STUCK, judge
 
     with _ahead():
         facts = _look(directory, stacks is not None)
@@ -76,8 +76,8 @@ def _look(directory: Path, threads: bool) -> Facts | None:
     Raises:
         UserError: there is no run.
     """
-    from streamrl.launch.instances import RUNNING
-    from streamrl.launch.look import collect
+    from streamrl.diagnose.snapshot import collect
+    from streamrl.run_dir.instance_files import RUNNING
 
     found: list[Facts | Exception] = []
 
@@ -100,7 +100,7 @@ def _look(directory: Path, threads: bool) -> Facts | None:
         if not isinstance(found[0], OSError | ValueError):
             raise found[0]
         from streamrl.errors import UserError
-        from streamrl.observe.status import read_status
+        from streamrl.run_dir.status import read_status
 
         read_status(directory)  # says what is wrong with the folder
         raise UserError(f"{directory} cannot be read: {found[0]}") from found[0]
@@ -130,7 +130,7 @@ def _waits_for_disk(thread: threading.Thread) -> bool:
 
 def _show(facts: Facts, verdict: Verdict) -> None:
     """Details, the chain of waits, and the processes."""
-    from streamrl.observe.terminal import plain_table, terminal
+    from streamrl.report.terminal import plain_table, terminal
 
     console = terminal()
     for detail in verdict.details:

@@ -1,6 +1,6 @@
 """The process that stands for the links of an emulated network: `python -m streamrl.emulation.proxy --config FILE`.
 
-It relays TCP connections, each over its link (`relay.py`). The configuration (`settings.py`) is JSON:
+It relays TCP connections, each over its link (`tcp_relay.py`). The configuration (`settings.py`) is JSON:
 
     {"stats": "stats.json", "seed": 0, "revision": 0,
      "links": {"west": {"shape": {"bandwidth_bytes_per_s": 6.25e6, "delay_s": 0.02, "loss": 0.0},
@@ -35,8 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from streamrl.emulation.relay import RelayLink, set_buffers
 from streamrl.emulation.settings import Forwarding, ProxySettings
+from streamrl.emulation.tcp_relay import RelayLink, set_buffers
 from streamrl.files import replace_json
 
 log = logging.getLogger(__name__)

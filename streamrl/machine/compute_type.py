@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from streamrl.config.run import ModelConfig, RunConfig
-from streamrl.launch.models import resolve_model
 from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.gpus import oldest_compute_capability
+from streamrl.machine.model_files import resolve_model
 from streamrl.machine.probe import Probe, probe
 
 ComputeType = Literal["bfloat16", "float32"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer
 
 STEPS = 5
 """Fewest optimizer steps that still show streaming, a checkpoint, and a ranking that comes to be trusted."""

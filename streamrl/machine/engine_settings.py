@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrl.files import replace_json
-from streamrl.launch.models import cache_directory
 from streamrl.machine.cpu import Cpu, this_cpu
+from streamrl.machine.model_files import cache_directory
 
 WORTH = 1.05
 """Least speedup over the default that counts; less is noise."""

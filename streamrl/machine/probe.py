@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.files import replace_json
-from streamrl.launch.models import cache_directory
 from streamrl.machine.cpu import this_cpu
+from streamrl.machine.model_files import cache_directory
 
 ROWS = 128
 """Tokens in a product: enough for the full speed of a GEMM, and few enough for a slow type."""

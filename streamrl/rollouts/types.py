@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.forecast import Forecast
+from scheduler.cost.length_forecast import Forecast
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

@@ -35,7 +35,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
-from streamrl.processes import end_with_parent
+from streamrl.runtime.processes import end_with_parent
 
 ATTEMPTS = 3
 RESTART_S = 60.0

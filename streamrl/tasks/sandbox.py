@@ -18,7 +18,7 @@ import sys
 import tempfile
 
 from streamrl.config.tasks import Sandbox
-from streamrl.processes import end_with_parent
+from streamrl.runtime.processes import end_with_parent
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 MOST_FILE_BYTES = 16 * 2**20

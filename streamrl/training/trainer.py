@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import PretrainedConfig
 
-from scheduler.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.processes import this_host
+from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.chain import Chain, Step, Unreachable
-from streamrl.weights.delta import encode_tensor
+from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.pacing import Pacer
 from streamrl.weights.version import Manifest, Part, checksum, kind_of
 

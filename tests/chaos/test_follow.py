@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from streamrl.chaos.faults import Fault, Kind
 from streamrl.chaos.follow import Following, Seen, SeenProcess, SeenRole
-from streamrl.chaos.plan import Fault, Kind
 
 PROCESSES = {
     "controller": SeenProcess(1, "controller", ""),
@@ -99,9 +99,9 @@ def test_a_pause_is_over_when_the_instance_is_heard_again_and_nobody_is_replaced
 
 def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged() -> None:
     seen = following(Kind.INSTANCE_PAUSE, "a-0", replaced=False)
-    seen.see(at(103.0, said=("WARNING streamrl.generation.fleet: a-00 is silent",)))
+    seen.see(at(103.0, said=("WARNING streamrl.generation.site.fleet: a-00 is silent",)))
     assert seen.noticed is None
-    seen.see(at(104.0, said=("WARNING streamrl.generation.fleet: a-0 is silent",)))
+    seen.see(at(104.0, said=("WARNING streamrl.generation.site.fleet: a-0 is silent",)))
     assert seen.noticed == 4.0
 
 

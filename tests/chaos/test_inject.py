@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.chaos.faults import Fault, Kind
 from streamrl.chaos.follow import Seen, SeenProcess
 from streamrl.chaos.inject import DAMAGED_BYTES, Injector, NotPossible, _damage
-from streamrl.chaos.plan import Fault, Kind
 from streamrl.config.load import load_cluster, load_run
 from tests.waiting import scaled, wait_for
 
@@ -25,7 +25,7 @@ CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process whose command line is that of a role."""
-    command = [sys.executable, "-c", "import time; time.sleep(60)", "streamrl.launch.role"]
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "streamrl.launcher.entry_point"]
     with subprocess.Popen(command, start_new_session=True) as process:
         yield process
         process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from streamrl.chaos.audit import Audit
-from streamrl.chaos.plan import Kind
+from streamrl.chaos.faults import Kind
 from streamrl.chaos.study import Result, line
 from streamrl.chaos.table import COLUMNS, kept_share, markdown, problems, rows, summary
 

@@ -15,7 +15,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.launch import supervisor
+from streamrl.launcher import supervisor
 from tests.tiny_model import save_tiny_model
 
 CLUSTER = (

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.policies import POLICIES
+from scheduler.dispatch.registry import POLICIES
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
 from streamrl.config.run import DispatchConfig, RunConfig
 from streamrl.config.tasks import default_tasks

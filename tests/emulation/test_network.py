@@ -19,9 +19,9 @@ import pytest
 
 from streamrl.emulation.network import EmulatedNetwork, read_stats, set_link_in
 from streamrl.emulation.proxy import Proxy
-from streamrl.emulation.relay import Relay
 from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings
 from streamrl.emulation.shaping import LinkShape
+from streamrl.emulation.tcp_relay import Relay
 from streamrl.errors import RunFailed, UserError
 from tests.emulation.conftest import SHAPE
 from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload, wait_for

@@ -15,12 +15,12 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
-from streamrl.launch.instances import read_started
-from streamrl.observe.metrics import read_metrics
-from streamrl.observe.status import read_status
-from streamrl.processes import is_alive
 from streamrl.rollouts.ledger import Ledger
-from streamrl.warden import ENDS_WITHIN_S
+from streamrl.run_dir.instance_files import read_started
+from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.status import read_status
+from streamrl.runtime.processes import is_alive
+from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.marks import MARK, started_by
 from tests.waiting import finish
@@ -170,8 +170,8 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 from streamrl.config.cluster import ClusterConfig
-from streamrl.launch.plan import ProcessSpec
-from streamrl.launch.ray_site import RaySite
+from streamrl.runtime.process_plan import ProcessSpec
+from streamrl.launcher.ray_backend import RaySite
 
 site = {"trainer": {}, "generation": [{"gpu": "fast"}], "launch": {"backend": "ray", "address": sys.argv[1]}}
 here = RaySite(ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}}), "here", Path("."))
@@ -183,7 +183,7 @@ while True:
 ROLE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from streamrl.launch.role import _end_with_starter
+from streamrl.launcher.entry_point import _end_with_starter
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 _end_with_starter()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.launch.instances import read_started
-from streamrl.observe.metrics import read_metrics
-from streamrl.observe.status import RoleStatus, read_status
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.instance_files import read_started
+from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.status import RoleStatus, read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish, scaled
 

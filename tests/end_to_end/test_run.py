@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrl.observe import starting
-from streamrl.observe.metrics import read_metrics
-from streamrl.observe.status import read_status
-from streamrl.observe.trace import read_trace
 from streamrl.rollouts.ledger import Ledger
-from streamrl.warden import ENDS_WITHIN_S
+from streamrl.run_dir import start_stages
+from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.status import read_status
+from streamrl.run_dir.trace import read_trace
+from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish, scaled
@@ -118,8 +118,8 @@ COMPUTE_TYPE = "choosing the type to compute in"
 
 def test_every_process_says_in_order_what_it_does_until_the_first_sample(finished: tuple[Project, str]) -> None:
     project, output = finished
-    files = sorted((project.run_dir() / starting.FOLDER).iterdir())
-    stages = {path.stem: [one.text for one in starting.history(project.run_dir(), path.stem)] for path in files}
+    files = sorted((project.run_dir() / start_stages.FOLDER).iterdir())
+    stages = {path.stem: [one.text for one in start_stages.history(project.run_dir(), path.stem)] for path in files}
     instances = ["here-regular-0", "here-tail-0"]
     assert list(stages) == ["controller", *instances, "rewards-here", "service-here", "trainer"]
     first = "starting Python", "importing libraries"

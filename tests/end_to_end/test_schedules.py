@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.observe.evaluations import read_evaluations
-from streamrl.observe.metrics import MetricsRow, read_metrics
-from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
-from streamrl.warden import ENDS_WITHIN_S
+from streamrl.run_dir.evaluations import read_evaluations
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
+from streamrl.run_dir.status import read_status
+from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import scaled
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from streamrl.emulation.network import read_stats, set_link_in
-from streamrl.observe.metrics import read_metrics
-from streamrl.observe.site import read_site
-from streamrl.observe.status import read_status
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.site_status import read_site
+from streamrl.run_dir.status import read_status
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.training.conftest import free_port

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.policy import TAIL, Assignment, Fleet, Progress, Request
-from streamrl.generation.dispatcher import Dispatcher
+from scheduler.dispatch.base import TAIL, Assignment, Fleet, Progress, Request
+from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
 

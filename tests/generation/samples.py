@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.generation import batches
-from streamrl.generation.batches import (
+from streamrl.generation.site import sample_batches
+from streamrl.generation.site.sample_batches import (
     TOKEN_ARRAYS,
     Item,
 )
@@ -29,7 +29,7 @@ def items(count: int, tokens: int = 20) -> list[Item]:
 
 
 def over_the_wire(body: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
-    frames = encode(Message(batches.KIND, "session", 1, body, dict(arrays)))
+    frames = encode(Message(sample_batches.KIND, "session", 1, body, dict(arrays)))
     message = decode([bytes(frame) for frame in frames])
     return message.body, message.arrays
 

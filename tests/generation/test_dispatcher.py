@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.baselines import LeastLoaded
-from scheduler.cost import StepCurve
-from scheduler.forecast import Forecast
-from scheduler.planned import SkewAware
-from scheduler.policies import make_policy
-from scheduler.policy import REGULAR, TAIL
-from streamrl.generation.messages import request_from_wire
+from scheduler.cost.decode import StepCurve
+from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.base import REGULAR, TAIL
+from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.planned import SkewAware
+from scheduler.dispatch.registry import make_policy
+from streamrl.protocol.samples import request_from_wire
 from tests.generation.dispatching import Scripted, Sent, dispatcher, end, give_back, part, requests
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
-from streamrl.generation.engine import Engine
+from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.quantize import Kind, dequantize, is_quantized, quantize
 from streamrl.weights.store import WeightStore

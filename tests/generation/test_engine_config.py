@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import RunConfig
-from streamrl.generation.engine_config import weight_backend
-from streamrl.weights.vllm_plugin import BACKEND
+from streamrl.generation.instance.engine_config import weight_backend
+from streamrl.generation.instance.vllm_plugin import BACKEND
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.generation import few_rows
-from streamrl.generation.few_rows import HUGE_PAGE, MOST_ROWS, Shelf, multiply, product
+from streamrl.generation.instance import few_rows
+from streamrl.generation.instance.few_rows import HUGE_PAGE, MOST_ROWS, Shelf, multiply, product
 
 
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))

@@ -12,12 +12,12 @@ from vllm.platforms import current_platform
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation import engine_config, few_rows_vllm
-from streamrl.generation.engine_config import _has_few_rows
-from streamrl.generation.few_rows import MOST_ROWS, Shelf, product
-from streamrl.generation.few_rows_vllm import PROVIDER
+from streamrl.generation.instance import engine_config, few_rows_vllm
+from streamrl.generation.instance.engine_config import _has_few_rows
+from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
+from streamrl.generation.instance.few_rows_vllm import PROVIDER
+from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, register
 from streamrl.machine.engine_settings import EngineSettings
-from streamrl.weights.vllm_plugin import EAGER, FEW_ROWS, register
 from tests.tiny_model import save_tiny_model
 
 

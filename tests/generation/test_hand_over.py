@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.baselines import LeastLoaded
-from scheduler.policy import REGULAR
-from streamrl.generation.dispatcher import Dispatcher
-from streamrl.generation.journal import TokenJournal
-from streamrl.generation.messages import request_from_wire
+from scheduler.dispatch.base import REGULAR
+from scheduler.dispatch.baselines import LeastLoaded
+from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.protocol.samples import request_from_wire
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.wire import Arrays
 from tests.generation.dispatching import dispatcher, part, requests

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from scheduler.baselines import LeastLoaded
-from scheduler.cost import StepCurve
+from scheduler.cost.decode import StepCurve
+from scheduler.dispatch.baselines import LeastLoaded
 from streamrl.config.cluster import GenerationPool
-from streamrl.generation.curves import CHANGE, FleetCurves, differ
-from streamrl.generation.engine import Worked
-from streamrl.generation.pace import ENOUGH, KEPT, LEAST_TOKENS, WorkedCurve, pace
+from streamrl.generation.instance.engine import Worked
+from streamrl.generation.site.pace import ENOUGH, KEPT, LEAST_TOKENS, WorkedCurve, pace
+from streamrl.generation.site.step_curves import CHANGE, FleetCurves, differ
 from tests.generation.dispatching import dispatcher
 
 CURVE = StepCurve.measured({1: 0.01, 10: 0.02, 20: 0.03})

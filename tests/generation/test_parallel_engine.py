@@ -17,9 +17,9 @@ import torch
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig
-from streamrl.generation.engine import Engine
-from streamrl.generation.engine_config import Place
-from streamrl.launch.share import choose_addresses
+from streamrl.generation.instance.engine import Engine
+from streamrl.generation.instance.engine_config import Place
+from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
 from streamrl.weights.store import WeightStore
 from tests.generation.test_engine import (
@@ -55,7 +55,16 @@ def second_node(run: RunConfig, folder: Path, meeting: str) -> Iterator[None]:
     folder.mkdir()
     save_resolved(folder, CLUSTER, run)
     choose_addresses(CLUSTER, "here").save(folder)
-    command = [sys.executable, "-m", "streamrl.launch.role", "instance", "--run-dir", str(folder), "--site", "here"]
+    command = [
+        sys.executable,
+        "-m",
+        "streamrl.launcher.entry_point",
+        "instance",
+        "--run-dir",
+        str(folder),
+        "--site",
+        "here",
+    ]
     command += ["--pool", "regular", "--name", "i", "--node", "1", "--meeting", meeting]
     env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     process = subprocess.Popen(command, env=env, start_new_session=True)

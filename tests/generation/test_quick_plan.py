@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.generation.calibrate import QUICK_TOKENS, QuickPlan, Trial
+from streamrl.generation.instance.calibration import QUICK_TOKENS, QuickPlan, Trial
 
 PROMPT = 128
 

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from streamrl.errors import RunFailed
-from streamrl.generation.batches import (
+from streamrl.generation.site.sample_batches import (
     CompressionChoice,
     Item,
     SampleBatcher,
     sample_bytes,
     unpack_samples,
 )
-from streamrl.generation.uplink import Uplink
+from streamrl.generation.site.uplink import Uplink
 from streamrl.transport import base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.run import ModelConfig, RunConfig
-from streamrl.launch.context import Addresses, RoleContext
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
 from streamrl.machine.probe import LARGEST, ROWS, Probe, measure, probe, product_shapes
-from streamrl.observe.status import RunStatus
-from tests.launch.test_plan import cluster
+from streamrl.run_dir.status import RunStatus
+from streamrl.runtime.process_context import Addresses, RoleContext
+from tests.runtime.test_process_plan import cluster
 
 OLD = Cpu("old", frozenset({"avx2", "fma"}))
 WIDE = Cpu("wide", frozenset({"avx2", "avx512f", "avx512_bf16"}))

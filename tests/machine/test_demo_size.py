@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from scheduler.model_shapes import MODELS
+from scheduler.cost.model_shapes import MODELS
 from streamrl.cli.demo import command
 from streamrl.config.load import load_run
 from streamrl.machine.demo_size import MICRO_BATCHES, DemoSize, choose_micro_batch, choose_size, peak_bytes, sizes

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.forecast import Forecast
+from scheduler.cost.length_forecast import Forecast
 from streamrl.errors import RunFailed
-from streamrl.generation.messages import (
+from streamrl.protocol.samples import (
     groups_from_wire,
     groups_to_wire,
     request_from_wire,

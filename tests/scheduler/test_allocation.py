@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.allocation import (
+from scheduler.capacity.allocation import (
     COARSE,
     FINE,
     Allocator,
@@ -21,11 +21,11 @@ from scheduler.allocation import (
     ScheduleName,
     Split,
 )
-from scheduler.generation_cost import Batch, degrees, makespans, replica_kind, slots_of
-from scheduler.hardware import device
-from scheduler.model_shapes import MODELS
-from scheduler.placement_plan import colocated, plans, tail_split
-from scheduler.training_cost import GRPO, PPO
+from scheduler.capacity.placement_plan import colocated, plans, tail_split
+from scheduler.cost.generation_cost import Batch, degrees, makespans, replica_kind, slots_of
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import GRPO, PPO
 
 MODEL = MODELS["1.5b"]
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 0.8, 2000)
@@ -213,7 +213,7 @@ def test_colocated_takes_the_sum_of_both_stages_on_all_gpus() -> None:
 
 
 def test_one_replica_takes_as_long_as_the_exact_formula_says() -> None:
-    from scheduler.cost import replica_time
+    from scheduler.cost.decode import replica_time
 
     batch = Batch.of(LENGTHS, 64, 0)
     kind = replica_kind(MODEL, device("H800"), 1, batch)

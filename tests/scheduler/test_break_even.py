@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.allocation import Allocator, Offer, Problem, Route, ScheduleName, Split
-from scheduler.break_even import (
+from scheduler.capacity.allocation import Allocator, Offer, Problem, Route, ScheduleName, Split
+from scheduler.capacity.break_even import (
     Comparison,
     Cost,
     Point,
@@ -20,12 +20,12 @@ from scheduler.break_even import (
     shortest_step,
     threshold,
 )
-from scheduler.covering import Replicas
-from scheduler.generation_cost import Batch
-from scheduler.hardware import device
-from scheduler.model_shapes import MODELS
-from scheduler.placement_plan import evaluate, plans
-from scheduler.training_cost import GRPO, PPO
+from scheduler.capacity.covering import Replicas
+from scheduler.capacity.placement_plan import evaluate, plans
+from scheduler.cost.generation_cost import Batch
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import GRPO, PPO
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 0.8, 2000)
 BATCH = Batch.of(LENGTHS, 256, 200)

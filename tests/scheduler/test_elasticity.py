@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from scheduler.baselines import LeastLoaded
-from scheduler.cost import PAPER_7B_H800, StepCurve
-from scheduler.elasticity import (
+from scheduler.capacity.elasticity import (
     REST_AFTER_FAILURE,
     UNDO,
     Change,
@@ -21,7 +19,9 @@ from scheduler.elasticity import (
     fleet_of,
     generation_time,
 )
-from scheduler.simulator import SimulatedInstance
+from scheduler.cost.decode import PAPER_7B_H800, StepCurve
+from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.simulation.generation_simulator import SimulatedInstance
 
 ONE = {"here/all": PoolLimits(1, 8)}
 

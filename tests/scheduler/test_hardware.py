@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, peak_tflops, this_cpu
+from scheduler.cost.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, peak_tflops, this_cpu
 
 EXPECTED = ("H20", "H800", "H100", "H200", "A100-80", "L40S", "RTX4090", "B200", "MI300X")
 RATES = {"bf16_tflops": 100.0, "memory_gb": 48.0, "memory_bandwidth_gb_s": 900.0, "link_gb_s": 64.0}

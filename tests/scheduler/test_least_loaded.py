@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler.baselines import LeastLoaded
-from scheduler.policy import Request
+from scheduler.dispatch.base import Request
+from scheduler.dispatch.baselines import LeastLoaded
 
 
 def requests(groups: int, size: int) -> list[Request]:

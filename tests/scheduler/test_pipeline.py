@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.baselines import LeastLoaded
-from scheduler.cost import StepCurve
-from scheduler.pipeline import Link, Pipeline, PipelineOutcome, Stages
-from scheduler.policies import make_policy
-from scheduler.rounds import PartialRollouts, Rounds, TailBatching
-from scheduler.schedules import make_schedule
-from scheduler.simulator import SimulatedInstance, SimulatedRequest
+from scheduler.cost.decode import StepCurve
+from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.registry import make_policy
+from scheduler.schedule.rounds import PartialRollouts, Rounds, TailBatching
+from scheduler.schedule.schedules import make_schedule
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.pipeline import Link, Pipeline, PipelineOutcome, Stages
 
 UNIT = StepCurve((1, 64), (1.0, 1.0))
 """A second per token, whatever the batch."""

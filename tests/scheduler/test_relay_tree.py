@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from scheduler.relay_tree import Path, relay_tree
+from scheduler.sites.relay_tree import Path, relay_tree
 
 
 def between(**values: tuple[float, float]) -> dict[frozenset[str], Path]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.rounds import PartialRollouts, Round, Rounds, TailBatching, taking
-from scheduler.schedules import State, due_within, make_schedule
+from scheduler.schedule.rounds import PartialRollouts, Round, Rounds, TailBatching, taking
+from scheduler.schedule.schedules import State, due_within, make_schedule
 
 
 def test_tail_rounds_by_hand() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler.auto import during_change
-from scheduler.schedules import NAMES, Schedule, State, due_within, make_schedule
+from scheduler.capacity.auto_schedule import during_change
+from scheduler.schedule.schedules import NAMES, Schedule, State, due_within, make_schedule
 
 
 @dataclass

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.hardware import device
-from scheduler.model_shapes import MODELS, Transformer
-from scheduler.training_cost import (
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS, Transformer
+from scheduler.cost.training_cost import (
     GRPO,
     PPO,
     TRAINING_UTILISATION,

@@ -27,27 +27,26 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.cost import StepCurve
-from scheduler.forecast import Forecast
-from scheduler.simulator import SimulatedInstance
-from streamrl.control.arrivals import arrived
+from scheduler.cost.decode import StepCurve
+from scheduler.cost.length_forecast import Forecast
+from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.controller.arrivals import arrived
 from streamrl.errors import RunFailed, UserError
-from streamrl.generation import messages as wire_messages
-from streamrl.generation.batches import TOKEN_ARRAYS, pack_samples, unpack_samples
-from streamrl.generation.messages import fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
-from streamrl.launch import instances
-from streamrl.observe import site, status
+from streamrl.generation.site.sample_batches import TOKEN_ARRAYS, pack_samples, unpack_samples
+from streamrl.protocol import samples as wire_messages
+from streamrl.protocol.samples import fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
 from streamrl.rollouts import micro_batch
 from streamrl.rollouts.ledger import unpack_content
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.run_dir import instance_files, site_status, status
 from streamrl.transport import curve
 from streamrl.transport.base import Delivery
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.hub import Route
 from streamrl.transport.wire import DTYPES, MalformedMessage, Message, decode, encode, is_plain
-from streamrl.weights.delta import CorruptDelta, decode_tensor, encode_tensor, is_complete
-from streamrl.weights.entropy import Writer
+from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor, is_complete
+from streamrl.weights.codec.entropy import Writer
 from streamrl.weights.publisher import code
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
@@ -390,8 +389,8 @@ SITE = {
     **{"site": "west", "updated_at": 1.0, "state": "serving", "trainer_silent_s": 0.1},
     "instances": {"west-a-0": {"state": "ready", "running": 3}},
 }
-WANTED = [asdict(instances.WantedInstance("west-a-0")), asdict(instances.WantedInstance("west-a-1", 2, True))]
-STARTED = [asdict(instances.StartedProcess("west-a-0", "instance", 100, 1, -9, "killed"))]
+WANTED = [asdict(instance_files.WantedInstance("west-a-0")), asdict(instance_files.WantedInstance("west-a-1", 2, True))]
+STARTED = [asdict(instance_files.StartedProcess("west-a-0", "instance", 100, 1, -9, "killed"))]
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -399,10 +398,10 @@ STARTED = [asdict(instances.StartedProcess("west-a-0", "instance", 100, 1, -9, "
     ("name", "values", "read", "allowed"),
     [
         (status.FILE_NAME, STATUS, status.read_status, (UserError,)),
-        (site.FILE_NAME, SITE, site.read_site, ()),
+        (site_status.FILE_NAME, SITE, site_status.read_site, ()),
         # the next two are replaced in one piece by this program: a damaged one is a bug, told by whatever error
-        (instances.WANTED, WANTED, instances.read_wanted, (ValueError, TypeError, RecursionError)),
-        (instances.RUNNING, STARTED, instances.read_started, (ValueError, TypeError, RecursionError)),
+        (instance_files.WANTED, WANTED, instance_files.read_wanted, (ValueError, TypeError, RecursionError)),
+        (instance_files.RUNNING, STARTED, instance_files.read_started, (ValueError, TypeError, RecursionError)),
     ],
     ids=["status", "site", "wanted", "started"],
 )

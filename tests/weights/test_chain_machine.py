@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from streamrl.weights.chain import Chain, Unreachable
 from streamrl.weights.publisher import Stream, code
-from streamrl.weights.relay import _decode
+from streamrl.weights.site_relay import _decode
 from streamrl.weights.store import SHARED_MEMORY, WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, checksum, lay_out
 from tests.weights.world import flip_a_bit

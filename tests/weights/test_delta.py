@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.weights import entropy
-from streamrl.weights.delta import CorruptDelta, decode_tensor, encode_tensor, entropy_bound_bits, is_complete
+from streamrl.weights.codec import entropy
+from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor, entropy_bound_bits, is_complete
 from streamrl.weights.version import CorruptWeights
 
 SIZES = {
@@ -79,7 +79,7 @@ def test_any_share_of_changes_arrives_bit_for_bit(dtype: str, n: int) -> None:
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
 def test_a_tensor_of_several_blocks_arrives_bit_for_bit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entropy, "BLOCK", 4096)
-    monkeypatch.setattr("streamrl.weights.delta.BLOCK", 4096)
+    monkeypatch.setattr("streamrl.weights.codec.delta.BLOCK", 4096)
     rng = np.random.default_rng(1)
     old = random_bytes(rng, "bfloat16", 100_003)
     assert not is_complete(round_trip(changed(rng, "bfloat16", old, round(share * 100_003), 3), old, "bfloat16"))

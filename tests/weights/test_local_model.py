@@ -15,7 +15,7 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.quantize import is_quantized, quantize
-from streamrl.weights.relay import WeightRelay
+from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model

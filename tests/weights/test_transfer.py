@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from streamrl.errors import RunFailed
-from streamrl.processes import this_host
+from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.relay import Encoding
+from streamrl.weights.site_relay import Encoding
 from streamrl.weights.store import WeightStore
 from tests.weights.world import DamagingLink, Policy, World, flip_a_bit, in_world
 

@@ -1,0 +1,357 @@
+"""Which GPUs train and which generate: StreamRL's two allocation algorithms (arXiv 2504.15930) as one search.
+
+The paper splits n GPUs of one site so that max(T_gen(x), T_train(y)) is least, and between two sites shrinks the faster
+stage to match the slower. Both are one question here: *what is the cheapest set of GPUs whose stages both end by t?* It
+is asked for GPUs of several types in several sites (`Offer`):
+
+* one offer trains, with the fewest GPUs that end by t (`training_cost.trainer_times`);
+* of all that is left, any offers generate: a replica of kind k is good for a share c_k(t) of the batch
+  (`generation_cost.py`), and the shares must add up to 1. Integers are found by branch and bound; the bound is the
+  price of the rest at the best price per share. After `covering.MOST_NODES` nodes the best so far is taken;
+* a remote site takes part only if new weights and its share of the samples get over its link within t. Traffic that
+  costs money is part of the price.
+
+More time never needs more GPUs. So for throughput, the least t that fits counts and budget is found by bisection, and
+whatever the set at that t does not use is *released*. For cost, t runs over a grid with steps of `COARSE`, refined to
+`FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than a
+coarse step. Synchronous schedules add the stages up: every number of trainer GPUs (a geometric choice of `SYNC_SIZES`,
+of many) gets the generation that is best beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from scheduler.capacity.covering import Choice, Cover, Replicas
+from scheduler.cost.generation_cost import MOST_SLOTS, Batch, ReplicaKind, degrees, replica_kind
+from scheduler.cost.hardware import Device
+from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
+
+Objective = Literal["throughput", "cost"]
+ScheduleName = Literal["async", "one_step_off", "stream", "sync"]
+
+COARSE, FINE = 1.03, 1.002
+"""Ratio of neighbouring step times that are tried for the cheapest plan."""
+BISECTIONS = 45
+"""Of a step time: to a 10^-9th or so."""
+SYNC_SIZES, SYNC_KEPT = 32, 64
+"""Trainer sizes that a synchronous schedule tries, and splits of each trainer that are looked at closely."""
+SLOWER = tuple(1.15**k for k in range(40))
+"""Generation times that it tries for the cheapest plan, by the shortest one."""
+LONGEST_STEP_S = 1e7
+"""A plan whose step takes longer is none."""
+DELTA_RATIO = 70.0
+"""Full bf16 weights by the bytes of their lossless difference to the version before: measured at a learning rate of
+5e-6 with settled masters (experiments/results/delta_codec.md)."""
+SAMPLE_BYTES_PER_TOKEN = 12.0
+"""Token, log-probability and version of each, as they cross a link (`controller/site_services.py`)."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """GPUs of one type in one site, at one price."""
+
+    site: str
+    device: Device
+    count: int
+    usd_per_hour: float
+    """Of one GPU."""
+    max_batch: int = MOST_SLOTS
+    """Sequences that a replica decodes together at most."""
+    trains: bool = True
+    """Whether the trainer may be here."""
+    generates: bool = True
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.max_batch < 1:
+            raise ValueError(f"{self.site}: {self.device.name}: counts must be 1 or more, got {self.count}")
+        if not 0 < self.usd_per_hour < math.inf:
+            raise ValueError(
+                f"{self.site}: {self.device.name}: the price must be positive, got {self.usd_per_hour:g} USD/h"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} {self.device.name} in {self.site}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A link between two sites."""
+
+    bytes_per_s: float
+    """In each direction."""
+    rtt_s: float = 0.0
+    usd_per_gb: float = 0.0
+    """Per 10^9 bytes."""
+    weight_share: float = 0.8
+    """Of the bandwidth that leads away from the trainer, that weights may use."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ValueError(f"a link's bandwidth must be positive, got {self.bytes_per_s:g} bytes/s")
+        if self.rtt_s < 0 or self.usd_per_gb < 0 or not 0 < self.weight_share <= 1:
+            raise ValueError("a link's round trip and price must not be negative, its weights' share within 0 .. 1")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    model: Transformer
+    batch: Batch
+    work: TrainingWork
+    offers: tuple[Offer, ...]
+    routes: tuple[tuple[frozenset[str], Route], ...] = ()
+    budget: float = math.inf
+    """USD per hour, traffic included."""
+    delta_ratio: float = DELTA_RATIO
+    """Full weights by what crosses a link; 1: all of them do."""
+
+    def __post_init__(self) -> None:
+        if not self.offers:
+            raise ValueError("there are no GPUs to plan with")
+        if not self.budget > 0:
+            raise ValueError(f"the budget must be positive, got {self.budget:g} USD/h")
+        if not self.delta_ratio >= 1:
+            raise ValueError(f"deltas are not larger than the weights: the ratio is 1 or more, got {self.delta_ratio}")
+
+    def route(self, one: str, other: str) -> Route | None:
+        """Between two sites; None: there is none."""
+        return next((route for ends, route in self.routes if ends == {one, other}), None)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Of a version, to one remote site."""
+        return self.model.weight_bytes / self.delta_ratio
+
+    @property
+    def sample_bytes(self) -> float:
+        """Of a whole batch, as it comes back from remote sites."""
+        return self.batch.samples * (self.batch.mean_length + self.batch.prompt_tokens) * SAMPLE_BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who trains and who generates."""
+
+    trainer: int
+    """Which offer."""
+    time: TrainerTime
+    generation: tuple[Replicas, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same split."""
+        pools = tuple((one.offer, one.count, one.kind.tensor_parallel) for one in self.generation)
+        return self.trainer, self.time.gpus, pools
+
+    def rent(self, offers: Sequence[Offer]) -> float:
+        """USD per hour of all GPUs that are used."""
+        train = self.time.gpus * offers[self.trainer].usd_per_hour
+        return train + sum(one.gpus * offers[one.offer].usd_per_hour for one in self.generation)
+
+
+class Allocator:
+    """Answers the module's question for one problem, and searches."""
+
+    def __init__(self, problem: Problem, schedule: ScheduleName = "async") -> None:
+        self.problem, self.schedule = problem, schedule
+        self.steady = schedule == "async"
+        step = problem.batch.step_tokens
+        self.trainers: dict[int, tuple[TrainerTime | None, ...]] = {}
+        self.kinds: dict[int, list[ReplicaKind]] = {}
+        for number, offer in enumerate(problem.offers):
+            if offer.trains:
+                times = trainer_times(problem.model, problem.work, offer.device, offer.count, step)
+                if times[-1] is not None:
+                    self.trainers[number] = times
+            if offer.generates:
+                fits = (
+                    replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)
+                    for tp in degrees(problem.model, offer.device)
+                    if tp <= offer.count
+                )
+                self.kinds[number] = [kind for kind in fits if kind is not None]
+
+    def generation_s(self, generation: Sequence[Replicas], steady: bool | None = None) -> float:
+        """Seconds in which these replicas generate a batch; None: as the schedule does it."""
+        return generation_seconds(generation, self.steady if steady is None else steady)
+
+    def smallest(self, trainer: int, deadline: float) -> TrainerTime | None:
+        """The fewest GPUs of an offer that train by a deadline."""
+        times = self.trainers[trainer]
+        place = bisect_left(times, -deadline, key=lambda one: -math.inf if one is None else -one.seconds)
+        return times[place] if place < len(times) else None
+
+    def cover(self, trainer: int, taken: int, deadline: float) -> tuple[float, tuple[Replicas, ...]] | None:
+        """The cheapest generation by a deadline beside a trainer of so many GPUs: USD per hour, traffic included."""
+        return self._to_cover(trainer, taken, deadline).solve()
+
+    def possible(self, trainer: int, deadline: float) -> bool:
+        """Whether the stages can both end by a deadline, whatever it costs."""
+        time = self.smallest(trainer, deadline)
+        return time is not None and self._to_cover(trainer, time.gpus, deadline).enough
+
+    def _to_cover(self, trainer: int, taken: int, deadline: float) -> Cover:
+        problem, home = self.problem, self.problem.offers[trainer].site
+        sites: list[str] = []
+        fixed: list[float] = []
+        room: list[float] = []
+        choices: list[Choice] = []
+        for number, kinds in self.kinds.items():
+            offer = problem.offers[number]
+            free = offer.count - (taken if number == trainer else 0)
+            route = None if offer.site == home else problem.route(home, offer.site)
+            if offer.site != home and (route is None or not _reaches(route, problem, deadline)):
+                continue
+            if offer.site not in sites:
+                sites.append(offer.site)
+                per_hour = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
+                fixed.append(per_hour * problem.sent_bytes)
+                limit = math.inf
+                if route is not None and problem.sample_bytes:
+                    limit = deadline * route.bytes_per_s / problem.sample_bytes
+                room.append(limit)
+            traffic = 0.0
+            if route is not None:
+                traffic = route.usd_per_gb / 1e9 * 3600 / deadline * problem.sample_bytes
+            useful = []
+            for kind in kinds:
+                share = kind.share(deadline, self.steady)
+                if share > 0 and free >= kind.tensor_parallel:
+                    price = kind.tensor_parallel * offer.usd_per_hour + traffic * min(share, 1.0)
+                    useful.append((kind, share, price))
+            if useful:
+                useful.sort(key=lambda one: (one[2] / one[1], one[0].tensor_parallel))
+                choices.append(Choice(number, sites.index(offer.site), tuple(useful)))
+        choices.sort(key=lambda one: (one.ratio, one.offer))
+        free_gpus = [problem.offers[c.offer].count - (taken if c.offer == trainer else 0) for c in choices]
+        return Cover(choices, free_gpus, fixed, room)
+
+    def split(self, trainer: int, deadline: float) -> tuple[float, Split] | None:
+        """The cheapest split with this trainer whose stages both end by a deadline: (USD per hour, split)."""
+        time = self.smallest(trainer, deadline)
+        if time is None:
+            return None
+        covered = self.cover(trainer, time.gpus, deadline)
+        if covered is None:
+            return None
+        rent = covered[0] + time.gpus * self.problem.offers[trainer].usd_per_hour
+        return (rent, Split(trainer, time, covered[1])) if rent <= self.problem.budget else None
+
+    def fastest(self, trainer: int) -> float:
+        """Seconds of the shortest step with this trainer; infinite: it cannot be."""
+        if math.isinf(self.problem.budget):
+            return _least(lambda t: self.possible(trainer, t), 0.0, 1e-3)
+        return _least(lambda t: self.split(trainer, t) is not None, 0.0, 1e-3)
+
+    def candidates(self, objective: Objective) -> Iterator[Split]:
+        """Splits of which one is best; several for each trainer."""
+        for trainer in self.trainers:
+            if self.schedule == "sync":
+                yield from self._following(trainer, objective)
+            else:
+                yield from self._overlapping(trainer, objective)
+
+    def _overlapping(self, trainer: int, objective: Objective) -> Iterator[Split]:
+        least = self.fastest(trainer)
+        if not math.isfinite(least):
+            return
+        estimates: list[tuple[float, float]] = []
+
+        def at(deadline: float) -> Iterator[Split]:
+            found = self.split(trainer, deadline)
+            if found is not None:
+                estimates.append((found[0] * deadline, deadline))
+                yield found[1]
+
+        yield from at(least)
+        for slower in (1.1, 1.25, 1.5, 2.0):
+            yield from at(least * slower)
+        if objective == "cost":
+            slowest = max(least * 4, _slowest(self.trainers[trainer]) * 1.5, self._one_replica() * 1.1)
+            for deadline in _grid(least, min(slowest, least * 1e4), COARSE):
+                yield from at(deadline)
+            for _, best in sorted(estimates)[:2]:
+                for deadline in _grid(max(least, best / COARSE), best * COARSE, FINE):
+                    yield from at(deadline)
+
+    def _one_replica(self) -> float:
+        """Seconds in which the slowest kind of replica generates a batch alone."""
+        alone = [Replicas(n, 1, kind) for n, kinds in self.kinds.items() for kind in kinds]
+        return max((self.generation_s([one]) for one in alone), default=0.0)
+
+    def _following(self, trainer: int, objective: Objective) -> Iterator[Split]:
+        times = [one for one in self.trainers[trainer] if one is not None]
+        sizes = sorted({one.gpus: one for one in times}.items())
+        if len(sizes) > SYNC_SIZES:
+            wanted = set(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int).tolist())
+            sizes = [one for place, one in enumerate(sizes, 1) if place in wanted]
+        estimates: list[tuple[float, int, Split]] = []
+        for gpus, time in sizes:
+            price = gpus * self.problem.offers[trainer].usd_per_hour
+
+            def affordable(t: float, gpus: int = gpus, price: float = price) -> bool:
+                found = self.cover(trainer, gpus, t)
+                return found is not None and found[0] + price <= self.problem.budget
+
+            least = _least(affordable, 0.0, 1e-3)
+            if not math.isfinite(least):
+                continue
+            steps = SLOWER if objective == "cost" else (1.0,)
+            for slower in steps:
+                found = self.cover(trainer, gpus, least * slower)
+                if found is not None:
+                    usd = (found[0] + price) * (least * slower + time.seconds)
+                    estimates.append((usd, len(estimates), Split(trainer, time, found[1])))
+        estimates.sort(key=lambda one: one[0] if objective == "cost" else 0.0)
+        yield from (split for _, _, split in estimates[:SYNC_KEPT])
+
+
+def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
+    """Seconds in which these replicas generate a batch: their shares add up to 1 then.
+
+    Args:
+        generation: replicas of any kinds.
+        steady: generation goes on across steps (async).
+    """
+
+    def done(t: float) -> bool:
+        return sum(one.count * one.kind.share(t, steady) for one in generation) >= 1
+
+    return _least(done, 0.0, 1e-3)
+
+
+def _reaches(route: Route, problem: Problem, deadline: float) -> bool:
+    """Whether new weights get over a link within a step."""
+    return route.rtt_s + problem.sent_bytes / (route.bytes_per_s * route.weight_share) <= deadline
+
+
+def _slowest(times: Sequence[TrainerTime | None]) -> float:
+    return max(one.seconds for one in times if one is not None)
+
+
+def _grid(low: float, high: float, ratio: float) -> Iterator[float]:
+    """Geometric, both ends included."""
+    count = max(1, math.ceil(math.log(high / low) / math.log(ratio)))
+    return (low * (high / low) ** (k / count) for k in range(count + 1))
+
+
+def _least(done: Callable[[float], bool], low: float, high: float) -> float:
+    """The least time at which something that stays true is true (bisection); infinite: not within `LONGEST_STEP_S`."""
+    while not done(high):
+        low, high = high, high * 4
+        if high > LONGEST_STEP_S:
+            return math.inf
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done(middle) else (middle, high)
+    return high

@@ -1,0 +1,352 @@
+"""`schedule: auto`: picks a schedule and a split from a profile of the run's recent steps, says why, and may change.
+
+Every option (a schedule, the instances that generate under it, the trainer's rate) is simulated on lengths like those
+that were seen, by `pipeline.py`. The fastest wins, with two reservations. Staleness has a price: an option with a
+larger bound must be faster than the best one with a smaller bound by `off_policy_gain`. Changing has one too: once an
+option runs, another must be faster by `min_gain`, and changes are at least `min_steps` steps apart; only going back to
+less staleness needs no more than not being slower. So an option is entered at a gain and left at a loss, and chance
+does not make it flap.
+
+    auto = AutoSchedule(options)
+    decision = auto.choose(profile, make_policy, batch=64)                  # after the first steps
+    ...
+    if auto.drifted(recent):                                                # every few steps
+        decision = auto.choose(recent, make_policy, batch=64, step=step)    # decision.changed: at this step's end
+
+The objects are pure: no clock, no I/O, and the same profile and seed give the same decision. A caller leaves out
+options that do not fit (memory, devices). A change takes effect between two steps, when the trainer's weights are
+published to generation whatever `sync_every` says; until what was issued before is trained, `during_change` says what
+may be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scheduler.cost.decode import Floats
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.schedule.schedules import Schedule
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.pipeline import Link, Pipeline, Stages
+
+MEASURED_STEPS = 6
+"""Steady steps that a prediction averages over (more where weights are published rarely): enough that one group's
+runaway answer does not decide, few enough to take a fraction of a second."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured over the last few steps."""
+
+    groups: Sequence[tuple[int, Sequence[int]]]
+    """(prompt tokens, output lengths of all its samples) by group; several batches."""
+    train_tokens_s: float
+    """Tokens, prompts included, that the trainer works through per second on devices of its own."""
+    colocated_train_tokens_s: float | None = None
+    """The same with all devices; None: as with its own."""
+    optimizer_s: float = 0.0
+    """At the end of every step."""
+    reward_s: float = 0.0
+    """From a sample's end to its reward."""
+    weights_s: float = 0.0
+    """To publish, send and load a version."""
+    switch_s: float = 0.0
+    """To change from generation to training, or back, on shared devices."""
+
+    def __post_init__(self) -> None:
+        if not self.groups or not all(lengths for _, lengths in self.groups):
+            raise ValueError("a profile needs at least one group, and in each at least one sample")
+
+    def lengths(self) -> Floats:
+        """Output lengths of all samples, ascending."""
+        return np.sort(np.concatenate([np.asarray(lengths, dtype=np.float64) for _, lengths in self.groups]))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run."""
+
+    label: str
+    """For people, such as "async, 1 of 2 instances"."""
+    schedule: Schedule
+    instances: tuple[SimulatedInstance, ...]
+    """That generate; all devices' if the schedule is exclusive."""
+    train_tokens_s: float | None = None
+    """The trainer's rate under this split; None: the profile's."""
+
+    @property
+    def name(self) -> str:
+        """Label and staleness."""
+        bound = self.schedule.max_staleness
+        return f"{self.label} (staleness {bound})" if bound else self.label
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of an option, in its steady state."""
+
+    option: Option
+    step_s: float
+    """Seconds per optimizer step."""
+    generation_bubble: float
+    """Share of the instances' time in which they have nothing to do."""
+    training_bubble: float
+    staleness_mean: float
+    """Steps, over all groups."""
+
+    @property
+    def generation_s(self) -> float:
+        """Seconds per step in which an instance works, on average."""
+        return (1 - self.generation_bubble) * self.step_s
+
+    @property
+    def training_s(self) -> float:
+        """Seconds per step in which the trainer works."""
+        return (1 - self.training_bubble) * self.step_s
+
+
+def predict(
+    profile: Profile, option: Option, make_policy: Callable[[], DispatchPolicy], batch: int, seed: int = 0
+) -> Prediction:
+    """Simulates an option on whole groups drawn from the profile (a bootstrap; siblings stay together).
+
+    One seed gives all options the same groups, so that their difference is not the draws'. The policy gets no
+    forecasts. Weights under way do not hold up generation.
+
+    Args:
+        profile: what was measured.
+        option: to be predicted.
+        make_policy: a new dispatch policy.
+        batch: groups of an optimizer step.
+        seed: of the draws.
+    """
+    schedule = option.schedule
+    every = schedule.sync_every
+
+    def publications(steps: int) -> int:
+        return -(-steps // every) * every
+
+    # the first steps have all devices free, the last ones nothing more to issue: both are left out
+    first = publications(schedule.max_staleness + 2)
+    last = first + publications(MEASURED_STEPS)
+    iterations = last + publications(schedule.max_staleness + 1)
+    chosen = np.random.default_rng(seed).integers(len(profile.groups), size=iterations * batch).tolist()
+    groups = [
+        [
+            SimulatedRequest(f"{number}.{sample}", float(max(1, length)), f"{number}", profile.groups[index][0])
+            for sample, length in enumerate(profile.groups[index][1])
+        ]
+        for number, index in enumerate(chosen)
+    ]
+    rate = profile.train_tokens_s
+    if schedule.exclusive and profile.colocated_train_tokens_s is not None:
+        rate = profile.colocated_train_tokens_s
+    stages = Stages(
+        option.train_tokens_s or rate,
+        profile.optimizer_s,
+        profile.reward_s,
+        link=Link(delay_s=profile.weights_s),
+        switch_s=profile.switch_s,
+    )
+    outcome = Pipeline(make_policy(), option.instances, stages, schedule, batch).run(groups, iterations)
+    seconds = outcome.stepped[last - 1] - outcome.stepped[first - 1]
+    before, after = outcome.busy_until[first - 1], outcome.busy_until[last - 1]
+    return Prediction(
+        option,
+        seconds / (last - first),
+        1 - (after[0] - before[0]) / seconds,
+        1 - (after[1] - before[1]) / seconds,
+        float(np.mean(outcome.staleness_by_step[first:last])),
+    )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to run, and why."""
+
+    option: Option
+    changed: bool
+    """Another option ran before; false for the first decision."""
+    why: str
+    """One sentence with figures."""
+    predictions: tuple[Prediction, ...]
+    """Of all options."""
+
+
+class AutoSchedule:
+    """See the module."""
+
+    def __init__(
+        self,
+        options: Sequence[Option],
+        min_gain: float = 0.05,
+        off_policy_gain: float = 0.03,
+        min_steps: int = 20,
+        drift: float = 0.15,
+    ) -> None:
+        """
+        Args:
+            options: to choose among; of equal ones the first wins.
+            min_gain: share of a step's time that a change must save.
+            off_policy_gain: share of a step's time that a larger staleness bound must save.
+            min_steps: between two changes.
+            drift: see `drifted`.
+
+        Raises:
+            ValueError: no options, two of one label, or a share outside of [0, 1).
+        """
+        labels = [option.label for option in options]
+        if not options or len(set(labels)) < len(labels):
+            raise ValueError(f"auto needs one or more options with different labels, got {labels}")
+        if not (0 <= min_gain < 1 and 0 <= off_policy_gain < 1 and min_steps >= 1 and drift > 0):
+            raise ValueError(
+                f"auto needs gains within [0, 1), min_steps of 1 or more and a drift above 0, got {min_gain}, "
+                f"{off_policy_gain}, {min_steps}, {drift}"
+            )
+        self.options = tuple(options)
+        self.min_gain, self.off_policy_gain, self.min_steps, self.drift = min_gain, off_policy_gain, min_steps, drift
+        self.current: Option | None = None
+        """The last decision's."""
+        self._changed_at: int | None = None
+        self._profile: Profile | None = None
+
+    def choose(
+        self,
+        profile: Profile,
+        make_policy: Callable[[], DispatchPolicy],
+        batch: int,
+        step: int = 0,
+        seed: int = 0,
+        options: Sequence[Option] | None = None,
+    ) -> Decision:
+        """Predicts every option (`predict`), decides, and remembers the profile for `drifted`.
+
+        Args:
+            profile: what was measured.
+            make_policy: a new dispatch policy.
+            batch: groups of an optimizer step.
+            step: optimizer steps done.
+            seed: of the draws.
+            options: as they are known by now, instead of those before; an option is known by its label.
+        """
+        self._profile = profile
+        if options is not None:
+            self.options = tuple(options)
+        return self.decide([predict(profile, option, make_policy, batch, seed) for option in self.options], step)
+
+    def drifted(self, profile: Profile) -> bool:
+        """Whether to predict anew: the mean length, a quarter of the distribution (Kolmogorov-Smirnov distance above
+        0.25) or the trainer's rate is off by more than `drift` from what the last choice was made for; also if there
+        was none. Chance may make it true: that costs a prediction, not a change."""
+        if self._profile is None:
+            return True
+        return lengths_differ(self._profile.lengths(), profile.lengths(), self.drift) or _off(
+            self._profile.train_tokens_s, profile.train_tokens_s, self.drift
+        )
+
+    def decide(self, predictions: Sequence[Prediction], step: int = 0) -> Decision:
+        """Picks an option, by the rules of the module.
+
+        Args:
+            predictions: of all options that are possible now, the current one among them if it still is.
+            step: optimizer steps done.
+
+        Raises:
+            ValueError: no predictions.
+        """
+        if not predictions:
+            raise ValueError("there is nothing to decide without predictions")
+        best = self._best(predictions)
+        label = self.current.label if self.current is not None else None
+        current = next((p for p in predictions if p.option.label == label), None)
+        reservation = None if current is None or best is current else self._reservation(current, best, step)
+        chosen = current if current is not None and reservation else best
+        changed = label is not None and chosen.option.label != label
+        if changed:
+            self._changed_at = step
+        self.current = chosen.option
+        return Decision(chosen.option, changed, self._why(chosen, best, predictions, reservation), tuple(predictions))
+
+    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
+        """The fastest, where more staleness pays its price."""
+        best: Prediction | None = None
+        for bound in sorted({p.option.schedule.max_staleness for p in predictions}):
+            of_bound = [p for p in predictions if p.option.schedule.max_staleness == bound]
+            fastest = min(of_bound, key=lambda p: p.step_s)
+            if best is None or fastest.step_s < best.step_s * (1 - self.off_policy_gain):
+                best = fastest
+        assert best is not None
+        return best
+
+    def _reservation(self, current: Prediction, best: Prediction, step: int) -> str | None:
+        """Why the current option stays although another is best; None: it does not."""
+        if self._changed_at is not None and step - self._changed_at < self.min_steps:
+            return f"the last change was {step - self._changed_at} steps ago, and {self.min_steps} must lie between two"
+        if best.step_s <= current.step_s * (1 - self.min_gain):
+            return None
+        if best.option.schedule.max_staleness < current.option.schedule.max_staleness:
+            return None if best.step_s <= current.step_s else "going back to less staleness must not be slower"
+        return f"a change must save {self.min_gain:.0%}"
+
+    def _why(
+        self, chosen: Prediction, best: Prediction, predictions: Sequence[Prediction], reservation: str | None
+    ) -> str:
+        others = sorted((p for p in predictions if p is not chosen), key=lambda p: p.step_s)
+        against = ", ".join(f"{p.option.name} {_seconds(p.step_s)}" for p in others)
+        sentence = f"{chosen.option.name}: predicted {_seconds(chosen.step_s)} a step"
+        sentence += f" against {against}: {_overlap(chosen)}" if others else f", the only option: {_overlap(chosen)}"
+        if chosen is not best and reservation:
+            return f"{sentence}; it stays although {best.option.name} would be better: {reservation}"
+        fastest = min(predictions, key=lambda p: p.step_s)
+        if fastest.step_s < chosen.step_s:
+            gain = 1 - fastest.step_s / chosen.step_s
+            sentence += f"; {fastest.option.name} would save {gain:.1%}, which is not worth its staleness"
+        return sentence
+
+
+def during_change(before: Schedule, after: Schedule) -> Schedule:
+    """The schedule to ask, with `due` for its `max_staleness`, which complete groups training may take from a change on
+    until all that was issued before is taken. Without the wider bound, groups issued under it would lose their place
+    to newer ones."""
+    return replace(after, max_staleness=max(before.max_staleness, after.max_staleness))
+
+
+def lengths_differ(before: Floats, now: Floats, drift: float, distance: float = 0.25) -> bool:
+    """Whether lengths have changed: their mean by more than a share `drift`, or their distribution by more than a
+    `distance` (two-sample Kolmogorov-Smirnov: the largest difference between the shares of lengths up to some value).
+
+    Args:
+        before: [m] ascending.
+        now: [n] ascending.
+        drift: share of the mean.
+        distance: within 0 .. 1.
+    """
+    if _off(float(before.mean()), float(now.mean()), drift):
+        return True
+    every = np.concatenate([before, now])
+    shares = [np.searchsorted(some, every, side="right") / len(some) for some in (before, now)]
+    return float(np.abs(shares[0] - shares[1]).max()) > distance
+
+
+def _off(before: float, now: float, share: float) -> bool:
+    return abs(now - before) > share * before
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"
+
+
+def _overlap(prediction: Prediction) -> str:
+    """How an option spends its step."""
+    schedule = prediction.option.schedule
+    generation, training = _seconds(prediction.generation_s), _seconds(prediction.training_s)
+    if schedule.exclusive:
+        return f"generation {generation} and training {training} take turns on all devices"
+    if schedule.max_staleness >= schedule.sync_every:
+        return f"generation {generation} and training {training} overlap"
+    if schedule.whole_batches:
+        return f"generation {generation} and training {training} follow one another"
+    return f"training {training} begins while generation, {generation}, goes on"

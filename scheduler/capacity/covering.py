@@ -1,0 +1,124 @@
+"""Which replicas generate a batch by a deadline for the least money: integers by branch and bound. Pure.
+
+Every replica is good for a share of the batch, and the shares must add up to 1 or more. Choices come in the order of
+their price per share; the bound of a branch is the price of what is missing at the best price per share that is left.
+After `MOST_NODES` nodes the best so far is taken: the first dive already costs at most about one replica too much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler.cost.generation_cost import ReplicaKind
+
+MOST_NODES = 400
+"""Of branch and bound, for one step time."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Generation on a part of an offer."""
+
+    offer: int
+    count: int
+    kind: ReplicaKind = field(repr=False)
+
+    @property
+    def gpus(self) -> int:
+        return self.count * self.kind.tensor_parallel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one offer can add to generation by a deadline."""
+
+    offer: int
+    site: int
+    kinds: tuple[tuple[ReplicaKind, float, float], ...]
+    """(kind, share, USD per hour of a replica, traffic included), best price per share first."""
+
+    @property
+    def ratio(self) -> float:
+        """USD per hour and share."""
+        return self.kinds[0][2] / self.kinds[0][1]
+
+
+@dataclass
+class Cover:
+    """Branch and bound over numbers of replicas, offers in order of their price per share."""
+
+    choices: Sequence[Choice]
+    free: Sequence[int]
+    """GPUs of each."""
+    fixed: Sequence[float]
+    """USD per hour of taking part, by site."""
+    room: Sequence[float]
+    """Most share by site."""
+    best: float = math.inf
+    found: tuple[tuple[int, int, ReplicaKind], ...] | None = None
+    nodes: int = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether all that there is generates a batch."""
+        most = [0.0] * len(self.room)
+        for choice, free in zip(self.choices, self.free, strict=True):
+            most[choice.site] += max(share * (free // kind.tensor_parallel) for kind, share, _ in choice.kinds)
+        return sum(map(min, most, self.room)) >= 1 - 1e-12
+
+    def solve(self) -> tuple[float, tuple[Replicas, ...]] | None:
+        """USD per hour and replicas; None: all that there is does not do."""
+        if not self.enough:
+            return None
+        self._branch(0, 1.0, 0.0, (), {})
+        if self.found is None:
+            return None
+        return self.best, tuple(Replicas(offer, count, kind) for offer, count, kind in self.found)
+
+    def _branch(
+        self,
+        place: int,
+        need: float,
+        spent: float,
+        taken: tuple[tuple[int, int, ReplicaKind], ...],
+        used: dict[int, float],
+    ) -> None:
+        """used: share by site that takes part."""
+        if need <= 1e-12:
+            if spent < self.best * (1 - 1e-12):
+                self.best, self.found = spent, taken
+            return
+        if place == len(self.choices) or (self.nodes >= MOST_NODES and self.found is not None):
+            return
+        self.nodes += 1
+        choice = self.choices[place]
+        if spent + need * choice.ratio >= self.best * (1 - 1e-12):
+            return
+        entry = 0.0 if choice.site in used else self.fixed[choice.site]
+        left = self.room[choice.site] - used.get(choice.site, 0.0)
+        after = self.choices[place + 1].ratio if place + 1 < len(self.choices) else math.inf
+        for kind, share, price in choice.kinds:
+            enough = math.ceil(need / share - 1e-9)
+            most = min(self.free[place] // kind.tensor_parallel, enough)
+            if left < need and left < most * share:
+                most = math.floor(left / share + 1e-9)
+            for count in range(most, 0, -1):
+                rest = need - count * share
+                bound = spent + entry + count * price + (max(rest, 0.0) * after if rest > 1e-12 else 0.0)
+                if bound >= self.best * (1 - 1e-12):
+                    if count < enough and after >= price / share:
+                        break  # fewer of these only means more of what is dearer
+                    continue
+                more = {**used, choice.site: used.get(choice.site, 0.0) + min(count * share, need)}
+                self._branch(
+                    place + 1,
+                    rest if rest > 1e-12 else 0.0,
+                    spent + entry + count * price,
+                    (*taken, (choice.offer, count, kind)),
+                    more,
+                )
+                if self.nodes >= MOST_NODES and self.found is not None:
+                    return
+        self._branch(place + 1, need, spent, taken, used)

@@ -1,0 +1,127 @@
+"""Why nothing fits: by how much, and the smallest change that would. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from scheduler.capacity.allocation import Allocator, Problem
+from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, degrees, free_bytes, slots_of
+from scheduler.cost.training_cost import memory_per_gpu, smallest_trainer, usable
+
+
+def explain(problem: Problem, allocator: Allocator) -> str:
+    """A message for people about a problem without a plan."""
+    if not allocator.trainers:
+        return _training(problem)
+    if not any(allocator.kinds.values()):
+        return _generation(problem)
+    if math.isfinite(problem.budget):
+        unlimited = Allocator(replace(problem, budget=math.inf), allocator.schedule)
+        cheapest = min((split.rent(problem.offers) for split in unlimited.candidates("cost")), default=math.inf)
+        if math.isfinite(cheapest):
+            short = cheapest - problem.budget
+            return (
+                f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was "
+                f"found rents GPUs for {cheapest:.2f} USD/h: {short:.2f} USD/h more, traffic not counted"
+            )
+    return _together(problem, allocator)
+
+
+def _training(problem: Problem) -> str:
+    """No offer holds the trainer."""
+    longest = problem.batch.most_tokens
+    lines, changes = [], []
+    for offer in problem.offers:
+        if not offer.trains:
+            continue
+        need = memory_per_gpu(problem.model, problem.work, offer.count, longest)
+        has = usable(offer.device)
+        lines.append(
+            f"{offer.name}: each GPU would need {need / 1e9:.1f} GB for training and has {has / 1e9:.1f} GB to use: "
+            f"{(need - has) / 1e9:.1f} GB too much"
+        )
+        enough = smallest_trainer(problem.model, problem.work, offer.device, longest)
+        if enough is None:
+            at_most = _longest_that_fits(problem, offer.device.memory_gb)
+            lines[-1] += f"; no number of them holds a sample of {longest:.0f} tokens ({at_most})"
+        else:
+            changes.append((enough - offer.count, enough, f"{enough} {offer.device.name} in {offer.site}"))
+    text = f"{problem.model.name} cannot be trained here:\n" + "\n".join(lines)
+    if changes:
+        more, _, what = min(changes)
+        text += f"\nthe smallest change that fits: {what} ({more} more)"
+    if not problem.work.recompute:
+        text += "\nor recompute activations (optimizer.gradient_checkpointing: true)"
+    return text
+
+
+def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
+    """With any number of GPUs of that memory."""
+    device = max((offer.device for offer in problem.offers if offer.device.memory_gb == memory_gb), key=usable)
+    low, high = 0.0, problem.batch.most_tokens
+    for _ in range(40):
+        middle = (low + high) / 2
+        if memory_per_gpu(problem.model, problem.work, 10**9, middle) < usable(device):
+            low = middle
+        else:
+            high = middle
+    return f"at most {low:.0f}" if low >= 1 else "not even a short one"
+
+
+def _generation(problem: Problem) -> str:
+    """No offer holds a replica."""
+    model, batch = problem.model, problem.batch
+    lines, changes = [], []
+    for offer in problem.offers:
+        if not offer.generates:
+            continue
+        possible = degrees(model, offer.device)
+        most = max(tp for tp in possible if tp <= offer.count)
+        cache = model.shape.kv_bytes_per_token * max(1.0, most / model.kv_heads) * batch.most_tokens
+        short = cache - free_bytes(model, offer.device, most)
+        each = offer.device.memory_gb * GPU_MEMORY_FRACTION
+        lines.append(
+            f"{offer.name}: a replica of {most} GPU(s) with {each:.1f} GB each lacks {short / 1e9:.1f} GB for weights "
+            f"and one request of {batch.most_tokens:.0f} tokens"
+        )
+        if fits := [tp for tp in possible if slots_of(model, offer.device, tp, batch)]:
+            changes.append((fits[0] - offer.count, fits[0], offer))
+    text = f"{model.name} cannot be served here:\n" + "\n".join(lines)
+    if changes:
+        more, count, offer = min(changes, key=lambda one: one[:2])
+        text += (
+            f"\nthe smallest change that fits: {count} {offer.device.name} in {offer.site}, one machine ({more} more)"
+        )
+    return text + ("" if changes else "\nno tensor parallelism inside one machine does: GPUs with more memory")
+
+
+def _together(problem: Problem, allocator: Allocator) -> str:
+    """Either stage fits, not both."""
+    parts = []
+    for number, times in allocator.trainers.items():
+        offer = problem.offers[number]
+        needed = min(one.gpus for one in times if one is not None)
+        reached = [
+            other
+            for other, kinds in allocator.kinds.items()
+            if kinds
+            and (other == number or problem.offers[other].site == offer.site or _linked(problem, number, other))
+        ]
+        rest = [problem.offers[o].count - (needed if o == number else 0) for o in reached]
+        smallest = {o: min(kind.tensor_parallel for kind in allocator.kinds[o]) for o in reached}
+        if not reached:
+            parts.append(f"with the trainer on {offer.name}, no generation can be reached: a link is missing")
+            continue
+        lacks = {o: smallest[o] - free for o, free in zip(reached, rest, strict=True)}
+        least = min(lacks, key=lambda o: lacks[o])
+        parts.append(
+            f"training needs {needed} of {offer.name}, and a replica {smallest[least]} "
+            f"{problem.offers[least].device.name}: {max(lacks[least], 1)} more {problem.offers[least].device.name} in "
+            f"{problem.offers[least].site} would fit"
+        )
+    return f"{problem.model.name} fits for each stage alone, not for both at once:\n" + "\n".join(parts)
+
+
+def _linked(problem: Problem, one: int, other: int) -> bool:
+    return problem.route(problem.offers[one].site, problem.offers[other].site) is not None

@@ -1,0 +1,255 @@
+"""How long generation takes: step time by batch size, and the exact time of an instance that decodes a set of requests.
+
+    tau(b, c) = base(b) + per_context_token * c        seconds per decode step at batch b, c tokens of context in all
+
+`base` comes from measurements (calibration) or from a roofline. Every running request gets one token per step. So an
+instance that starts with lengths L_1 >= L_2 >= ... >= L_n and takes in nothing more needs
+
+    T = sum_j tau(j) (L_j - L_(j+1)) = sum_j (tau(j) - tau(j - 1)) L_j,     L_(n+1) = 0, tau(0) = 0:
+
+the j-th longest request costs its length times the *marginal* step time of the j-th batch slot. Context adds
+per_context_token * sum_i (P_i L_i + L_i^2 / 2), whatever the order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.hardware import Device
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepCurve:
+    """Step time of one instance."""
+
+    batches: tuple[int, ...]
+    """Batch sizes of the points, ascending."""
+    seconds: tuple[float, ...]
+    """base(b) at each of them."""
+    per_context_token: float = 0.0
+    """Seconds per step and token of context (prompt and generated, over the whole batch)."""
+    per_prefill_token: float = 0.0
+    """Seconds per token of a prompt that is read in."""
+
+    def __post_init__(self) -> None:
+        if not self.batches or len(self.batches) != len(self.seconds):
+            raise ValueError(f"a step curve needs as many times as batches, got {len(self.seconds)}, {self.batches}")
+        if list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
+            raise ValueError(f"a step curve's batch sizes must ascend from 1 or more, got {self.batches}")
+        if not all(np.isfinite(value) and value > 0 for value in self.seconds):
+            raise ValueError(f"a step curve's times must be positive, got {self.seconds}")
+        if any(later < earlier for earlier, later in itertools.pairwise(self.seconds)):
+            raise ValueError(f"a step curve's times must not fall with the batch (see `measured`), got {self.seconds}")
+        if not all(np.isfinite(rate) and rate >= 0 for rate in (self.per_context_token, self.per_prefill_token)):
+            raise ValueError("a step curve's time per context or prefill token must not be negative")
+
+    @classmethod
+    def measured(
+        cls, points: dict[int, float], per_context_token: float = 0.0, per_prefill_token: float = 0.0
+    ) -> StepCurve:
+        """A curve through measured points. Where noise makes a larger batch look faster, both get their mean (pool
+        adjacent violators): a step never gets faster by more work."""
+        sizes = sorted(points)
+        blocks: list[tuple[float, int]] = []
+        for size in sizes:
+            blocks.append((points[size], 1))
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (right, m), (left, n) = blocks.pop(), blocks.pop()
+                blocks.append(((left * n + right * m) / (n + m), n + m))
+        values = [value for value, count in blocks for _ in range(count)]
+        return cls(tuple(sizes), tuple(values), per_context_token, per_prefill_token)
+
+    @classmethod
+    def mean(cls, curves: Sequence[StepCurve]) -> StepCurve:
+        """Of several measurements of the same kind of instance: at every batch size that one of them has.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not curves:
+            raise ValueError("there is no step curve to take the mean of")
+        sizes = sorted({size for curve in curves for size in curve.batches})
+        points = {size: float(np.mean([curve.base(size) for curve in curves])) for size in sizes}
+        context = float(np.mean([curve.per_context_token for curve in curves]))
+        return cls.measured(points, context, float(np.mean([curve.per_prefill_token for curve in curves])))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a calibration file: what `from_json` reads."""
+        points = {str(batch): seconds for batch, seconds in zip(self.batches, self.seconds, strict=True)}
+        return {
+            "step_seconds": points,
+            "per_context_token": self.per_context_token,
+            "per_prefill_token": self.per_prefill_token,
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> StepCurve:
+        """Reads a calibration; other keys are left alone.
+
+        Raises:
+            ValueError: a key is missing or holds something else; the message names it.
+        """
+        points = values.get("step_seconds") if isinstance(values, dict) else None
+        if not isinstance(points, dict) or not points:
+            raise ValueError('expected "step_seconds" with seconds by batch size, like {"1": 0.02, "32": 0.08}')
+        try:
+            measured = {int(batch): float(seconds) for batch, seconds in points.items()}
+            rates = [float(values.get(key, 0.0)) for key in ("per_context_token", "per_prefill_token")]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a calibration holds numbers: {error}") from error
+        return cls.measured(measured, *rates)
+
+    @cached_property
+    def _slope(self) -> float:
+        """Seconds per request beyond the last point: of the last stretch."""
+        if len(self.batches) == 1:
+            return self.seconds[0] / self.batches[0]
+        return (self.seconds[-1] - self.seconds[-2]) / (self.batches[-1] - self.batches[-2])
+
+    def base(self, batch: npt.ArrayLike) -> Floats:
+        """base(b), also for fractions of a request: linear between the points, the first one below them, the last
+        slope above; 0 for an empty batch."""
+        b = np.asarray(batch, dtype=np.float64)
+        inside = np.interp(b, self.batches, self.seconds)
+        beyond = np.maximum(b - self.batches[-1], 0.0) * self._slope
+        return np.where(b > 0, inside + beyond, 0.0)
+
+    def table(self, largest: int) -> Floats:
+        """base(0), base(1) .. base(largest): [largest + 1]."""
+        return self.base(np.arange(largest + 1))
+
+    def scaled(self, factor: float) -> StepCurve:
+        """The same shape, every step `factor` times as long."""
+        return StepCurve(
+            self.batches,
+            tuple(value * factor for value in self.seconds),
+            self.per_context_token * factor,
+            self.per_prefill_token * factor,
+        )
+
+
+PAPER_7B_H800 = StepCurve(
+    (1, 8, 16, 32, 64, 128, 256, 512), (8.4e-3, 9e-3, 9.5e-3, 10.3e-3, 11.7e-3, 15.3e-3, 21e-3, 37e-3)
+)
+"""Per-token latency of a 7B model on an H800 with vLLM (StreamRL, arXiv 2504.15930, PTL row)."""
+
+
+UNKNOWN_CURVE = StepCurve((1, 2), (1.0, 1.05))
+"""Stands in for an instance whose step time nobody has measured: small batches are hardly faster (memory-bound)."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a decode step moves and computes."""
+
+    parameters: float
+    """All weights."""
+    layers: int
+    kv_width: int
+    """Key and value numbers per token and layer (2 x KV heads x head size)."""
+    hidden: int
+    bytes_per_number: float = 2.0
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV cache per token of context."""
+        return self.layers * self.kv_width * self.bytes_per_number
+
+
+QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
+"""Qwen2.5-7B (its config.json)."""
+
+MEMORY_EFFICIENCY = 0.8
+"""Share of peak bandwidth that decode kernels reach: an assumption within what was measured (docs/plan.md)."""
+COMPUTE_EFFICIENCY = 0.6
+"""Share of the peak matrix rate that decode's thin products reach: an assumption (docs/plan.md)."""
+STEP_OVERHEAD_S = 3e-3
+"""Scheduling, sampling and kernel launches of one engine step: an assumption (docs/plan.md)."""
+ALLREDUCE_LATENCY_S = 12e-6
+"""Start-up time of one all-reduce inside a machine: an assumption (docs/plan.md)."""
+
+
+def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, largest: int = 1024) -> StepCurve:
+    """Step curve from peak rates: a step reads all weights once and computes 2 operations per weight and request,
+    whichever takes longer; KV reads add to it; tensor parallelism divides both and adds two all-reduces per layer.
+
+    Source: the roofline model (Williams et al., CACM 2009) on a decoder's weights, KV cache and products.
+    """
+    bandwidth = device.memory_bandwidth_gb_s * 1e9 * MEMORY_EFFICIENCY * tensor_parallel
+    compute = device.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY * tensor_parallel
+    powers = range(largest.bit_length())
+    sizes = sorted(size for k in powers for size in (1 << k, 3 << k) if size <= largest)
+    seconds = []
+    for batch in sizes:
+        step = max(model.parameters * model.bytes_per_number / bandwidth, 2.0 * model.parameters * batch / compute)
+        if tensor_parallel > 1:
+            share = 2.0 * (tensor_parallel - 1) / tensor_parallel
+            moved = share * batch * model.hidden * model.bytes_per_number / (device.link_gb_s * 1e9 / 2)
+            step += 2 * model.layers * (ALLREDUCE_LATENCY_S + moved)
+        seconds.append(step + STEP_OVERHEAD_S)
+    return StepCurve(
+        tuple(sizes),
+        tuple(seconds),
+        per_context_token=model.kv_bytes_per_token / bandwidth,
+        per_prefill_token=2.0 * model.parameters / compute,
+    )
+
+
+def replica_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
+    """Seconds until one instance that starts all requests at once has finished them (the module's formula).
+
+    Args:
+        lengths: [n] tokens to generate.
+        curve: of the instance.
+        prompts: [n] or one number: prompt tokens, for the context's share.
+    """
+    longest_first = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
+    if not len(longest_first):
+        return 0.0
+    marginal = np.diff(curve.table(len(longest_first)))
+    return float(marginal @ longest_first) + context_time(lengths, curve, prompts)
+
+
+def context_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
+    """Seconds that reading the context adds to the steps of these requests, whatever their order."""
+    if curve.per_context_token == 0.0:
+        return 0.0
+    produced = np.asarray(lengths, dtype=np.float64)
+    tokens = np.asarray(prompts, dtype=np.float64) * produced + produced * produced / 2
+    return float(curve.per_context_token * tokens.sum())
+
+
+def replica_time_with_refills(lengths: Sequence[float], curve: StepCurve, slots: int) -> float:
+    """Seconds until one instance with `slots` has finished requests that it takes in the given order, a waiting one as
+    soon as a slot is free (event-driven; context left out).
+
+    Raises:
+        ValueError: no slot.
+    """
+    if slots < 1:
+        raise ValueError(f"an instance needs at least one slot, got {slots}")
+    tau = curve.table(min(slots, len(lengths)))
+    ends: list[float] = []  # in decode steps
+    step = seconds = 0.0
+    for length in lengths:
+        if len(ends) == slots:
+            end = heapq.heappop(ends)
+            seconds += tau[slots] * (end - step)
+            step = end
+        heapq.heappush(ends, step + length)
+    while ends:
+        running = len(ends)
+        end = heapq.heappop(ends)
+        seconds += tau[running] * (end - step)
+        step = end
+    return float(seconds)

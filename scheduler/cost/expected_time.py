@@ -1,0 +1,91 @@
+"""How long an instance is expected to need for requests whose lengths are known, or believed.
+
+A set of requests whose lengths are known costs an instance sum_k (tau(k) - tau(k - 1)) L_k (see `decode.py`). Where
+lengths are uncertain each request is 16 equally likely ones, of weight 1/16; with A(t) of n requests expected to run at
+time t, the number that do is about binomial, and a step costs
+
+    g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (that any runs),
+
+and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... What exceeds the slots
+runs later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.decode import Floats, StepCurve, replica_time_with_refills
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An instance to plan for."""
+
+    name: str
+    curve: StepCurve
+    slots: int
+
+
+def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
+    """Seconds that one instance is expected to need for requests that it may all start now.
+
+    Args:
+        values: [n, v] equally likely lengths of each request; v = 1: known lengths.
+        curve: of the instance.
+        slots: most requests at once.
+    """
+    count, each = values.shape
+    if count == 0:
+        return 0.0
+    context = context_seconds(curve, values.ravel()).sum() / each
+    if each == 1 and count > slots:
+        return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots) + float(context)
+    flat = np.sort(values, axis=None)[::-1]
+    return float(_steps(curve, slots, count, each) @ flat + context)
+
+
+@lru_cache(maxsize=512)
+def _steps(curve: StepCurve, slots: int, count: int, each: int) -> Floats:
+    """[count * each] what every value counts, longest first (see the module)."""
+    return np.diff(step_cost(np.arange(count * each + 1) / each, curve, slots, None if each == 1 else count))
+
+
+def context_seconds(curve: StepCurve, lengths: Floats) -> Floats:
+    """Seconds that reading a request's own tokens adds to the steps, by length."""
+    return curve.per_context_token / 2 * lengths * lengths
+
+
+def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int | None = None) -> Floats:
+    """Expected seconds of a step while `alive` requests are expected to run or wait (the module's g).
+
+    Args:
+        alive: expected numbers, any shape.
+        curve: of the instance.
+        slots: most requests at once.
+        uncertain: of how many requests with uncertain lengths they are; None: the numbers are certain.
+    """
+    alive = np.asarray(alive, dtype=np.float64)
+    running = np.minimum(alive, slots)
+    if uncertain is None:
+        cost = curve.base(running)
+    else:
+        any_runs = 1.0 - np.maximum(0.0, 1.0 - running / uncertain) ** uncertain
+        cost = any_runs * curve.base(running / np.maximum(any_runs, 1e-12))
+    over = alive - running
+    if over.any():
+        cost = cost + over * (float(curve.base(slots)) / slots)
+    return cost
+
+
+def marginal_costs(worker: Worker, count: int) -> Floats:
+    """[count] seconds per step that the k-th of so many requests adds to an instance (see the module)."""
+    return _marginal(worker.curve, worker.slots, count)
+
+
+@lru_cache(maxsize=512)
+def _marginal(curve: StepCurve, slots: int, count: int) -> Floats:
+    return np.diff(step_cost(np.arange(count + 1), curve, slots))

@@ -1,0 +1,114 @@
+"""Shapes of decoder models: what training and generation of them move and compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from scheduler.cost.decode import ModelShape
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3, Mistral)."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    """The output head is the embedding."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "vocabulary"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"model {self.name}: {key} must be a whole number of 1 or more, got {value!r}")
+
+    @property
+    def parameters(self) -> float:
+        """All weights: embedding, attention, MLP, head. Norms and biases, under 0.1 %, are left out."""
+        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return float(self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2))
+
+    @property
+    def computed(self) -> float:
+        """Weights that every token is multiplied with: all but the embedding's lookup."""
+        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of a version as it is sent and served: bf16."""
+        return 2.0 * self.parameters
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """For `cost.roofline`."""
+        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden)
+
+    def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
+        """Operations of one forward pass over whole sequences.
+
+        Args:
+            tokens: of all sequences together.
+            squares: sum of their squared lengths; causal attention multiplies each token with half of its sequence,
+                twice (queries with keys, weights with values).
+            predicting: tokens that the output head is computed for; None: all.
+        """
+        spared = 0.0 if predicting is None else self.vocabulary * self.hidden * (tokens - predicting)
+        attention = 2.0 * self.layers * self.heads * self.head_size * squares
+        return 2.0 * (self.computed * tokens - spared) + attention
+
+    @classmethod
+    def from_config(cls, name: str, values: Any) -> Transformer:
+        """From a `config.json` of the Hugging Face format.
+
+        Raises:
+            ValueError: a key is missing or holds something else, or the model is a mixture of experts.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError("expected an object with the keys of a model's config.json")
+        values = values.get("text_config") or values
+        if any(values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ValueError("it is a mixture of experts: the cost model knows dense decoders only")
+        wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+        for key in wanted:
+            if isinstance(values.get(key), bool) or not isinstance(values.get(key), int) or values[key] < 1:
+                raise ValueError(f"{key} must be a whole number of 1 or more, got {values.get(key)!r}")
+        layers, hidden, heads, intermediate, vocabulary = (values[key] for key in wanted)
+        kv_heads = values.get("num_key_value_heads") or heads
+        size = values.get("head_dim") or hidden // heads
+        tied = bool(values.get("tie_word_embeddings", False))
+        return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json")
+
+
+def _qwen(name: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, tied: bool = False) -> Transformer:
+    source = f"config.json of Qwen/Qwen2.5-{name} on the Hugging Face hub"
+    vocabulary = 151936 if tied else 152064
+    return Transformer(
+        f"qwen2.5-{name.lower()}", layers, hidden, heads, kv_heads, hidden // heads, mlp, vocabulary, tied, source
+    )
+
+
+MODELS: dict[str, Transformer] = {
+    "0.5b": _qwen("0.5B", 24, 896, 14, 2, 4864, True),
+    "1.5b": _qwen("1.5B", 28, 1536, 12, 2, 8960, True),
+    "3b": _qwen("3B", 36, 2048, 16, 2, 11008, True),
+    "7b": _qwen("7B", 28, 3584, 28, 4, 18944),
+    "14b": _qwen("14B", 48, 5120, 40, 8, 13824),
+    "32b": _qwen("32B", 64, 5120, 40, 8, 27648),
+    "72b": _qwen("72B", 80, 8192, 64, 8, 29568),
+    "smollm2-135m": Transformer(
+        *("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152, True),
+        "config.json of HuggingFaceTB/SmolLM2-135M-Instruct on the Hugging Face hub",
+    ),
+}
+"""By the name that `streamrl plan --model` takes."""

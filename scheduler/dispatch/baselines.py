@@ -1,0 +1,153 @@
+"""Policies that others use, to compare with: random, round-robin, least-loaded, longest-first."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Set
+
+from scheduler.dispatch.base import Assignment, Fleet, Progress, Request
+
+
+class LeastLoaded(Fleet):
+    """Data-parallel load balance: everything is placed by load (see `Fleet`)."""
+
+    def __init__(self, affinity: int = 0) -> None:
+        super().__init__(affinity)
+        self._waiting: deque[Request] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance."""
+        return len(self._waiting)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Requests wait to be placed."""
+        self._waiting.extend(requests)
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._waiting = self.without(self._waiting, request_ids)
+        super().withdraw(request_ids)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while there are free slots."""
+        return self.place_by_load(self._waiting)
+
+
+class LongestFirst(Fleet):
+    """As least-loaded, but the longest expected request goes first; those without a forecast go last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[float, int, Request]] = []
+        self._count = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance."""
+        return len(self._heap)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Requests wait to be placed."""
+        for request in requests:
+            self._count += 1
+            heapq.heappush(self._heap, (-request.expected, self._count, request))
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._heap = [entry for entry in self._heap if entry[2].request_id not in request_ids]
+        heapq.heapify(self._heap)
+        super().withdraw(request_ids)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while there are free slots."""
+        decisions = []
+        while self._heap and (emptiest := self.emptiest()) is not None:
+            decisions.append(self.start(heapq.heappop(self._heap)[2], emptiest))
+        return decisions
+
+
+class _InTurn(Fleet, ABC):
+    """Each request is bound to an instance when it is submitted, whatever that instance has to do; first come first
+    served inside an instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[str, deque[Request]] = {}
+        self._unbound: deque[Request] = deque()
+        self._ready: set[str] = set()
+        """Instances whose queue or slots have changed."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._unbound) + sum(map(len, self._queues.values()))
+
+    @abstractmethod
+    def _choose(self, names: list[str]) -> str:
+        """The instance that the next request is bound to."""
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Binds requests to instances; without any, once one has joined."""
+        self._unbound.extend(requests)
+        self._bind()
+
+    def _bind(self) -> None:
+        names = list(self.instances)
+        while names and self._unbound:
+            name = self._choose(names)
+            self._queues.setdefault(name, deque()).append(self._unbound.popleft())
+            self._ready.add(name)
+
+    def leave(self, instance: str) -> list[str]:
+        """See `Fleet`; what waited for this instance is handed back as well."""
+        waiting = [request.request_id for request in self._queues.pop(instance, ())]
+        return super().leave(instance) + waiting
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._unbound = self.without(self._unbound, request_ids)
+        self._queues = {name: self.without(queue, request_ids) for name, queue in self._queues.items()}
+        super().withdraw(request_ids)
+
+    def _release(self, request_id: str) -> None:
+        if request_id in self.where:
+            self._ready.add(self.where[request_id].name)
+        super()._release(request_id)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Places waiting requests while their instances have free slots."""
+        self._bind()
+        decisions = []
+        for name in sorted(self._ready):
+            queue, instance = self._queues.get(name), self.instances.get(name)
+            while queue and instance is not None and instance.free > 0:
+                decisions.append(self.start(queue.popleft(), instance))
+        self._ready.clear()
+        return decisions
+
+
+class RoundRobin(_InTurn):
+    """Instances in turn, in the order in which they joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def _choose(self, names: list[str]) -> str:
+        self._turn += 1
+        return names[(self._turn - 1) % len(names)]
+
+
+class Random(_InTurn):
+    """Any instance, with equal probability."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def _choose(self, names: list[str]) -> str:
+        return self._random.choice(names)

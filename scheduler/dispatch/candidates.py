@@ -1,0 +1,272 @@
+"""Candidate placements: which requests go to which instances. `partition.py` times them and chooses.
+
+Requests are numbered by expected length, longest first. A placement is a list of queues, one per instance.
+
+* `even`: dealt out in turn while there are slots, then in proportion to them, as balancing loads does;
+* `greedy`: the longest first, each to where the most loaded instance grows least;
+* `blocks`: cut into stretches, each served by one or more like instances (the long tail gets its own), by dynamic
+  programming over the cuts; every order of instance types;
+* `packed`, for known lengths only: stretches of one instance each, by bisection of the makespan;
+* `together`: any of them, with siblings brought together inside the stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby, islice, permutations, repeat
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.decode import Floats, StepCurve
+from scheduler.cost.expected_time import Worker, context_seconds, expected_time, marginal_costs, step_cost
+
+BUCKETS = 24
+"""Cuts that dynamic programming looks at; finer among the longest."""
+GRID = 40
+"""Times at which it counts who still runs."""
+PARTS = 4
+"""Steps of its cost table per request."""
+BISECTIONS = 16
+"""Of a makespan, from that of one instance doing everything: to a 65,000th of it."""
+MOST_UNITS = 24
+"""Instances that it treats one by one; more of one kind are taken in bundles."""
+MOST_TYPE_ORDERS = 6
+
+_Costs = dict[tuple[int, int], Floats]
+"""Predicted seconds by (kind of instance, how many share), for every stretch: [cuts, cuts]."""
+
+
+def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None) -> list[list[int]]:
+    """Deals 0 .. count - 1 out in turn, there and back, so that sums stay level: to every instance with a slot left;
+    when all slots are taken, in proportion to them (a slot that falls free takes in the next request).
+
+    Args:
+        count: of requests.
+        slots: [workers] most requests of each at once; for like idle instances any one number will do.
+        running: [workers] slots that are taken already; None: none.
+    """
+    if len(set(slots)) == 1 and not any(running or ()):  # as below, at once
+        there, back = np.arange(len(slots)), 2 * len(slots) - 1 - np.arange(len(slots))
+        rounds = np.arange(0, count, 2 * len(slots))[:, None]
+        dealt = np.stack([rounds + there, rounds + back], axis=1).reshape(-1, len(slots)).T
+        return [hand[hand < count].tolist() for hand in dealt]
+    queues: list[list[int]] = [[] for _ in slots]
+    request = 0
+    for number, hand in enumerate(_hands(slots, running or [0] * len(slots))):
+        if request >= count:
+            break
+        for seat in hand if number % 2 == 0 else reversed(hand):
+            if request < count:
+                queues[seat].append(request)
+                request += 1
+    return queues
+
+
+def _hands(slots: Sequence[int], running: Sequence[int]) -> Iterator[list[int]]:
+    """Without end: the seats that get a request each, hand by hand (see `even`)."""
+    for level in range(max(slots)):
+        yield [seat for seat, (most, taken) in enumerate(zip(slots, running, strict=True)) if taken <= level < most]
+    shares = [most // gcd(*slots) for most in slots]
+    turns = sorted(((turn + 1) / share, seat) for seat, share in enumerate(shares) for turn in range(share))
+    yield from repeat([seat for _, seat in turns])
+
+
+def together(
+    queues: Sequence[Sequence[int]],
+    stretches: Sequence[Sequence[int]],
+    groups: Sequence[str],
+    means: Floats,
+    ranks: Sequence[int],
+) -> list[list[int]]:
+    """Deals the requests of each stretch anew, siblings to one instance as far as the queues' sizes allow.
+
+    Args:
+        queues: of a plan; their sizes stay.
+        stretches: of the plan.
+        groups: [n] of each request.
+        means: [n] expected lengths.
+        ranks: [n] places in the order in which requests start.
+    """
+    dealt: list[list[int]] = [list(queue) for queue in queues]
+    for seats in stretches:
+        members: dict[str, list[int]] = {}
+        for request in sorted((r for seat in seats for r in queues[seat]), key=ranks.__getitem__):
+            members.setdefault(groups[request], []).append(request)
+        room = {seat: len(queues[seat]) for seat in seats if queues[seat]}
+        loads = dict.fromkeys(room, 0.0)
+        for seat in seats:
+            dealt[seat] = []
+        for siblings in members.values():
+            while siblings:
+                # the emptiest in proportion, so that long groups are spread as well
+                seat = min(room, key=lambda seat: (len(dealt[seat]) / len(queues[seat]), loads[seat]))
+                taken, siblings = siblings[: room[seat]], siblings[room[seat] :]
+                dealt[seat] += taken
+                loads[seat] += float(means[taken].sum())
+                room[seat] -= len(taken)
+                if not room[seat]:
+                    del room[seat]
+        for seat in seats:
+            dealt[seat].sort(key=ranks.__getitem__)
+    return dealt
+
+
+def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] | None = None) -> list[list[int]]:
+    """Each request, longest first, to where the most loaded instance grows least (LPT with marginal step times).
+
+    Args:
+        means: [n] expected lengths.
+        workers: instances.
+        running: for each worker the expected rests of what it does already; None: nothing.
+    """
+    beside = running or [means[:0]] * len(workers)
+    count = len(means) + max(map(len, beside))
+    marginal = np.stack([marginal_costs(worker, count) for worker in workers])
+    queues: list[list[int]] = [[] for _ in workers]
+    loads = np.asarray(
+        [expected_time(part[:, None], w.curve, w.slots) for part, w in zip(beside, workers, strict=True)]
+    )
+    # by worker, what its next request will add; only the chosen one's changes
+    upcoming = [iter(row) for row in marginal.tolist()]
+    rates = np.asarray([next(islice(row, len(part), None), 0.0) for row, part in zip(upcoming, beside, strict=True)])
+    context = np.asarray([worker.curve.per_context_token / 2 for worker in workers])
+    reads = bool(context.any())
+    for request, length in enumerate(means.tolist()):
+        grown = loads + rates * length
+        if reads:
+            grown += context * (length * length)
+        chosen = int(grown.argmin())
+        loads[chosen] = grown[chosen]
+        rates[chosen] = next(upcoming[chosen], 0.0)
+        queues[chosen].append(request)
+    return queues
+
+
+def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int]]]:
+    """Stretches of one instance each, as long as a makespan allows; the makespan is bisected. One plan for each order
+    of instance types."""
+    count = len(lengths)
+    costs = {worker: marginal_costs(worker, count) for worker in set(workers)}
+    for order in type_orders(workers):
+
+        def fill(limit: float, order: list[int] = order) -> list[list[int]] | None:
+            queues: list[list[int]] = [[] for _ in workers]
+            start = 0
+            for seat in order:
+                rest = lengths[start:]
+                each = costs[workers[seat]][: len(rest)] * rest
+                if workers[seat].curve.per_context_token:
+                    each += context_seconds(workers[seat].curve, rest)
+                total = each.cumsum()
+                taken = int(total.searchsorted(limit, side="right"))
+                queues[seat] = list(range(start, start + taken))
+                start += taken
+            return queues if start == count else None
+
+        last = workers[order[-1]]
+        low, high, best = 0.0, float(costs[last] @ lengths + context_seconds(last.curve, lengths).sum()), None
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found = fill(middle)
+            low, high, best = (low, middle, found) if found else (middle, high, best)
+        if best:
+            yield best
+
+
+def type_orders(workers: Sequence[Worker]) -> list[list[int]]:
+    """Seats of the workers, like ones side by side, in each order of the kinds (the first takes the longest)."""
+    kinds: dict[tuple[StepCurve, int], list[int]] = {}
+    for seat, worker in enumerate(workers):
+        kinds.setdefault((worker.curve, worker.slots), []).append(seat)
+    quick_first = sorted(kinds, key=lambda kind: float(kind[0].base(1)))
+    orders = list(permutations(quick_first)) if len(kinds) <= 3 else [tuple(quick_first), tuple(reversed(quick_first))]
+    return [[seat for kind in order for seat in kinds[kind]] for order in orders[:MOST_TYPE_ORDERS]]
+
+
+@lru_cache(maxsize=64)
+def _table(curve: StepCurve, slots: int, known: bool, largest: int) -> Floats:
+    return step_cost(np.arange(largest * PARTS + 2) / PARTS, curve, slots, None if known else largest)
+
+
+def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Dynamic programming over stretches that share one or more like instances: (queues, stretches' workers)."""
+    count, each = values.shape
+    cuts = np.unique(np.round(count * (np.arange(min(BUCKETS, count) + 1) / min(BUCKETS, count)) ** 2).astype(int))
+    flat = np.sort(values, axis=None)
+    # half of the times by share of requests, half evenly spaced: the tail has few requests and much time
+    grid = np.concatenate(
+        [flat[np.linspace(0, len(flat) - 1, GRID // 2).astype(int)], np.linspace(0, flat[-1], GRID // 2)]
+    )
+    grid = np.unique(grid)
+    width, middle = np.diff(grid, prepend=0.0), grid - np.diff(grid, prepend=0.0) / 2
+    buckets = [np.sort(bucket, axis=None) for bucket in np.split(values, cuts[1:-1])]
+    ended = np.stack([np.searchsorted(bucket, middle, "left") for bucket in buckets]) / each
+    alive = np.diff(cuts)[:, None] - ended  # [buckets, grid]
+    sums = np.concatenate([np.zeros((1, len(grid))), np.cumsum(alive, axis=0)])
+    first, last = np.triu_indices(len(cuts), k=1)
+    stretch = sums[last] - sums[first]  # [pairs, grid]
+    for order in type_orders(workers):
+        runs = [list(run) for _, run in groupby(order, key=lambda seat: (workers[seat].curve, workers[seat].slots))]
+        bundle = -(-len(order) // MOST_UNITS)
+        units = [run[k : k + bundle] for run in runs for k in range(0, len(run), bundle)]
+        of_run = [number for number, run in enumerate(runs) for _ in range(0, len(run), bundle)]
+        firsts = [run[0] for run in runs]
+        costs: _Costs = {}
+
+        def cost(run: int, machines: int, firsts: list[int] = firsts, costs: _Costs = costs) -> Floats:
+            if (run, machines) not in costs:
+                worker = workers[firsts[run]]
+                table = _table(worker.curve, worker.slots, each == 1, count)
+                matrix = np.full((len(cuts), len(cuts)), np.inf)
+                # whoever runs at a time has produced as many tokens: its context then
+                reading = stretch @ (middle * width) * (worker.curve.per_context_token / machines)
+                matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width + reading
+                np.fill_diagonal(matrix, 0.0)
+                costs[run, machines] = matrix
+            return costs[run, machines]
+
+        yield _best_cuts(cuts, units, of_run, cost, len(workers))
+
+
+def _best_cuts(
+    cuts: npt.NDArray[np.int64],
+    units: list[list[int]],
+    of_run: list[int],
+    cost: Callable[[int, int], Floats],
+    workers: int,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """best[u][j] = least makespan of the requests before cut j on the first u units; the last stretch takes units
+    of one kind."""
+    size, columns = len(cuts), np.arange(len(cuts))
+    best = [np.where(np.arange(size) == 0, 0.0, np.inf)]
+    choice = [(np.zeros(size, dtype=int), np.zeros(size, dtype=int))]
+    for used in range(1, len(units) + 1):
+        values, starts, begins = np.full(size, np.inf), np.zeros(size, dtype=int), np.zeros(size, dtype=int)
+        machines = 0
+        for start in range(used - 1, -1, -1):
+            if of_run[start] != of_run[used - 1]:
+                break
+            machines += len(units[start])
+            candidates = np.maximum(best[start][:, None], cost(of_run[start], machines))
+            where = candidates.argmin(axis=0)
+            least = candidates[where, columns]
+            better = least < values
+            np.copyto(values, least, where=better)
+            np.copyto(starts, start, where=better)
+            np.copyto(begins, where, where=better)
+        best.append(values)
+        choice.append((starts, begins))
+    queues: list[list[int]] = [[] for _ in range(workers)]
+    used, cut, parts = len(units), size - 1, []
+    while used:
+        start, begin = (int(chosen[cut]) for chosen in choice[used])
+        seats = [seat for unit in units[start:used] for seat in unit]
+        if begin < cut:
+            parts.append(seats)
+            for seat, hand in zip(seats, even(int(cuts[cut] - cuts[begin]), [1] * len(seats)), strict=True):
+                queues[seat] = [int(cuts[begin]) + request for request in hand]
+        used, cut = start, begin
+    return queues, parts[::-1]

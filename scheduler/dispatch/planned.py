@@ -1,0 +1,330 @@
+"""Policies that plan a whole set of requests: StreamRL's Algorithm 2, and ours.
+
+Both give every instance a queue, longest first. Ours also corrects itself while running:
+
+* what waits for one instance may start on any that serves the same stretch of the plan, in the plan's order;
+* an instance that has emptied its queue takes over waiting requests of the one that would be last;
+* when an instance has nothing left at all, running requests of the instance that is predicted to end last move over, if
+  that makes both end clearly earlier, the reading in of the moved tokens included.
+
+Forecasts are those of what is left of a request, given what it has produced. A request without one (`None`: nothing is
+known, or nothing that is trusted) is not planned and never moved: it waits in one queue for all instances, and is
+placed by load when no planned request can use the slot. So without forecasts ours *is* least-loaded dispatch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+
+import numpy as np
+
+from scheduler.cost.expected_time import Worker
+from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
+from scheduler.dispatch.base import REGULAR, TAIL, Assignment, Fleet, Instance, Progress, Request
+from scheduler.dispatch.partition import Plan, Prompts, plan
+from scheduler.dispatch.remaining_length import Remaining
+
+MOVE_GAIN = 0.1
+"""A running request moves only if the later of both ends comes earlier by this share of what is left: predictions are
+not that good, and each move costs a pause."""
+CORRECT_EVERY = 0.02
+"""Share of the unfinished requests that must have ended before the plan is looked at again."""
+MOVES_LOOKED_AT = 8
+"""Numbers of requests (halves, quarters, ...) that a move is tried with."""
+
+
+class Planned(Fleet, ABC):
+    """Keeps a queue per instance and fills slots from it. Subclasses say what the queues are."""
+
+    def __init__(self, affinity: int = 0) -> None:
+        super().__init__(affinity)
+        self.queues: dict[str, deque[tuple[Request, str]]] = {}
+        """Waiting requests with their route, by instance."""
+        self.ranks: dict[str, int] = {}
+        """Places of waiting requests in the order in which they are to start, where queues are shared."""
+        self._new: list[Request] = []
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance's slot."""
+        return len(self._new) + sum(map(len, self.queues.values()))
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Requests wait; the next `decide` plans them, together with what still waits."""
+        self._new.extend(requests)
+
+    def leave(self, instance: str) -> list[str]:
+        """See `Fleet`; what waited for this instance is planned again."""
+        self._new.extend(request for request, _ in self.queues.pop(instance, ()))
+        return super().leave(instance)
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._new = [request for request in self._new if request.request_id not in request_ids]
+        for name, queue in self.queues.items():
+            self.queues[name] = deque(entry for entry in queue if entry[0].request_id not in request_ids)
+        super().withdraw(request_ids)
+
+    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+        """Plans what is new, then fills slots from the queues."""
+        decisions = []
+        if self._new and self.instances:
+            everything = [request for queue in self.queues.values() for request, _ in queue] + self._new
+            self._new = []
+            self.queues = {name: deque() for name in self.instances}
+            self.make_queues(everything, produced)
+            decisions = [start for name in self.queues for start in self._fill_from(name, [name])]
+        return decisions + self.fill() + self.correct(produced)
+
+    def fill(self) -> list[Assignment]:
+        """Gives free slots to what waits."""
+        return [start for name in self.queues for start in self._fill_from(name, [name])]
+
+    def _fill_from(self, name: str, sources: Iterable[str]) -> list[Assignment]:
+        """Fills an instance from the queues of these, in the plan's order."""
+        instance, decisions = self.instances[name], []
+        while instance.free > 0 and (queues := [queue for source in sources if (queue := self.queues[source])]):
+            request, route = min(queues, key=lambda queue: self.ranks.get(queue[0][0].request_id, 0)).popleft()
+            decisions.append(self.start(request, instance, route))
+        return decisions
+
+    @abstractmethod
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+        """Puts every request into a queue; `produced` as for `decide`."""
+
+    def correct(self, produced: Progress | None) -> list[Assignment]:
+        """Decisions beyond the plan, after slots were filled."""
+        return []
+
+
+def longest_first(requests: Sequence[Request]) -> list[Request]:
+    """By expected length, siblings side by side where they are alike; requests without a forecast last."""
+    return sorted(requests, key=lambda request: (-request.expected, request.group_id))
+
+
+class Algorithm2(Planned):
+    """StreamRL's skew-aware dispatch (arXiv 2504.15930, Algorithm 2).
+
+    The predicted longest 20 % are the tail, of length P90 of the predictions; the rest has P50. Over all
+    N_tail + N_regular = N it minimises the latencies of the two pools, PTL(batch) x length x ceil(requests / batch)
+    of an instance each: their sum as printed, or, with `combine="max"`, the later one. Requests are dealt out in turn
+    inside a pool.
+    """
+
+    def __init__(self, combine: str = "sum", tail_share: float = 0.2) -> None:
+        super().__init__()
+        if combine not in ("sum", "max"):
+            raise ValueError(f"combine must be 'sum' or 'max', got {combine!r}")
+        self.combine, self.tail_share = combine, tail_share
+
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+        """See the class."""
+        ordered = longest_first(requests)
+        names = list(self.instances)
+        lengths = np.asarray([request.expected for request in ordered])
+        tail_size = math.ceil(self.tail_share * len(ordered))
+        tail_instances = 0
+        if len(names) > 1:
+            tail_length, regular_length = np.percentile(lengths, (90, 50))
+
+            def cost(count: int) -> float:
+                tail = self._latency(names[:count], tail_size, tail_length)
+                regular = self._latency(names[count:], len(ordered) - tail_size, regular_length)
+                return tail + regular if self.combine == "sum" else max(tail, regular)
+
+            tail_instances = min(range(1, len(names)), key=cost)
+        for pool, part, route in (
+            (names[:tail_instances], ordered[:tail_size] if tail_instances else [], TAIL),
+            (names[tail_instances:], ordered[tail_size:] if tail_instances else ordered, REGULAR),
+        ):
+            for number, request in enumerate(part):
+                self.queues[pool[number % len(pool)]].append((request, route))
+
+    def _latency(self, names: list[str], requests: int, length: float) -> float:
+        """Of the slowest instance of a pool."""
+        share = math.ceil(requests / len(names))
+        slowest = 0.0
+        for name in names:
+            instance = self.instances[name]
+            batch = max(1, min(share, instance.slots))
+            step = float(instance.assumed_curve.base(batch))
+            slowest = max(slowest, step * length * math.ceil(share / batch))
+        return slowest
+
+
+class SkewAware(Planned):
+    """Ours: the cheapest plan of `partition.py`, corrected while it runs (see the module)."""
+
+    def __init__(self, migrate: bool = True, longest: float = math.inf, affinity: int = 0) -> None:
+        """
+        Args:
+            migrate: whether running requests may move.
+            longest: no request produces more tokens than this (the run's limit).
+            affinity: of requests without a forecast, see `Fleet`.
+        """
+        super().__init__(affinity)
+        self.migrate, self.longest = migrate, longest
+        self.plan: Plan | None = None
+        """The newest plan, for whoever wants to show it."""
+        self._mates: dict[str, list[str]] = {}
+        """Instances that serve the same stretch of the plan, by instance: itself is one."""
+        self._unplanned: deque[Request] = deque()
+        """Waiting requests without a forecast."""
+        self._corrected_at = -1
+        """Unfinished requests when `correct` last looked."""
+        self._looked_at: dict[str, Remaining] = {}
+        """What is left of running requests, by instance; see `_remaining`."""
+        self._ends: dict[str, float] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an instance's slot."""
+        return super().waiting + len(self._unplanned)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """See `Planned`; requests without a forecast are kept out of the plan."""
+        for request in requests:
+            (self._unplanned if request.forecast is None else self._new).append(request)
+
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """See `DispatchPolicy`."""
+        self._unplanned = self.without(self._unplanned, request_ids)
+        super().withdraw(request_ids)
+
+    def fill(self) -> list[Assignment]:
+        """From the queues of the whole stretch that an instance serves, then by load."""
+        decisions = []
+        if any(self.queues.values()):
+            for name in sorted(self.queues, key=lambda name: len(self.instances[name].running)):
+                decisions += self._fill_from(name, [mate for mate in self._mates.get(name, ()) if mate in self.queues])
+        return decisions + self.place_by_load(self._unplanned)
+
+    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+        """See the class."""
+        # of like instances the first gets the longest requests: those of the pool for them
+        names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
+        instances = [self.instances[name] for name in names]
+        ordered = longest_first(requests)
+        forecasts = [request.forecast for request in ordered if request.forecast is not None]
+        self._changed(*self.instances.values())
+        running = [self._remaining(instance, produced).values for instance in instances]
+        waiting, *beside = same_width([equally_likely(forecasts), *running])
+        workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
+        arrived = {request.request_id: place for place, request in enumerate(requests)}
+        prompts = Prompts([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
+        self.plan = plan(
+            waiting,
+            workers,
+            limit=self.longest,
+            running=beside,
+            tails=tails_of(forecasts),
+            prompts=prompts,
+            arrivals=[arrived[request.request_id] for request in ordered],
+        )
+        self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
+        self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
+        for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
+            route = TAIL if seat in self.plan.tail else REGULAR
+            self.queues[name].extend((ordered[number], route) for number in hand)
+
+    def correct(self, produced: Progress | None) -> list[Assignment]:
+        """Brings instances that have a free slot and nothing waiting closer to the one that would be last."""
+        unfinished = len(self.where) + self.waiting
+        if len(self.instances) < 2 or abs(unfinished - self._corrected_at) < max(1, unfinished * CORRECT_EVERY):
+            return []
+        self._corrected_at = unfinished
+        self._looked_at.clear()
+        self._ends.clear()
+        idle = [i for i in self.instances.values() if i.free > 0 and not self.queues.get(i.name)]
+        decisions: list[Assignment] = []
+        for target in sorted(idle, key=lambda instance: len(instance.running)):
+            if donor := max((name for name, queue in self.queues.items() if queue), key=self._queued, default=None):
+                # waiting requests first: nothing has to be read in twice
+                decisions.extend(self._take_waiting(target, self.instances[donor], produced))
+            elif self.migrate and produced is not None and not target.running and not decisions:
+                decisions.extend(self._take_running(target, produced))
+        return decisions
+
+    def _queued(self, name: str) -> int:
+        return len(self.queues[name])
+
+    def _take_waiting(self, target: Instance, donor: Instance, produced: Progress | None) -> list[Assignment]:
+        """Requests from the end of the donor's queue (its shortest)."""
+        queue = self.queues[donor.name]
+        going = Remaining.of([request for request, _ in reversed(queue)], [0.0] * len(queue), self.longest)
+        running = self._remaining(donor, produced)
+        count = self._best_count(target, donor, self._remaining(target, produced), going, running, moved=False)
+        taken = [queue.pop() for _ in range(count)]
+        self._changed(target, donor)
+        return [self.start(request, target, route) for request, route in taken]
+
+    def _take_running(self, target: Instance, produced: Progress) -> list[Assignment]:
+        """Running requests, longest first, of the instance that would be last."""
+        donors = [
+            instance
+            for instance in self.instances.values()
+            if len(instance.running) > 1 and any(request.forecast for request in instance.running.values())
+        ]
+        if not donors:
+            return []
+        last = max(donors, key=lambda donor: self._end(donor, produced))
+        rests = self._remaining(last, produced)
+        order = np.argsort(-rests.values.mean(axis=1), kind="stable")
+        known = np.asarray([request.forecast is not None for request in rests.requests])
+        going, fixed = rests.take(order[known[order]]), rests.take(order[~known[order]])
+        count = self._best_count(target, last, rests.take([]), going, fixed, moved=True)
+        self._changed(target, last)
+        return [self.start(request, target, TAIL) for request in going.requests[:count]]
+
+    def _best_count(
+        self,
+        target: Instance,
+        donor: Instance,
+        here: Remaining,
+        going: Remaining,
+        fixed: Remaining,
+        moved: bool,
+    ) -> int:
+        """How many requests should go from donor to target: 0 unless the later of both ends then comes earlier, and for
+        running requests clearly so.
+
+        Args:
+            target: where they would go.
+            donor: where they are.
+            here: the target's requests.
+            going: may go, in this order.
+            fixed: the donor's others.
+            moved: they run already, so the target has to read them in.
+        """
+        best, chosen = (fixed + going).time_on(donor) * (1 - (MOVE_GAIN if moved else 0.0)), 0
+        most = min(len(going), target.free)
+        per_token = target.assumed_curve.per_prefill_token if moved else 0.0
+        for count in sorted({max(1, most >> shift) for shift in range(MOVES_LOOKED_AT)}) if most else ():
+            gone, stays = going.take(range(count)), fixed + going.take(range(count, len(going)))
+            reading = per_token * float(gone.contexts.sum())
+            later = reading + (here + gone).time_on(target)
+            if later < best and (later := max(later, stays.time_on(donor))) < best:
+                best, chosen = later, count
+        return chosen
+
+    def _remaining(self, instance: Instance, produced: Progress | None) -> Remaining:
+        """Of an instance's running requests; the same all through a look."""
+        if instance.name not in self._looked_at:
+            running = list(instance.running.values())
+            done = [produced(request.request_id) if produced else 0.0 for request in running]
+            self._looked_at[instance.name] = Remaining.of(running, done, self.longest)
+        return self._looked_at[instance.name]
+
+    def _end(self, instance: Instance, produced: Progress | None) -> float:
+        """Expected seconds until an instance's running requests have ended; the same all through a look."""
+        if instance.name not in self._ends:
+            self._ends[instance.name] = self._remaining(instance, produced).time_on(instance)
+        return self._ends[instance.name]
+
+    def _changed(self, *instances: Instance) -> None:
+        for instance in instances:
+            self._looked_at.pop(instance.name, None)
+            self._ends.pop(instance.name, None)

@@ -1,0 +1,47 @@
+"""All dispatch policies by the name that users give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin
+from scheduler.dispatch.group_probe import GroupProbe
+from scheduler.dispatch.planned import Algorithm2, SkewAware
+
+POLICIES: dict[str, tuple[str, Callable[[float, int], DispatchPolicy]]] = {
+    "random": ("any instance", lambda longest, affinity: Random()),
+    "round-robin": ("instances in turn", lambda longest, affinity: RoundRobin()),
+    "least-loaded": ("the instance with the fewest running requests", lambda longest, affinity: LeastLoaded(affinity)),
+    "longest-first": ("least-loaded, the longest expected request first", lambda longest, affinity: LongestFirst()),
+    "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda longest, affinity: Algorithm2()),
+    "algorithm2-max": ("the same with the later of both pools", lambda longest, affinity: Algorithm2("max")),
+    "group-probe": (
+        "ours, one completion of each prompt first: its length informs the others' forecasts",
+        lambda longest, affinity: GroupProbe(True, longest, affinity),
+    ),
+    "skew-aware-static": (
+        "ours without moving running requests",
+        lambda longest, affinity: SkewAware(False, longest, affinity),
+    ),
+    "skew-aware": ("ours", lambda longest, affinity: SkewAware(True, longest, affinity)),
+}
+"""Name -> (what it does, how to make one for requests of at most so many tokens, with this affinity)."""
+
+
+def make_policy(name: str, longest: float = math.inf, affinity: int = 0) -> DispatchPolicy:
+    """A policy by name.
+
+    Args:
+        name: one of `POLICIES`.
+        longest: no request produces more tokens than this.
+        affinity: siblings that are placed by load follow their group to an instance that is at most so many requests
+            fuller than the emptiest one.
+
+    Raises:
+        ValueError: there is none; the message lists what there is.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[name][1](longest, affinity)

@@ -1,0 +1,462 @@
+"""Discrete-event simulation of whole iterations: generate, reward, train, send the weights, for every schedule.
+
+Generation is `generation_simulator.py`'s, under any dispatch policy. A sample has its reward `reward_s` after its end
+(rewards run side by side). A group is complete when all its samples have theirs. One trainer works through groups one
+after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. New weights take
+
+    delay + bytes / bandwidth
+
+to reach generation, one version after the other, while the trainer goes on if the schedule lets it; running requests go
+on as well and are not read in again. An exclusive schedule's trainer and instances take turns on the same devices: the
+weights cross no link, but every change of turn takes `switch_s`. What may start when is up to the schedule
+(`schedules.py`), and, where groups are issued in rounds, to those (`rounds.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.schedule.rounds import Rounds, taking
+from scheduler.schedule.schedules import Schedule, State, due_within
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between trainer and generation."""
+
+    gbit_s: float = float("inf")
+    """10^9 bits per second."""
+    delay_s: float = 0.0
+
+    def seconds(self, gigabytes: float) -> float:
+        """Time to send so many 10^9 bytes."""
+        return self.delay_s + 8 * gigabytes / self.gbit_s
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What follows generation."""
+
+    train_tokens_s: float
+    """Tokens, prompts included, that the trainer works through per second."""
+    optimizer_s: float = 0.0
+    """At the end of every step."""
+    reward_s: float = 0.0
+    """From a sample's end to its reward."""
+    weights_gb: float = 0.0
+    """10^9 bytes of a version."""
+    link: Link = field(default_factory=Link)
+    switch_s: float = 0.0
+    """From the end of one's turn to the begin of the other's, where generation and training share their devices: one
+    goes to sleep, the other wakes up, with new weights if it generates."""
+
+    def __post_init__(self) -> None:
+        if not self.train_tokens_s > 0:
+            raise ValueError(f"the trainer needs a rate above 0 tokens/s, got {self.train_tokens_s}")
+        if not self.link.gbit_s > 0:
+            raise ValueError(f"a link needs a bandwidth above 0 Gbit/s, got {self.link.gbit_s}")
+        if min(self.optimizer_s, self.reward_s, self.weights_gb, self.link.delay_s, self.switch_s) < 0:
+            raise ValueError("times and sizes of the stages must not be negative")
+
+
+@dataclass(frozen=True)
+class PipelineOutcome:
+    """What came out; times in seconds from the start."""
+
+    stepped: tuple[float, ...]
+    """[iterations] when each step had ended."""
+    published: tuple[float, ...]
+    """[publications] when their weights had reached generation; the last are those of the last step."""
+    trained: tuple[tuple[str, ...], ...]
+    """[iterations] groups of each step, in the order in which they were trained."""
+    samples: int
+    """Trained in all."""
+    tokens: float
+    """Of the trained samples, prompts left out."""
+    generation_busy: float
+    """Mean over the instances of the time in which they had something to do."""
+    training_busy: float
+    busy_until: tuple[tuple[float, float], ...]
+    """[iterations] (generation_busy, training_busy) until each step's end."""
+    transfers: float
+    """Time in which weights were under way on the link."""
+    staleness: dict[int, int]
+    """Groups by how many steps the weights that trained on them were newer than those that they were issued under."""
+    staleness_by_step: tuple[float, ...]
+    """[iterations] the mean of that over each step's groups."""
+    put_off: int
+    """Groups that were withdrawn from a round, counted each time."""
+    left: int
+    """Groups that were issued and not trained by the end."""
+
+    @property
+    def total(self) -> float:
+        """The end: the last weights have arrived."""
+        return self.published[-1] if self.published else 0.0
+
+    def iteration_times(self) -> list[float]:
+        """[iterations] seconds from one step's end to the next's."""
+        return [later - earlier for earlier, later in itertools.pairwise((0.0, *self.stepped))]
+
+    @property
+    def generation_bubble(self) -> float:
+        """Share of the instances' time in which they had nothing to do."""
+        return 1.0 - self.generation_busy / self.total if self.total else 0.0
+
+    @property
+    def training_bubble(self) -> float:
+        """Share of the trainer's time in which it had nothing to do."""
+        return 1.0 - self.training_busy / self.total if self.total else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Trained samples by the whole time."""
+        return self.samples / self.total if self.total else 0.0
+
+    def cost_per_1k(self, usd_per_hour: float) -> float:
+        """USD per 1,000 trained samples.
+
+        Args:
+            usd_per_hour: of all instances and the trainer together.
+        """
+        return usd_per_hour * self.total / 3600 / self.samples * 1000 if self.samples else 0.0
+
+
+@dataclass
+class _Group:
+    """A group that was issued and not yet trained."""
+
+    name: str
+    requests: dict[str, SimulatedRequest]
+    version: int
+    """Weights that it was issued under."""
+    open: set[str]
+    """Samples without a reward."""
+    generating: set[str]
+    """Samples that have not ended."""
+    parked: set[str] = field(default_factory=set)
+    """Those of them that have used up their budget of the round."""
+
+
+_REWARDED, _TRAINED, _STEPPED, _PUBLISHED, _SWITCHED = "rewarded", "trained", "stepped", "published", "switched"
+
+
+class Pipeline:
+    """One run under one schedule; see the module."""
+
+    def __init__(
+        self,
+        policy: DispatchPolicy,
+        instances: Sequence[SimulatedInstance],
+        stages: Stages,
+        schedule: Schedule,
+        batch: int,
+        rounds: Rounds | None = None,
+    ) -> None:
+        """
+        Args:
+            policy: places requests.
+            instances: that generate.
+            stages: what follows.
+            schedule: says what may start; of an exclusive one, instances and stages are those that all devices give.
+            batch: groups of an optimizer step.
+            rounds: issue the groups, with an age bound of their own in place of the schedule's staleness.
+
+        Raises:
+            ValueError: no instances, an empty batch, or rounds with another batch or a schedule that overlaps them.
+        """
+        if batch < 1:
+            raise ValueError(f"a batch needs at least one group, got {batch}")
+        if rounds is not None and (rounds.batch != batch or schedule.max_staleness):
+            raise ValueError(
+                f"rounds go with colocated, sync or stream, weights after every step and one batch size, got "
+                f"{schedule.name}, every {schedule.sync_every}, {rounds.batch} and {batch} groups"
+            )
+        self.simulation = Simulation(policy, instances)
+        self.stages, self.schedule, self.batch, self.rounds = stages, schedule, batch, rounds
+        self._taking = schedule if rounds is None else taking(schedule, rounds)
+        self._events: list[tuple[float, int, str, str]] = []
+        self._numbers = itertools.count()
+        self._groups: dict[str, _Group] = {}
+        self._of: dict[str, str] = {}
+        """Group of each open sample."""
+        self._complete: list[tuple[int, int, str]] = []
+        """Heap of (version, order, group): those that are due first come first."""
+        self._source: Iterator[Sequence[SimulatedRequest]] = iter(())
+        self._iterations = 0
+        self._issued = self._generated = self._version = self._step = self._taken = 0
+        self._round_version = -1
+        """Weights of the last round."""
+        self._training = False
+        """The trainer works, or is waking up."""
+        self._refused: tuple[int, ...] = ()
+        """What the schedule last said no to."""
+        self._trainers_turn = not schedule.exclusive
+        self._link_free = self._training_busy = self._transfers = 0.0
+        self._steps: list[list[str]] = [[]]
+        self._stepped: list[float] = []
+        self._busy_until: list[tuple[float, float]] = []
+        self._published: list[float] = []
+        self._staleness: Counter[int] = Counter()
+        self._stale = [0]
+        """Sums over the groups of each step."""
+        self._samples, self._tokens, self._put_offs = 0, 0.0, 0
+
+    def run(self, groups: Iterable[Sequence[SimulatedRequest]], iterations: int) -> PipelineOutcome:
+        """Simulates so many optimizer steps.
+
+        Args:
+            groups: in the order of issue, each of at least one request, all ids different; as many as a schedule may
+                issue until the last step has been trained are taken from it, fewer if there are no more.
+            iterations: optimizer steps.
+
+        Raises:
+            ValueError: an empty group, or two requests of one id.
+            RuntimeError: the groups do not suffice for the steps, or the policy leaves requests waiting.
+        """
+        self._source, self._iterations = iter(groups), iterations
+        now = 0.0
+        self._start_what_may(now)
+        while self._version < iterations:
+            generated, event = self.simulation.next_end(), self._events[0][0] if self._events else float("inf")
+            if min(generated, event) == float("inf"):
+                raise RuntimeError(
+                    f"step {self._step + 1} of {iterations} cannot be trained: {len(self._groups)} groups are under "
+                    f"way, {self.simulation.policy.waiting} requests wait, and nothing runs"
+                )
+            if generated <= event:
+                now, request_id = self.simulation.finish_next()
+                self._sample_ended(request_id, now)
+            else:
+                now, _, kind, name = heapq.heappop(self._events)
+                self._happened(kind, name, now)
+            self._start_what_may(now)
+        return PipelineOutcome(
+            stepped=tuple(self._stepped),
+            published=tuple(self._published),
+            trained=tuple(map(tuple, self._steps[:iterations])),
+            samples=self._samples,
+            tokens=self._tokens,
+            generation_busy=self._generation_busy(now),
+            training_busy=self._training_busy,
+            busy_until=tuple(self._busy_until),
+            transfers=self._transfers,
+            staleness=dict(sorted(self._staleness.items())),
+            staleness_by_step=tuple(total / self.batch for total in self._stale[:iterations]),
+            put_off=self._put_offs,
+            left=len(self._groups),
+        )
+
+    def _generation_busy(self, now: float) -> float:
+        """Mean over the instances, until now."""
+        engines = self.simulation.engines.values()
+        return sum(e.busy + (now - e.now if e.running else 0.0) for e in engines) / len(engines)
+
+    def _after(self, now: float, seconds: float, kind: str, name: str = "") -> None:
+        heapq.heappush(self._events, (now + seconds, next(self._numbers), kind, name))
+
+    def _sample_ended(self, request_id: str, now: float) -> None:
+        group = self._groups[self._of[request_id]]
+        reached = self.simulation.requests[request_id].length
+        if reached < group.requests[request_id].length:
+            self._park(group, request_id, reached, now)
+            return
+        group.generating.discard(request_id)
+        if not group.generating:
+            self._generated += 1
+        else:
+            self._note_parked(group, now)
+        self._after(now, self.stages.reward_s, _REWARDED, request_id)
+
+    def _park(self, group: _Group, request_id: str, reached: float, now: float) -> None:
+        """A sample has used up its budget of the round."""
+        self.simulation.withdraw({request_id}, now)  # forgets it, so that it may be submitted again
+        group.requests[request_id] = replace(group.requests[request_id], kept=reached)
+        group.parked.add(request_id)
+        self._note_parked(group, now)
+
+    def _note_parked(self, group: _Group, now: float) -> None:
+        if self.rounds is not None and group.parked == group.generating:
+            self.rounds.parked(group.name)
+            self._end_round_if_over(now)
+
+    def _happened(self, kind: str, name: str, now: float) -> None:
+        if kind == _REWARDED:
+            self._rewarded(name, now)
+        elif kind == _SWITCHED:
+            self._training, self._trainers_turn = False, True
+        elif kind == _TRAINED:
+            self._training = False
+            if self._taken == self.batch:
+                self._training = True
+                self._training_busy += self.stages.optimizer_s
+                self._after(now, self.stages.optimizer_s, _STEPPED)
+        elif kind == _STEPPED:
+            self._training = False
+            self._step += 1
+            self._taken = 0
+            self._steps.append([])
+            self._stale.append(0)
+            self._stepped.append(now)
+            self._busy_until.append((self._generation_busy(now), self._training_busy))
+            if self.schedule.publishes(self._step, self._iterations):
+                self._publish(now)
+        else:
+            self._version = int(name)
+            self._trainers_turn = not self.schedule.exclusive
+            self._published.append(now)
+
+    def _publish(self, now: float) -> None:
+        if self.schedule.exclusive:
+            self._after(now, self.stages.switch_s, _PUBLISHED, f"{self._step}")
+            return
+        # one version after the other
+        seconds = self.stages.link.seconds(self.stages.weights_gb)
+        begin = max(now, self._link_free)
+        self._link_free = begin + seconds
+        self._transfers += seconds
+        self._after(begin, seconds, _PUBLISHED, f"{self._step}")
+
+    def _rewarded(self, request_id: str, now: float) -> None:
+        group = self._groups[self._of.pop(request_id)]
+        group.open.discard(request_id)
+        if group.open:
+            return
+        heapq.heappush(self._complete, (group.version, next(self._numbers), group.name))
+        if self.rounds is not None:
+            self.rounds.completed(group.name)
+            self._end_round_if_over(now)
+
+    def _end_round_if_over(self, now: float) -> None:
+        assert self.rounds is not None
+        if self.rounds.over:
+            for name in self.rounds.end():
+                self._withdraw(self._groups[name], now)
+
+    def _withdraw(self, group: _Group, now: float) -> None:
+        """Puts a group off; its samples that have ended keep their rewards."""
+        self._put_offs += 1
+        kept = self.simulation.withdraw(group.generating - group.parked, now)
+        group.requests |= {name: replace(group.requests[name], kept=tokens) for name, tokens in kept.items()}
+        group.parked.clear()
+
+    def _state(self, due: tuple[int, ...] = ()) -> State:
+        return State(
+            self.batch,
+            self._issued,
+            self._generated,
+            self._version,
+            self._step,
+            self._taken,
+            len(self._complete),
+            due,
+            self._iterations,
+        )
+
+    def _start_what_may(self, now: float) -> None:
+        if self._version >= self._iterations:
+            return
+        if self.rounds is None:
+            self._issue(now)
+        else:
+            self._begin_rounds(self.rounds, now)
+        self._train(now)
+
+    def _issue(self, now: float) -> None:
+        if self._issued >= self._iterations * self.batch:
+            return
+        fresh: list[SimulatedRequest] = []
+        state = self._state()  # what is due matters to training only
+        while self.schedule.may_issue(state):
+            group = next(self._source, None)
+            if group is None:
+                break
+            fresh.extend(self._admit(group).requests.values())
+            state = replace(state, issued=self._issued)
+        if fresh:
+            self.simulation.submit(fresh, now)
+
+    def _admit(self, requests: Sequence[SimulatedRequest]) -> _Group:
+        if not requests:
+            raise ValueError("a group needs at least one request")
+        by_name = {request.request_id: request for request in requests}
+        if len(by_name) < len(requests):
+            raise ValueError(f"two requests of a group have one id: {sorted(r.request_id for r in requests)}")
+        group = _Group(f"{self._issued}", by_name, self._version, set(by_name), set(by_name))
+        self._issued += 1
+        self._groups[group.name] = group
+        self._of.update(dict.fromkeys(by_name, group.name))
+        return group
+
+    def _begin_rounds(self, rounds: Rounds, now: float) -> None:
+        """Begins the round of new weights, or another under the same ones; one that is over at once is ended."""
+        while rounds.round is None and (rounds.again or self._round_version < self._version == self._step):
+            self._round_version = self._version
+            current = rounds.begin(self._version)
+            admitted = [self._admit(group) for group in itertools.islice(self._source, current.new)]
+            rounds.started(group.name for group in admitted)
+            groups = [*(self._groups[name] for name in current.resumed), *admitted]
+            if current.needed and not groups:
+                return  # there is nothing left to issue: the round cannot get what it needs
+            self.simulation.submit([r for group in groups for r in _to_submit(group, current.budget)], now)
+            self._end_round_if_over(now)
+
+    def _train(self, now: float) -> None:
+        if self._training or not self._complete:
+            return
+        if self.rounds is not None and (
+            self._round_version != self._step or (self.schedule.whole_batches and self.rounds.round is not None)
+        ):
+            return  # this step's round has not begun, or whole batches wait for its end
+        version, _, name = self._complete[0]
+        asked = (version, len(self._complete), self._issued, self._step, self._taken)
+        if asked == self._refused:
+            return  # nothing has happened that matters to training
+        due = due_within((group.version for group in self._groups.values()), self._step, self._taking.max_staleness)
+        if not self._taking.may_take(self._state(due), version):
+            self._refused = asked
+            return
+        if not self._trainers_turn:
+            if not self.simulation.where and not self.simulation.policy.waiting:
+                self._training = True
+                self._after(now, self.stages.switch_s, _SWITCHED)
+            return
+        heapq.heappop(self._complete)
+        group = self._groups.pop(name)
+        if self.rounds is not None:
+            self.rounds.taken(name)
+        requests = group.requests.values()
+        seconds = sum(request.prompt_tokens + request.length for request in requests) / self.stages.train_tokens_s
+        self._training = True
+        self._training_busy += seconds
+        self._taken += 1
+        self._steps[-1].append(name)
+        self._staleness[self._step - group.version] += 1
+        self._stale[-1] += self._step - group.version
+        self._samples += len(requests)
+        self._tokens += sum(request.length for request in requests)
+        self._after(now, seconds, _TRAINED)
+
+
+def _to_submit(group: _Group, budget: int | None) -> list[SimulatedRequest]:
+    """A group's samples that have not ended, as long as the round lets them become."""
+    requests = [request for name, request in group.requests.items() if name in group.generating]
+    if budget is None:
+        return requests
+    return [
+        replace(r, length=min(r.length, r.kept + budget), forecast=_capped(r.forecast, r.kept + budget))
+        for r in requests
+    ]
+
+
+def _capped(forecast: Forecast | None, most: float) -> Forecast | None:
+    if forecast is None:
+        return None
+    return Forecast(tuple(min(n, most) for n in forecast.lengths), tuple(min(n, most) for n in forecast.tail))

@@ -1,0 +1,267 @@
+"""Dispatch across sites: which site generates a group (a prompt with its samples). A pure state machine.
+
+It is told which sites there are (`join`, `leave`, `hold`), which groups wait (`submit`) and which samples have come
+(`finished`), and says where groups go (`decide`). Each site's own dispatcher then places the samples on its instances.
+
+* A group goes to one site, once, as soon as any site takes work. It moves only if its site leaves: `leave` hands back
+  what is left of it, for the caller to submit again. A site that is held keeps what it has and gets nothing new.
+* Groups that wait together are placed together, so that the last of their samples is expected home soonest:
+
+      home = round trip + prompts / bandwidth + max(generation, samples / bandwidth) + last sample / bandwidth.
+
+  Generation is timed by `cost/expected_time.py`, like instances of a site taken as one whose batch is spread over them;
+  what a site has to do already counts as far as it delays the new groups.
+* Candidates are dealing in proportion to capacity, and the longest first to where the end comes earliest, with and
+  without a look at how long a single sample may get. The one that is predicted to end first is taken, and few groups
+  are then moved one by one off the site that ends last; so no placement is predicted worse than dealing by capacity.
+* With a `price_tolerance`, of the placements that end within this share of the first, the one that costs least.
+* There is no clock. Decode steps stand in for one: a sample that has come with L tokens tells that whatever started
+  beside it has been through L steps, too, and forecasts of the rest follow from that.
+* A group without a forecast is taken to be like the samples that have come; before any has, any length up to `longest`
+  is as likely as another. So without forecasts sites get work by the speed that they have under it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scheduler.cost.decode import Floats
+from scheduler.cost.length_forecast import MIDPOINTS, Forecast, equally_likely, tails_of
+from scheduler.dispatch.remaining_length import beyond
+from scheduler.sites.site_candidates import Prediction, Problem, Seats, SiteFacts, with_tails
+
+LENGTHS_KEPT = 512
+"""Of the samples that came last: what groups without a forecast are taken to be like."""
+LENGTHS_NEEDED = 16
+"""Samples that must have come before their lengths say anything: as many as a forecast has values."""
+BUNDLES = 256
+"""Of more groups, those of like length go together: a bundle is then still small beside what a site has."""
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """A prompt whose samples are to be generated, all on one site."""
+
+    group_id: str
+    size: int
+    """Samples."""
+    forecast: Forecast | None = None
+    """Of each sample's length; None: nothing is known, or nothing that is trusted."""
+    prompt_tokens: int = 0
+
+
+@dataclass
+class _Placed:
+    """A group on a site."""
+
+    group: SiteGroup
+    left: int
+    """Samples that have not come."""
+    kind: int
+    """Which of the site's workers it was meant for."""
+    since: float | None = None
+    """The site's decode steps when it started; None: it waits for slots."""
+
+
+@dataclass
+class _Site:
+    """A site and what it has to do."""
+
+    facts: SiteFacts
+    held: bool = False
+    steps: float = 0.0
+    """Decode steps that the site has been through at least, as samples that came have told."""
+    groups: dict[str, _Placed] = field(default_factory=dict)
+    """In the order in which they were placed."""
+
+    def start(self) -> None:
+        """Notes which groups start now: the first ones, as long as there are slots."""
+        if not self.groups or next(reversed(self.groups.values())).since is not None:
+            return  # in this order, all have started
+        free = self.facts.slots
+        for placed in self.groups.values():
+            if free <= 0:
+                break
+            free -= placed.left
+            if placed.since is None:
+                placed.since = self.steps
+
+
+class SiteDispatch:
+    """See the module's text."""
+
+    def __init__(self, longest: float, bytes_per_token: float, price_tolerance: float = 0.0) -> None:
+        """
+        Args:
+            longest: no sample has more tokens than this (the run's limit).
+            bytes_per_token: on a link, of prompts and samples.
+            price_tolerance: share of the earliest end by which a cheaper placement may end later.
+
+        Raises:
+            ValueError: one of them is negative, or `longest` is not a positive number.
+        """
+        if not 0 < longest < math.inf:
+            raise ValueError(f"the longest sample must be a positive number of tokens, got {longest}")
+        if bytes_per_token < 0 or price_tolerance < 0:
+            raise ValueError(f"must not be negative: bytes {bytes_per_token} a token, tolerance {price_tolerance}")
+        self.longest, self.bytes_per_token, self.price_tolerance = longest, bytes_per_token, price_tolerance
+        self.predicted: Prediction | None = None
+        """Of the last decision, for whoever wants to show it."""
+        self._sites: dict[str, _Site] = {}
+        self._waiting: dict[str, SiteGroup] = {}
+        self._where: dict[str, _Site] = {}
+        self._lengths: deque[float] = deque(maxlen=LENGTHS_KEPT)
+
+    @property
+    def waiting(self) -> int:
+        """Groups without a site."""
+        return len(self._waiting)
+
+    def join(self, site: SiteFacts) -> None:
+        """A site is ready for work, or back after it left.
+
+        Raises:
+            ValueError: it has joined already.
+        """
+        if site.name in self._sites:
+            raise ValueError(f"site {site.name} has joined already")
+        self._sites[site.name] = _Site(site)
+
+    def groups_of(self, site_name: str) -> list[str]:
+        """What a site has, in the order in which it was placed there."""
+        return list(self._sites[site_name].groups)
+
+    def change(self, site: SiteFacts) -> None:
+        """A site has more instances, fewer, or others; what it has to do stays there.
+
+        Raises:
+            KeyError: it has not joined.
+        """
+        known = self._sites[site.name]
+        known.facts = site
+        for placed in known.groups.values():
+            placed.kind = min(placed.kind, len(site.workers) - 1)
+        known.start()
+
+    def leave(self, site_name: str) -> list[SiteGroup]:
+        """A site is gone; returns what is left of its groups, for the caller to submit again."""
+        gone = self._sites.pop(site_name)
+        for group_id in gone.groups:
+            del self._where[group_id]
+        return [replace(placed.group, size=placed.left) for placed in gone.groups.values()]
+
+    def hold(self, site_name: str) -> None:
+        """A site is congested: it gets nothing new, what it has stays there."""
+        self._sites[site_name].held = True
+
+    def unhold(self, site_name: str) -> None:
+        """A site that was held takes work again."""
+        self._sites[site_name].held = False
+
+    def submit(self, groups: Iterable[SiteGroup]) -> None:
+        """Groups wait to be placed.
+
+        Raises:
+            ValueError: a group waits or is on a site already, or has no samples.
+        """
+        for group in groups:
+            if group.group_id in self._waiting or group.group_id in self._where:
+                raise ValueError(f"group {group.group_id} has been submitted already")
+            if group.size < 1:
+                raise ValueError(f"group {group.group_id} has {group.size} samples")
+            self._waiting[group.group_id] = group
+
+    def finished(self, group_id: str, length: float) -> None:
+        """A sample of a group has come, with so many tokens; of a group that is unknown, it is ignored."""
+        if (site := self._where.get(group_id)) is not None:
+            placed = site.groups[group_id]
+            site.steps = max(site.steps, (site.steps if placed.since is None else placed.since) + length)
+            placed.left -= 1
+            if not placed.left:
+                del site.groups[group_id], self._where[group_id]
+            site.start()
+        elif (group := self._waiting.get(group_id)) is not None:  # its site left, the sample has come all the same
+            if group.size > 1:
+                self._waiting[group_id] = replace(group, size=group.size - 1)
+            else:
+                del self._waiting[group_id]
+        else:
+            return
+        self._lengths.append(length)
+
+    def withdraw(self, group_ids: Iterable[str]) -> None:
+        """These are wanted no more, whether they wait or are on a site. Unknown ones are ignored."""
+        changed = {}
+        for group_id in group_ids:
+            self._waiting.pop(group_id, None)
+            if (site := self._where.pop(group_id, None)) is not None:
+                del site.groups[group_id]
+                changed[site.facts.name] = site
+        for site in changed.values():
+            site.start()
+
+    def decide(self) -> list[tuple[str, str]]:
+        """Places every group that waits, if any site takes work: (group, site), each once."""
+        sites = [site for site in self._sites.values() if not site.held]
+        if not sites or not self._waiting:
+            return []
+        problem, order, bundles = self._problem(sites)
+        of_bundles, self.predicted = problem.solve(self.price_tolerance)
+        seats = np.empty(len(order), dtype=np.int64)
+        seats[order] = np.repeat(of_bundles, bundles)
+        decisions = []
+        for (group_id, group), seat in zip(self._waiting.items(), seats.tolist(), strict=True):
+            number, kind = problem.kinds[seat]
+            sites[number].groups[group_id] = _Placed(group, group.size, kind)
+            self._where[group_id] = sites[number]
+            decisions.append((group_id, sites[number].facts.name))
+        self._waiting.clear()
+        for site in sites:
+            site.start()
+        return decisions
+
+    def _problem(self, sites: Sequence[_Site]) -> tuple[Problem, Seats, Seats]:
+        """What is to be placed on these, with what they have; the order in which the new groups were bundled, and how
+        many are in each bundle."""
+        facts, new = [site.facts for site in sites], list(self._waiting.values())
+        first = np.cumsum([0, *(len(site.workers) for site in facts)]).tolist()
+        running = [(first[n] + one.kind, site, one) for n, site in enumerate(sites) for one in site.groups.values()]
+        groups = [*new, *(one.group for _, _, one in running)]
+        done = [0.0 if one.since is None else site.steps - one.since for _, site, one in running]
+        produced = np.concatenate([np.zeros(len(new)), done])
+        assumed = self._assumed()
+        forecasts = [group.forecast or assumed for group in groups]
+        tails = tails_of(forecasts)
+        tails[produced > 0] = np.nan
+        rests, weights = with_tails(beyond(equally_likely(forecasts), produced, self.longest), tails)
+        rests = np.clip(rests, 1.0, np.maximum(1.0, self.longest - produced)[:, None])
+        sizes = np.asarray([*(group.size for group in new), *(one.left for _, _, one in running)], dtype=np.float64)
+        prompts = np.asarray([group.prompt_tokens for group in groups], dtype=np.float64)
+        seats = np.asarray([-1] * len(new) + [seat for seat, _, _ in running])
+        order = np.lexsort((-(rests @ weights), seats))
+        starts: list[int] = []  # of bundles of alike ones: new ones, then those of each worker
+        for seat in np.unique(seats):
+            begin, end = int((seats < seat).sum()), int((seats <= seat).sum())
+            starts += range(begin, end, -(-(len(new) if seat < 0 else len(running)) // BUNDLES))
+        total = np.add.reduceat(sizes[order], starts)
+
+        def mean(part: Floats) -> Floats:
+            weighted = (part.T * sizes).T[order]
+            return (np.add.reduceat(weighted, starts, axis=0).T / total).T
+
+        problem = Problem(
+            *(facts, total, mean(rests), weights, np.add.reduceat(prompts[order], starts)),
+            *(mean(prompts + produced), mean(produced), seats[order][starts], self.bytes_per_token),
+        )
+        return problem, order[: len(new)], np.diff([*starts, len(groups)])[: problem.new]
+
+    def _assumed(self) -> Forecast:
+        """Of a group without a forecast."""
+        if len(self._lengths) < LENGTHS_NEEDED:
+            return Forecast(tuple((MIDPOINTS * self.longest).tolist()))
+        return Forecast(tuple(np.quantile(self._lengths, MIDPOINTS).tolist()))

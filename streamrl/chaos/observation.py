@@ -1,0 +1,181 @@
+"""Reads a run's folder: how the run is, what its logs say, and what an audit needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow
+from streamrl.chaos.follow import Seen, SeenProcess, SeenRole
+from streamrl.errors import UserError
+from streamrl.run_dir.instance_files import read_started, site_folders
+from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+from streamrl.run_dir.status import read_status
+
+TELLING = re.compile(
+    rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$", re.IGNORECASE
+)
+"""Lines of logs that tell of a fault."""
+LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
+COLUMNS = ["sample_id", "group_id", "step", "reward", "t_trained", "output_length"]
+ARRAYS = ["completion_tokens", "logprobs", "weight_versions"]
+ACCOUNT_TRIES = 5
+"""A checkpoint may be pruned while it is read."""
+
+
+def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
+    """All that launchers have started, by name."""
+    found = {}
+    for site, folder in site_folders(run_dir).items():
+        with contextlib.suppress(ValueError, TypeError):
+            for one in read_started(folder):
+                found[one.name] = SeenProcess(one.pid, one.role, site, one.exit_code)
+    return found
+
+
+def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Seen:
+    """How a run is now.
+
+    Args:
+        run_dir: its folder.
+        said: lines of its logs (`Logs`).
+        launched: whether there is a launcher.
+    """
+    processes, now = processes_of(run_dir), time.time()
+    try:
+        status = read_status(run_dir)
+    except UserError:
+        return Seen(now, processes=processes, said=tuple(said), launched=launched)
+    roles = {
+        name: SeenRole(
+            one.role,
+            one.state,
+            one.running or 0,
+            one.waiting or 0,
+            one.tokens_per_s or 0.0,
+            -1 if one.weight_version is None else one.weight_version,
+            one.silent_s,
+        )
+        for name, one in status.roles.items()
+    }
+    return Seen(
+        now,
+        status.state,
+        status.updated_at,
+        status.step,
+        status.latest.time if status.latest is not None else 0.0,
+        status.error or "",
+        processes,
+        roles,
+        status.scaling.ready,
+        status.scaling.wanted,
+        {name: site.silent_s for name, site in status.sites.items()},
+        frozenset(name for name, site in status.sites.items() if site.congested),
+        tuple(said),
+        launched,
+    )
+
+
+class Logs:
+    """Follows a run's logs from now on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "logs"
+        self._read = {path: path.stat().st_size for path in self._paths()}
+        self.lines: list[str] = []
+        """That tell of a fault, oldest first."""
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob("*.log"))
+
+    def read(self) -> list[str]:
+        """Takes what is new; all lines so far."""
+        for path in self._paths():
+            begin = self._read.get(path, 0)
+            with contextlib.suppress(OSError), path.open("rb") as log:
+                log.seek(begin)
+                new = log.read()
+                whole = new[: new.rfind(b"\n") + 1]
+                self._read[path] = begin + len(whole)
+                self.lines += [line.decode(errors="replace") for line in whole.splitlines() if TELLING.search(line)]
+        return self.lines
+
+
+def interrupted(lines: Sequence[str], names: frozenset[str]) -> tuple[int, int, int] | None:
+    """Of the instances named: (requests, their tokens, those that are in the journal), as their service has logged;
+    None: it has logged nothing."""
+    found = [match.groups() for line in lines if (match := LOST.search(line)) is not None]
+    counts = [(int(n), int(told), int(kept)) for name, n, told, kept in found if name in names]
+    if not counts:
+        return None
+    return sum(one[0] for one in counts), sum(one[1] for one in counts), sum(one[2] for one in counts)
+
+
+def read_account(run_dir: Path) -> Account:
+    """What an audit looks at; of a run that goes on, up to the newest step that is everywhere.
+
+    Raises:
+        OSError: a file cannot be read.
+        sqlite3.Error: the ledger cannot be read.
+    """
+    position = _position(run_dir)  # first: what is issued meanwhile is no fault then
+    ledger, sizes = _ledger(run_dir / "ledger.sqlite")
+    metrics = read_metrics(run_dir / FILE_NAME)
+    newest = max((row.step for row in metrics), default=0)
+    if sizes and newest < max(sizes):  # its row is being written
+        time.sleep(0.5)
+        metrics = read_metrics(run_dir / FILE_NAME)
+    metrics = [row for row in metrics if row.step in sizes or row.step < max(sizes, default=0)]
+    too_long = max((row.prompts_too_long or 0 for row in metrics), default=0)
+    rollouts = [row for step in sorted(sizes) for row in _rollouts(run_dir / "rollouts" / f"step_{step:06d}.parquet")]
+    return Account(ledger, sizes, rollouts, [row.step for row in metrics], too_long, position)
+
+
+def _position(run_dir: Path) -> Position:
+    for _ in range(ACCOUNT_TRIES):
+        names = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+        if not names:
+            return Position()
+        try:
+            found = json.loads((max(names, key=lambda path: int(path.name[5:])) / "state.json").read_text())["prompts"]
+            return Position(int(found["next_index"]), frozenset(map(int, found.get("again", ()))))
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(f"no checkpoint in {run_dir} can be read")
+
+
+def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
+    """All rows, and the samples of each step, as of one moment."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
+        db.execute("BEGIN")
+        rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, step, state FROM samples")]
+        sizes = {int(step): int(count) for step, count in db.execute("SELECT step, samples FROM steps")}
+        db.execute("COMMIT")
+    return rows, sizes
+
+
+def _rollouts(path: Path) -> list[RolloutRow]:
+    found = []
+    for row in pq.read_table(path, columns=[*COLUMNS, *ARRAYS]).to_pylist():
+        found.append(
+            RolloutRow(
+                row["sample_id"],
+                row["group_id"],
+                row["step"],
+                row["reward"],
+                row["t_trained"] is not None,
+                row["output_length"],
+                np.asarray(row["completion_tokens"], np.int32),
+                np.asarray(row["logprobs"], np.float32),
+                np.asarray(row["weight_versions"], np.int32),
+            )
+        )
+    return found

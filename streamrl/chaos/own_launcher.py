@@ -1,0 +1,136 @@
+"""A run that is a child of this process: started, ended, and started again from its newest checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from streamrl.chaos.observation import processes_of
+from streamrl.errors import RunFailed
+from streamrl.runtime.processes import end_with_parent
+
+OUTPUT = "launcher.log"
+"""In the run's logs."""
+STOP_S = 30.0
+"""From SIGINT to SIGKILL; a launcher takes less than 10 s, on a machine under load more."""
+ENDS_S = 60.0
+"""For all processes of a killed launcher to end; they are told to at once."""
+FOLDER_S = 60.0
+"""For a launcher to make the run's folder: it checks the files and the model before."""
+POLL_S = 0.1
+LAST_LINES = 6
+
+
+class Launcher:
+    """`streamrl launch`, its output in the run's logs."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str], emulate: bool) -> None:
+        """
+        Args:
+            run_dir: the folder that the launcher will make.
+            arguments: of `streamrl launch`, without --emulate.
+            emulate: all sites of the cluster run here.
+        """
+        self.run_dir, self._arguments = run_dir, list(arguments)
+        self._emulate = ["--emulate"] if emulate else []
+        self._process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def start(self) -> None:
+        """Starts the run, or goes on with it.
+
+        Raises:
+            RunFailed: the launcher ended at once, or made no folder.
+        """
+        resumes = self.starts > 0
+        arguments = ["--resume", str(self.run_dir)] if resumes else self._arguments
+        early = self.run_dir.with_name(f".{self.run_dir.name}.{OUTPUT}")
+        self._output = self.run_dir / "logs" / OUTPUT if resumes else early
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
+        with self._output.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for who injects faults
+                preexec_fn=end_with_parent,
+            )
+        self.starts += 1
+        end = time.monotonic() + FOLDER_S
+        while not (self.run_dir / "logs").is_dir():
+            if not self.runs or time.monotonic() > end:
+                words = self.last_words()
+                self.end()
+                self._output.unlink(missing_ok=True)
+                raise RunFailed(words or f"the launcher has made no folder {self.run_dir}")
+            time.sleep(POLL_S)
+        if not resumes:
+            self._output = early.rename(self.run_dir / "logs" / OUTPUT)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the launcher lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def last_words(self) -> str:
+        """The end of its output."""
+        lines = self._output.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        return "\n".join(errors[-1:] or lines[-LAST_LINES:]).removeprefix("error: ")
+
+    def kill(self) -> None:
+        """SIGKILL of the launcher alone, whose processes must end by themselves."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(STOP_S)
+
+    def wait_for_end(self) -> list[str]:
+        """Waits until no process of the run is left.
+
+        Returns:
+            Names of those that are left when that has taken too long; they are killed.
+        """
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ENDS_S)
+        end = time.monotonic() + ENDS_S
+        while (left := _living(self.run_dir)) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        for process in left.values():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return sorted(left)
+
+    def end(self) -> bool:
+        """SIGINT, and SIGKILL if that does not help; whether it did."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return True
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.wait_for_end()
+            return False
+        return True
+
+
+def _living(run_dir: Path) -> dict[str, psutil.Process]:
+    """Processes of a run that have not ended, by name."""
+    found = {}
+    for name, one in processes_of(run_dir).items():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(one.pid)
+            if process.status() != psutil.STATUS_ZOMBIE and str(run_dir) in " ".join(process.cmdline()):
+                found[name] = process
+    return found

@@ -1,0 +1,506 @@
+"""The controller: the whole loop of a run.
+
+    prompts -> groups -> services -> samples -> ledger -> rewards -> pool -> batch -> trainer -> weights -> services
+
+`run` is the loop: whatever may start now is started, then the next messages are handled, one method per kind. What may
+start when is the schedule's decision (`scheduler/schedule/schedules.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from scheduler.capacity.auto_schedule import Decision, during_change
+from scheduler.cost.hardware import peak_tflops
+from scheduler.schedule.rounds import taking
+from scheduler.schedule.schedules import State, make_schedule
+from streamrl.config.schedule import AutoScheduleConfig
+from streamrl.controller.arrivals import arrived
+from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.group_source import GroupSource, group_of, samples_of
+from streamrl.controller.length_predictor import COLUMNS, Lengths, StepLengths
+from streamrl.controller.live_rounds import LiveRounds, make_rounds
+from streamrl.controller.pool_sizes import Scaling
+from streamrl.controller.reconnect import Recovery
+from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.reward_client import Rewarders
+from streamrl.controller.schedule_tuner import Auto, Setup, make_auto
+from streamrl.controller.site_services import Services
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_recorder import Recorder
+from streamrl.controller.step_times import StepTimes
+from streamrl.controller.telemetry import Telemetry
+from streamrl.controller.trainer_client import DONE, Trainers
+from streamrl.errors import StartAgain
+from streamrl.machine.model_files import resolve_model
+from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.length_audit import LengthAudit
+from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.types import Group, Sample
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
+from streamrl.tasks.source import PromptSource
+from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery
+
+log = logging.getLogger(__name__)
+
+MOST_EVENTS_AT_ONCE = 512
+"""Messages committed to the ledger in one transaction."""
+
+
+class Controller:
+    """One run."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context, self.config = context, context.run
+        self.limits = context.run.deadlines
+        self.waits = WaitRegistry("controller")
+        self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
+        self.hub.tells_hellos = True
+        schedule = context.run.schedule
+        self.auto: Auto | None = None
+        """With `schedule: auto`: chooses the schedule."""
+        if schedule.name == "auto":
+            self.schedule = make_schedule("sync")  # until the instances have told their step times
+        else:
+            self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
+        self.lengths = Lengths(context.run)
+        self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
+        self.batch = Batch(context.run, 1)
+        """Of the step under way."""
+        self.preparation = Preparation()
+        self.rounds = make_rounds(context.run, self.pool)
+        self.taking = self.schedule if self.rounds is None else taking(self.schedule, self.rounds.planner)
+        """What says which complete groups may be trained."""
+        self._issued_before: set[str] = set()
+        """Groups of the schedule before, while one schedule follows another."""
+        self._cores_due: tuple[int, ...] = ()
+        """CPU cores that the trainer is to move to."""
+        self._choosing: asyncio.Task[Decision] | None = None
+        self.audit = LengthAudit(context.run.sampling.max_tokens)
+        self.telemetry = Telemetry(context, self.hub, self.lengths)
+        self.ledger = Ledger(context.run_dir / "ledger.sqlite")
+        self.rollouts = RolloutStore(context.run_dir / "rollouts")
+        self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
+        plan = plan_processes(context.cluster, context.run, context.run_dir)
+        trainer = context.cluster.sites[context.cluster.trainer_site].trainer
+        assert trainer is not None
+        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
+        services = {spec.name: spec.site for spec in plan if spec.role == "service"}
+        self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        self.times = StepTimes()
+        self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
+        self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.told)
+        self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
+        spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
+        self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
+        self.step = 0
+        """Optimizer steps done."""
+        self.publish_due, self.checkpoint_due = True, False
+        self._learning: asyncio.Task[StepLengths] | None = None
+        """What is learned from the output lengths of the step under way, once it has all its groups."""
+
+    async def run(self) -> None:
+        """Runs all steps.
+
+        Raises:
+            RunFailed: something that the run needs is gone or did not answer in time.
+            StartAgain: a process hangs, or is gone, without which it cannot go on: it can from the newest checkpoint.
+        """
+        writing = asyncio.ensure_future(self.telemetry.keep_writing())
+        try:
+            await self._start()
+            while not self._done():
+                await self._issue()
+                await self._evaluate()
+                await self._drive_trainer()
+                await self._receive()
+            await self._close("done")
+        except asyncio.CancelledError:
+            await self._close("interrupted")
+            raise
+        except StartAgain:
+            self.telemetry.close("starting")
+            raise
+        except BaseException as error:
+            await self._close("failed", str(error))
+            raise
+        finally:
+            writing.cancel()
+            self.ledger.close()
+            await self.hub.close()
+
+    async def _close(self, state: str, error: str | None = None) -> None:
+        """Writes the last status, and tells sites that have launchers of their own."""
+        self.telemetry.close(state, error)
+        await self.services.finish(state, error)
+
+    # -- the parts of the loop, in its order
+
+    async def _start(self) -> None:
+        """Waits for all processes and restores the run's position; the first weights are then due."""
+        from transformers import AutoTokenizer
+
+        self.context.say("loading the tokenizer and the tasks")
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
+        self.groups = GroupSource(self.config, PromptSource(self.config.tasks, self.config.seed), tokenizer)
+        self.evaluator = Evaluator(self.config, self.context.run_dir, self.groups, self.checkpoints.mark_best)
+        if self.context.resume:
+            self._restore()
+        addresses = self.context.addresses
+        bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
+        everyone = {*self.trainers.names, *self.services.names, *self.rewarders.names}
+        await self.hub.wait_for(
+            everyone, self.context.startup_s, lambda missing: self.context.say(waiting_for(missing))
+        )
+        self.recovery = Recovery(
+            *(self.hub, self.services, self.scaling, self.rewarders),
+            *(self.pool, self.evaluator, self.rounds, self.config.seed),
+        )
+        self.services.joined()
+        await self.scaling.begin(self.context.resume)
+        if isinstance(self.config.schedule, AutoScheduleConfig):
+            self.auto = make_auto(self.context, self.config.schedule, self.services.fleet())
+            await self._change_to(self.auto.setup)
+            self.telemetry.schedule_note = self.auto.note
+        self.telemetry.watch(self.batch, self.pool)
+        self.telemetry.state = "running"
+        self.context.say(READY)
+
+    def _restore(self) -> None:
+        """Goes back to the newest checkpoint: what no step up to there has trained is generated again."""
+        self.step = self.checkpoints.latest() or 0
+        if self.step:
+            state = json.loads((self.checkpoints.path(self.step) / "state.json").read_text())
+            self.groups.restore(state["prompts"])
+        self.pool.resume_at(self.step)
+        self.batch = Batch(self.config, self.step + 1)
+        undone = self.ledger.rewind(self.step + 1)
+        self.rollouts.rewind(self.step + 1)
+        self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
+        self.telemetry.metrics.rewind(self.step)
+        self.evaluator.rewind(self.step)
+        self.telemetry.step = self.step
+        log.info("resumed after step %d; %d trained samples of later steps will be made again", self.step, undone)
+
+    def _done(self) -> bool:
+        """All steps are trained, and what follows the last one is done, too."""
+        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.updating
+        evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
+        return self.step == self.config.steps and not open_work and not evaluating
+
+    def _state(self) -> State:
+        return self.pool.state(self.services.version, self.step, len(self.batch.groups), self.taking.max_staleness)
+
+    async def _issue(self) -> None:
+        """Sends as many groups to the services as the schedule admits now, or those of the round that begins now."""
+        if self.services.version < 0 or self.step == self.config.steps:
+            return
+        if self.rounds is not None:
+            await self._next_round(self.rounds)
+            return
+        groups: list[Group] = []
+        state = self._state()
+        while self.schedule.may_issue(state):
+            groups.append(self._new_group())
+            state = replace(state, issued=self.pool.issued)
+        await self._generate(groups)
+
+    async def _next_round(self, rounds: LiveRounds) -> None:
+        """Ends the round that is over, begins the one that may begin."""
+        while (put_off := rounds.end_if_over()) or rounds.may_begin(self.services.version, self.step):
+            if put_off:
+                await self.services.tell("park", {"sample_ids": self.pool.unfinished(put_off)})
+                continue
+            begun = rounds.begin(self.services.version)
+            groups = [self._new_group() for _ in range(begun.new)]
+            rounds.planner.started(group.group_id for group in groups)
+            resumed = self.pool.unfinished(begun.resumed)
+            await self.services.tell("resume", {"sample_ids": resumed, "budget": begun.budget, "round": rounds.number})
+            await self._generate(groups, begun.budget)
+
+    def _new_group(self) -> Group:
+        """The next prompt's group, as issued now."""
+        group = self.groups.group(self.pool.issued // self.pool.batch + 1)
+        self.pool.issue([group], self.services.version)
+        self.audit.issued(group.step, group.group_id, group.size)
+        return group
+
+    async def _generate(self, groups: list[Group], budget: int | None = None) -> None:
+        """Predicts the lengths of new groups, enters them in the ledger and sends them to the services."""
+        if not groups:
+            return
+        self.lengths.predict(groups)
+        samples = [samples_of(group, self.config.seed) for group in groups]
+        self.ledger.issue(
+            (sample_id, group.group_id) for group, some in zip(groups, samples, strict=True) for sample_id, *_ in some
+        )
+        await self.services.generate(groups, samples, budget)
+
+    async def _evaluate(self) -> None:
+        """Tries the version that is served on the held-out tasks, if that is due."""
+        if self.services.version >= 0 and self.evaluator.due(self.services.version):
+            groups = self.evaluator.begin(self.services.version, time.time())
+            await self.services.generate(groups, [self.evaluator.samples(group) for group in groups])
+
+    async def _drive_trainer(self) -> None:
+        """Gives the trainer its next command, if it is free and there is one."""
+        if self.trainers.busy:
+            return
+        if self._cores_due:
+            cores, self._cores_due = self._cores_due, ()
+            await self.trainers.ask("resources", {"cores": cores})
+        elif self.publish_due and self._may_publish():
+            await self.trainers.ask("publish", {})
+        elif self.checkpoint_due:
+            untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
+            state = {"prompts": self.groups.state(untrained)}
+            pending = self.evaluator.pending
+            await self.trainers.ask("checkpoint", {"step": self.step, "state": state, "pending": pending})
+        elif self.batch.trained:
+            body = {"step": self.step, "normalizer": self.batch.normalizer, "skip": self.batch.off_policy}
+            await self.trainers.ask("step", body)
+        else:
+            await self._take_groups()
+            await self._feed_trainer()
+
+    def _may_publish(self) -> bool:
+        """Whether sites can take new weights; those that are to be evaluated must first be served everywhere."""
+        return self.services.can_take_version if self.config.evaluation is None else not self.services.updating
+
+    async def _take_groups(self) -> None:
+        """Moves complete groups from the pool into the step's batch, as far as the schedule lets them."""
+        if self.rounds is not None and not self.rounds.may_train(self.step, self.schedule.whole_batches):
+            return
+        while (group := self.pool.first()) and self.taking.may_take(self._state(), group.issued_under):
+            if self.schedule.exclusive and not await self._devices_are_free():
+                return
+            self.batch.take(self.pool.take())
+            if self.rounds is not None:
+                self.rounds.planner.taken(group.group_id)
+            self._issued_before.discard(group.group_id)
+            if not self._issued_before and self.rounds is None:
+                self.taking = self.schedule
+            if self.batch.full:
+                groups = [*self.batch.groups.values(), *self.batch.dropped]
+                self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
+
+    async def _devices_are_free(self) -> bool:
+        """Colocated: whether generation has left the devices to the trainer; asks it to, once nothing runs."""
+        generating = self.pool.running + self.evaluator.unfinished
+        return generating == 0 and not self.services.updating and await self.services.leave_devices()
+
+    async def _feed_trainer(self) -> None:
+        """Sends the trainer its next micro-batch, if one is ready; else it may work ahead for groups that wait."""
+        limits = self.config.batch.micro_batch_tokens, len(self.trainers.workers)
+        if (micro := self.batch.next_micro_batch(*limits)) is not None:
+            await self.trainers.train(*micro)
+        elif not self.schedule.exclusive and (ahead := self.preparation.next(self.batch, self.pool, *limits)):
+            await self.trainers.prepare(ahead)
+
+    async def _receive(self) -> None:
+        """Takes what has arrived (at least one message), commits it at once, handles it."""
+        self._register_waits()
+        deliveries = [await self.waits.first_of_begun(self.hub.receive())]
+        while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
+            deliveries.append(more)
+        await self._samples([d for d in deliveries if d.kind == "samples"])
+        self._rewards([d for d in deliveries if d.kind == "scored"])
+        for delivery in deliveries:
+            if delivery.kind not in ("samples", "scored"):
+                await self._handle(delivery)
+
+    # -- what follows when the trainer has done something
+
+    async def _trainer_done(self, kind: str, answers: list[dict[str, Any]]) -> None:
+        """All ranks have answered a command; rank 0's answer comes first."""
+        first = answers[0]
+        self.times.trainer.append((kind, first["started"], first["finished"]))
+        match kind:
+            case "prepare":
+                self.preparation.done([answer["reference_logprobs"] for answer in answers])
+            case "train":
+                self.batch.micro_batch_done([answer["stats"] for answer in answers])
+            case "step":
+                await self._step_done(first)
+            case "publish":
+                self.publish_due = False
+                if await self.services.spread(first):
+                    self.times.weights_served(time.time())
+            case "checkpoint":
+                self.checkpoint_due = False
+
+    async def _step_done(self, result: dict[str, Any]) -> None:
+        """An optimizer step is done: rollouts to Parquet, ledger, metrics, trace; then the next batch."""
+        async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", self.limits.training_s):
+            assert self._learning is not None
+            lengths = await self._learning
+        self.step += 1
+        batch = self.batch
+        self.times.running = self.services.busy_since()
+        publishes = self.schedule.publishes(self.step, self.config.steps)
+        times = self.recorder.step_done(
+            batch,
+            result,
+            lengths,
+            publishes,
+            self.services.traffic(),
+            self.groups.too_long,
+            self.rounds.count_put_off() if self.rounds is not None else 0,
+        )
+        self.batch = Batch(self.config, self.step + 1)
+        self.telemetry.watch(self.batch, self.pool)
+        self.publish_due = self.publish_due or publishes
+        last = self.step == self.config.steps
+        evaluated = publishes and self.evaluator.due(self.step)
+        self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
+        await self.scaling.step_done(batch, times)
+        if self.auto is not None:
+            self.auto.step_done(batch, times, self.times.ended_trainer)
+            await self._choose_schedule(self.auto)
+
+    async def _choose_schedule(self, auto: Auto) -> None:
+        """At the end of a step: goes on profiling, has options predicted in a thread, or takes a decision."""
+        setup = auto.next_setup()
+        if self._choosing is not None and self._choosing.done():
+            setup = auto.decided(self._choosing.result())
+            self._choosing = None
+            log.info("schedule: %s", auto.note)
+        elif setup is None and self._choosing is None and auto.wants_choice():
+            self._choosing = asyncio.ensure_future(asyncio.to_thread(auto.choice_job(self.step)))
+        if setup is not None:
+            await self._change_to(setup)
+        self.telemetry.schedule_note = auto.note
+
+    async def _change_to(self, setup: Setup) -> None:
+        """Another schedule, and another split of the devices, from the next step on."""
+        before, self.schedule = self.schedule, setup.schedule
+        self._issued_before = set(self.pool.groups)
+        self.taking = during_change(before, self.schedule) if self._issued_before else self.schedule
+        self._cores_due = setup.trainer_cores
+        self.telemetry.schedule = f"auto: {setup.label}"
+        await self.services.use(setup.instances)
+
+    # -- messages
+
+    def _register_waits(self) -> None:
+        """Samples and rewards are waited for as long as some are missing; each one that comes renews the wait."""
+        pool = self.pool
+        resting = self.rounds.resting if self.rounds is not None else 0
+        for name, missing, limit_s in (
+            ("samples", pool.running - resting + self.evaluator.unfinished, self.limits.generation_s),
+            ("rewards", len(pool.received), self.limits.reward_s * 10 + self.limits.startup_s),
+        ):
+            if not missing:
+                self.waits.end(name)
+            elif name not in self.waits.begun:
+                self.waits.begin(name, f"{missing} {name} of {len(pool.groups)} groups", limit_s)
+
+    async def _samples(self, deliveries: list[Delivery]) -> None:
+        """Finished samples: commit, acknowledge, ask for their rewards."""
+        arrivals = arrived(deliveries)
+        contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
+        new = self.ledger.finish(contents) if contents else set()
+        for delivery in deliveries:
+            delivery.ack()
+        now = time.time()
+        for sample, _ in arrivals:
+            if self.evaluator.awaits(sample.sample_id):
+                group = self.evaluator.received(sample)
+            elif sample.sample_id in new:
+                group = self._received(sample, now)
+            else:
+                log.warning("ignoring sample %s: not waited for", sample.sample_id)
+                continue
+            self.services.finished(group.group_id, sample.output_length)
+            self.scaling.sample_came(sample, now)
+            self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
+            await self.rewarders.ask(group, sample.sample_id, sample.text)
+        if arrivals:
+            self.waits.end("samples")
+
+    def _received(self, sample: Sample, now: float) -> Group:
+        """A sample to be trained has come."""
+        group = self.pool.finish(sample, now)
+        self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
+        if self.rounds is not None:
+            self.rounds.finished(group.group_id)
+        return group
+
+    def _rewards(self, deliveries: list[Delivery]) -> None:
+        """Rewards: groups with all of them are complete, and wait to be taken into a step."""
+        scored = []
+        for delivery in deliveries:
+            sample_id, reward = delivery.body["sample_id"], float(delivery.body["reward"])
+            self.rewarders.answered(delivery.peer, sample_id)
+            if self.evaluator.awaits(sample_id):
+                self.evaluator.scored(sample_id, reward, delivery.body["error"], time.time())
+            elif sample_id in self.pool.received:
+                one, group = self.pool.score(sample_id, reward, delivery.body["error"])
+                scored.append(one)
+                if group.complete:
+                    self._complete(group)
+            else:
+                log.warning("ignoring reward of %s: not waited for", sample_id)
+        if scored:
+            self.ledger.score(scored)
+            self.waits.end("rewards")
+        for delivery in deliveries:
+            delivery.ack()
+
+    def _complete(self, group: Group) -> None:
+        """A group has all its rewards: it waits to be taken into a step, unless another one is to replace it."""
+        if self.batch.may_replace(group):
+            self.batch.dropped.append(self.pool.drop(group.group_id))
+            if self.rounds is not None:
+                self.rounds.planner.dropped(group.group_id)
+        elif self.rounds is not None:
+            self.rounds.planner.completed(group.group_id)
+
+    async def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
+        """A site's instances serve the coming version."""
+        self.telemetry.weights_applied(answer["number"], answer["applied"])
+        self.times.loading += [(instance, *span) for instance, span in answer["applied"].items()]
+        if await self.services.ready(service, answer):
+            self.times.weights_served(time.time())
+
+    async def _handle(self, delivery: Delivery) -> None:
+        """Everything but samples and rewards."""
+        match delivery.kind:
+            case kind if kind.endswith(DONE):
+                if (answers := self.trainers.answered(delivery)) is not None:
+                    await self._trainer_done(delivery.kind.removesuffix(DONE), answers)
+            case "parked":
+                if self.rounds is not None:
+                    sample_id = str(delivery.body["sample_id"])
+                    self.rounds.parked(sample_id, group_of(sample_id), delivery.body["round"])
+            case "weights_ready":
+                await self._weights_ready(delivery.peer, delivery.body)
+            case "asleep":
+                self.services.asleep(delivery.peer)
+            case "fleet":
+                self.scaling.fleet_changed(delivery.peer, delivery.body)
+            case "scale":
+                await self.scaling.asked(delivery, self.hub)
+            case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back
+                await self.services.tell("weight_call", delivery.body)
+            case "weight_answer":
+                await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
+            case "hello":
+                await self.recovery.hello(delivery.peer, delivery.body["session"])
+            case "bye":  # its launcher decides what follows
+                if delivery.peer in self.services.names:
+                    self.services.gone(delivery.peer)
+            case other:
+                log.warning("controller ignores %r of %s", other, delivery.peer)
+        delivery.ack()

@@ -1,0 +1,294 @@
+"""How many instances each pool has and is to have: what a person asks for (`streamrl scale`), and the run's own
+elasticity (`scheduler/capacity/elasticity.py`).
+
+Pools are named "site/pool" in here. What was asked for last is kept in the run's folder, for a run that is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scheduler.capacity.elasticity import Change, Elasticity, PoolLimits, fleet_of, generation_time
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.registry import make_policy
+from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.cluster import ClusterConfig, GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.controller.site_services import Services
+from streamrl.controller.spending import Spending
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_times import Interval, StepTimes
+from streamrl.errors import UserError
+from streamrl.files import replace_json
+from streamrl.generation.instance.engine_config import weight_backend
+from streamrl.rollouts.types import Sample
+from streamrl.runtime.process_plan import ProcessSpec, usd_per_hour
+from streamrl.transport.endpoint import Delivery, Hub
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "replicas.json"
+
+
+@dataclass
+class Coming:
+    """An instance that was added while the run goes on; times are unix seconds, None: not yet."""
+
+    instance: str
+    asked_at: float
+    ready_at: float | None = None
+    """It holds the weights that are served, and may get requests."""
+    first_sample_at: float | None = None
+    """Its first sample is here."""
+
+
+@dataclass
+class _Pools:
+    """What there is, what is wanted, and what may be."""
+
+    configs: dict[str, GenerationPool]
+    wanted: dict[str, int]
+    instances: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By pool, of each instance where it is in its life (`generation/site/instance_life.py`)."""
+
+    def ready(self) -> dict[str, int]:
+        """Instances of each pool that may get requests."""
+        return {key: sum(life == "ready" for life in self.instances.get(key, {}).values()) for key in self.configs}
+
+
+class Scaling:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        run: RunConfig,
+        run_dir: Path,
+        plan: Sequence[ProcessSpec],
+        services: Services,
+        times: StepTimes,
+    ) -> None:
+        """
+        Args:
+            cluster: the cluster file.
+            run: the run file.
+            run_dir: the run's folder.
+            plan: the processes that the run begins with.
+            services: of all sites.
+            times: is told which instances there are.
+        """
+        self.cluster, self.run, self.services, self.times = cluster, run, services, times
+        configs = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
+        self._file = run_dir / FILE_NAME
+        self.pools = _Pools(configs, {key: pool.replicas for key, pool in configs.items()})
+        self.coming: list[Coming] = []
+        """Instances that were added, the newest last."""
+        fixed = [spec for spec in plan if spec.role != "instance"]
+        self._fixed_usd_per_hour = usd_per_hour(fixed)
+        self._names: dict[str, str] = {spec.name: spec.role for spec in fixed}
+        for spec in plan:
+            if spec.role == "instance":
+                self.pools.instances.setdefault(f"{spec.site}/{spec.pool}", {})[spec.name] = "starting"
+        times.there_are(self._living(), time.time())
+        self.spending = Spending(self._usd_per_hour())
+        self.elasticity = self._elasticity() if run.elasticity.enabled else None
+        self._kinds: dict[str, SimulatedInstance] = {}
+        """By pool, what its instances are like."""
+        self._choosing: asyncio.Task[Change | None] | None = None
+
+    def _elasticity(self) -> Elasticity:
+        limits = {
+            key: PoolLimits(pool.min_replicas, pool.most_replicas, pool.price_per_hour)
+            for key, pool in self.pools.configs.items()
+        }
+        options = self.run.elasticity
+        return Elasticity(limits, options.patience, options.settle, options.margin, options.min_saving)
+
+    # -- what a person asks for
+
+    async def asked(self, delivery: Delivery, hub: Hub) -> None:
+        """Does what `streamrl scale` asks for, and answers it."""
+        body = delivery.body
+        try:
+            key = self._find(str(body["pool"]), str(body["site"]))
+            before = self.pools.wanted[key]
+            await self._scale(key, self._checked(key, int(body["replicas"])))
+            answer: dict[str, Any] = {"pool": key, "before": before, "after": self.pools.wanted[key]}
+        except UserError as error:
+            answer = {"error": str(error)}
+        if delivery.peer in hub.peers:
+            await hub.send(delivery.peer, "scaled", answer)
+
+    def _find(self, pool: str, site: str) -> str:
+        """The pool's name in here.
+
+        Raises:
+            UserError: there is none, or more than one.
+        """
+        keys = [(key, *key.split("/")) for key in self.pools.configs]
+        found = [key for key, its_site, name in keys if name == pool and site in ("", its_site)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UserError(f"pool {pool!r} could be {' or '.join(found)}: name its --site")
+        near = difflib.get_close_matches(pool, [name for _, _, name in keys], n=3)
+        where = f" at a site {site!r}" if site else ""
+        hint = f"did you mean {' or '.join(near)}?" if near and not site else f"pools: {', '.join(self.pools.configs)}"
+        raise UserError(f"no pool {pool!r}{where}; {hint}")
+
+    def _checked(self, key: str, replicas: int) -> int:
+        """
+        Raises:
+            UserError: the pool cannot have so many, or the run cannot be scaled.
+        """
+        pool = self.pools.configs[key]
+        if replicas < pool.min_replicas:
+            raise UserError(f"pool {key} must keep {pool.min_replicas} or more, not {replicas} (min_replicas)")
+        if replicas > pool.most_replicas:
+            key_set = "max_replicas" if pool.max_replicas else "replicas; max_replicas can be more"
+            raise UserError(
+                f"the cluster file gives pool {key} {pool.most_replicas} instances at most, not {replicas} ({key_set})"
+            )
+        if (why := self.why_fixed()) is not None:
+            raise UserError(why)
+        return replicas
+
+    def why_fixed(self) -> str | None:
+        """Why no instance can come or go in this run; None: they can."""
+        if self.run.schedule.name == "auto":
+            return "schedule: auto has divided the devices among the instances that the run began with"
+        cuda, several = self.cluster.hardware == "cuda", bool(self.cluster.remote_sites)
+        if weight_backend(self.run, cuda, several) == "nccl":
+            return (
+                "weights.backend: nccl joins trainer and instances in one group when the run begins; "
+                "start it with weights.backend: stream to scale it"
+            )
+        return None
+
+    async def _scale(self, key: str, replicas: int) -> None:
+        site, _, pool = key.partition("/")
+        self.pools.wanted[key] = replicas
+        self._save()
+        await self.services.scale(site, pool, replicas)
+
+    def _save(self) -> None:
+        replace_json(self._file, self.pools.wanted)
+
+    async def begin(self, resume: bool) -> None:
+        """All services are there. A run that is resumed gets what was asked for before; any other one what its cluster
+        file says."""
+        if not resume or not self._file.exists():
+            self._file.unlink(missing_ok=True)
+            return
+        for key, replicas in json.loads(self._file.read_text()).items():
+            pool = self.pools.configs.get(key)
+            if pool is None or replicas == self.pools.wanted[key]:
+                continue
+            if pool.min_replicas <= replicas <= pool.most_replicas:
+                await self._scale(key, replicas)
+
+    async def returned(self, service: str) -> None:
+        """A service is a new process: it has adopted the instances that it found."""
+        site = self.services.site_of(service)
+        for key, replicas in self.pools.wanted.items():
+            if key.partition("/")[0] == site:
+                await self.services.scale(site, key.partition("/")[2], replicas)
+
+    # -- what becomes of it
+
+    def fleet_changed(self, service: str, body: Mapping[str, Any]) -> None:
+        """A service has told of its instances."""
+        now, site = time.time(), self.services.site_of(service)
+        before = set(self._living())
+        for key in [key for key in self.pools.configs if key.partition("/")[0] == site]:
+            pool = key.partition("/")[2]
+            self.pools.instances[key] = {
+                name: str(about["life"]) for name, about in body["instances"].items() if about["pool"] == pool
+            }
+        self.services.fleet_changed(service, body["fleet"])
+        self.spending.change(now, self._usd_per_hour())
+        lives = {name: life for some in self.pools.instances.values() for name, life in some.items()}
+        self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]
+        for one in self.coming:
+            if one.ready_at is None and lives.get(one.instance) == "ready":
+                one.ready_at = now
+        self.times.there_are((name for name, life in lives.items() if life == "ready"), now)
+
+    def sample_came(self, sample: Sample, now: float) -> None:
+        """Of any instance."""
+        for one in self.coming:
+            if one.instance == sample.instance and one.ready_at is not None and one.first_sample_at is None:
+                one.first_sample_at = now
+
+    def _living(self) -> list[str]:
+        return [name for some in self.pools.instances.values() for name in some]
+
+    def _usd_per_hour(self) -> float:
+        """Of all processes there are, those included that start or leave."""
+        prices = ((self.pools.configs[key].price_per_hour, len(some)) for key, some in self.pools.instances.items())
+        return self._fixed_usd_per_hour + sum(price * count for price, count in prices)
+
+    def roles(self) -> dict[str, str]:
+        """Every process there is, by name, with its role."""
+        return self._names | dict.fromkeys(self._living(), "instance")
+
+    def told(self) -> dict[str, Any]:
+        """For the run's status (`run_dir/status.py` ScalingStatus)."""
+        return {
+            "wanted": self.pools.wanted,
+            "ready": self.pools.ready(),
+            "there": {key: len(some) for key, some in self.pools.instances.items()},
+            "coming": [asdict(one) for one in self.coming[-8:]],
+            "note": self.elasticity.note if self.elasticity is not None else "",
+        }
+
+    # -- the run's own elasticity
+
+    async def step_done(self, batch: Batch, times: Interval) -> None:
+        """After each step: takes what was chosen since the one before, and has the next choice made in a thread."""
+        if self.elasticity is None:
+            return
+        if self._choosing is not None:
+            change = await self._choosing
+            self._choosing = None
+            if change is not None and self.pools.wanted[change.pool] == change.before:
+                log.info("elasticity: %s", change.why)
+                await self._scale(change.pool, change.after)
+        self._kinds |= {self._pool_of(one.name): one for one in self.services.fleet()}
+        replicas = self.pools.ready()
+        if replicas != self.pools.wanted:
+            return  # a change is under way
+        if (waiting := self.elasticity.waiting) is not None:
+            if replicas[waiting.pool] == waiting.before:
+                self.elasticity.failed()  # somebody else has changed the pool, and back
+            else:
+                self.elasticity.changed(replicas)
+        groups, kinds, run = _shape(batch), dict(self._kinds), self.run
+
+        def policy() -> DispatchPolicy:
+            return make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+
+        def predict(counts: Mapping[str, int]) -> float:
+            return generation_time(groups, fleet_of(kinds, counts), policy)
+
+        choose = functools.partial(self.elasticity.step_done, times.generate_s, times.train_s, replicas, predict)
+        self._choosing = asyncio.ensure_future(asyncio.to_thread(choose))
+
+    def _pool_of(self, instance: str) -> str:
+        return next(key for key, some in self.pools.instances.items() if instance in some)
+
+
+def _shape(batch: Batch) -> list[tuple[int, list[int]]]:
+    """(prompt tokens, output lengths) of a step's groups."""
+    return [
+        (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()
+    ]

@@ -1,0 +1,273 @@
+"""`schedule: auto` in a running job: profiles the first steps, chooses, and changes at the end of a step. Pure.
+
+    profiling  with all devices in turns (colocated), where trainer and instances can share them profiling  with devices
+    split between them (stream) running    what `scheduler.capacity.auto_schedule` has chosen; predicted anew when
+    lengths or the trainer's speed drift
+
+A *setup* is one way to run: a schedule, the instances that generate under it, and the CPU cores that are the trainer's.
+On CPU cores can change hands in a running job; CUDA devices cannot, so there every setup has the devices that the
+cluster file gives each role.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
+from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.registry import make_policy
+from scheduler.schedule.schedules import Schedule, make_schedule
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
+from streamrl.config.run import RunConfig
+from streamrl.config.schedule import AutoScheduleConfig
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_times import Interval
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import plan_processes
+
+WINDOW_STEPS = 8
+"""Newest steps whose lengths a prediction draws from."""
+FIRST_REVIEW = 4
+"""Steps after a choice at which it is looked at again, with what was measured since; then after twice as many each
+time. A profile is a few steps long, and a step's time may be off by a fifth by chance."""
+MOST_SPLITS = 4
+"""Splits that are compared: a prediction takes a fraction of a second for each and each schedule."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to run."""
+
+    label: str
+    schedule: Schedule
+    instances: tuple[str, ...]
+    """That generate; the others stand still."""
+    trainer_cores: tuple[int, ...]
+    """CPU cores of the trainer; (): as the cluster file has it."""
+
+
+@dataclass
+class _Measured:
+    """What the steps under one division of the devices have shown."""
+
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    """Tokens, prompts included, per second of training."""
+    slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    """Seconds of generation by what the instances' step times, measured alone, say of the same lengths."""
+
+
+def setups(
+    instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...], shareable: bool, max_staleness: int
+) -> list[Setup]:
+    """All setups of a job.
+
+    Args:
+        instances: CPU cores of each; () if it is not pinned.
+        trainer_cores: the trainer's; () if it is not pinned.
+        shareable: generation and training may take turns on the same devices.
+        max_staleness: of `async`.
+    """
+    names = tuple(instances)
+    found = []
+    if shareable:
+        found.append(Setup("colocated", make_schedule("colocated"), names, trainer_cores))
+    for count, own in _splits(instances, trainer_cores):
+        where = f", {count} of {len(names)} instances" if count < len(names) else ""
+        found += [
+            Setup(name + where, make_schedule(name, max_staleness if name == "async" else None), names[:count], own)
+            for name in ("stream", "sync", "async", "one_step_off")
+        ]
+    return found
+
+
+def _splits(instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """(instances that generate, cores that are left to the trainer), at most `MOST_SPLITS`."""
+    found = []
+    for count in range(1, len(instances) + 1):
+        taken = {core for cores in list(instances.values())[:count] for core in cores}
+        left = tuple(core for core in trainer_cores if core not in taken)
+        if left or not trainer_cores or not taken:
+            found.append((count, left))
+    # of splits that leave the trainer the same cores, more instances are better
+    best = {left: (count, left) for count, left in found}
+    ordered = list(best.values())
+    if len(ordered) <= MOST_SPLITS:
+        return ordered
+    return [ordered[round(place * (len(ordered) - 1) / (MOST_SPLITS - 1))] for place in range(MOST_SPLITS)]
+
+
+class Auto:
+    """See the module's text."""
+
+    def __init__(
+        self, run: RunConfig, choices: Sequence[Setup], fleet: Sequence[SimulatedInstance], steps: int
+    ) -> None:
+        """
+        Args:
+            run: the run file.
+            choices: of `setups`.
+            fleet: all instances with their step times.
+            steps: that each division of the devices is profiled for, after a first one for warming up.
+        """
+        self.run, self.choices = run, list(choices)
+        self.fleet = {instance.name: instance for instance in fleet}
+        shared = [setup for setup in self.choices if setup.schedule.exclusive]
+        split = [setup for setup in self.choices if setup.schedule.name == "stream"]
+        self._to_profile = deque([*shared[:1], split[len(split) // 2]])
+        self.setup = self._to_profile.popleft()
+        """What runs now."""
+        self.note = f"profiling under {self.setup.label}"
+        """What was last decided, for people."""
+        self._each, self._left = steps, steps + 1
+        self._measured: dict[tuple[int, ...], _Measured] = {}
+        """By the trainer's cores; colocated ones under (-1,)."""
+        self._groups: deque[list[tuple[int, list[int]]]] = deque(maxlen=WINDOW_STEPS)
+        self._optimizer: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._weights: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._choice: AutoSchedule | None = None
+        self._review_in, self._patience = 0, FIRST_REVIEW
+
+    def step_done(self, batch: Batch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
+        """Takes what a step has shown.
+
+        Args:
+            batch: the step's.
+            times: the step's.
+            trainer: what the trainer did in it: (command, start, end).
+        """
+        groups = [
+            (len(group.prompt_tokens), [m.sample.output_length for m in group.members()])
+            for group in batch.groups.values()
+        ]
+        self._groups.append(groups)
+        self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
+        micro_batches_s = sum(end - start for command, start, end in trainer if command == "train")
+        self._weights.extend(end - start for start, end in times.syncs)
+        measured = self._measured.setdefault(self._division(self.setup), _Measured())
+        tokens = sum(prompt + length for prompt, lengths in groups for length in lengths)
+        if micro_batches_s > 0:
+            measured.rates.append(tokens / micro_batches_s)
+        if self.setup.schedule.max_staleness == 0:  # then the step's samples are generated in it, and no others
+            alone = self._simulated(groups, self.setup)
+            measured.slowdowns.append(times.generate_s / alone if alone > 0 else 1.0)
+        self._left -= 1
+        self._review_in -= 1
+        if self._choice is None and self._left == self._each:  # the first step of a division has warmed it up
+            measured.rates.clear()
+            measured.slowdowns.clear()
+
+    def next_setup(self) -> Setup | None:
+        """What to profile next; None: go on as now."""
+        if self._choice is not None or self._left > 0 or not self._to_profile:
+            return None
+        self.setup, self._left = self._to_profile.popleft(), self._each + 1
+        self.note = f"profiling under {self.setup.label}"
+        return self.setup
+
+    def wants_choice(self) -> bool:
+        """Whether to predict: the profile is complete, what it was made of has drifted, or a review is due."""
+        if self._left > 0 or self._to_profile:
+            return False
+        return self._choice is None or self._review_in <= 0 or self._choice.drifted(self._profile())
+
+    def choice_job(self, step: int) -> Callable[[], Decision]:
+        """Predicts and decides, on what is known now; takes some seconds, for another thread."""
+        self._review_in, self._patience = self._patience, 2 * self._patience
+        options = [self._option(setup) for setup in self.choices]
+        if self._choice is None:
+            self._choice = AutoSchedule(options)
+        run = self.run
+
+        def policy() -> DispatchPolicy:
+            return make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+
+        return partial(
+            self._choice.choose, self._profile(), policy, run.batch.prompts_per_step, step, run.seed, options
+        )
+
+    def decided(self, decision: Decision) -> Setup | None:
+        """Takes a decision; the setup to change to, or None if it runs already."""
+        self.note = decision.why
+        chosen = next(setup for setup in self.choices if setup.label == decision.option.label)
+        if chosen == self.setup:
+            return None
+        self.setup = chosen
+        return chosen
+
+    def _division(self, setup: Setup) -> tuple[int, ...]:
+        return (-1,) if setup.schedule.exclusive else setup.trainer_cores
+
+    def _profile(self) -> Profile:
+        split = [m for division, m in self._measured.items() if division != (-1,)]
+        shared = self._measured.get((-1,))
+        rates = [rate for m in split for rate in m.rates] or [1.0]
+        return Profile(
+            [group for groups in self._groups for group in groups],
+            statistics.median(rates),
+            statistics.median(shared.rates) if shared and shared.rates else None,
+            statistics.median(self._optimizer),
+            weights_s=min(self._weights, default=0.0),
+        )
+
+    def _option(self, setup: Setup) -> Option:
+        """The setup with its instances as slow as they were seen to be, and the trainer's rate on its cores."""
+        division = self._division(setup)
+        own = self._measured.get(division)
+        split = [value for other, m in self._measured.items() if other != (-1,) for value in m.slowdowns]
+        slowdown = statistics.median(own.slowdowns if own and own.slowdowns else split or [1.0])
+        instances = tuple(self._scaled(self.fleet[name], slowdown) for name in setup.instances)
+        rate = statistics.median(own.rates) if own and own.rates else self._rate_of(len(setup.trainer_cores))
+        return Option(setup.label, setup.schedule, instances, rate)
+
+    def _rate_of(self, cores: int) -> float | None:
+        """The trainer's rate on so many cores, on the line through what was measured; None: nothing was."""
+        known = sorted(
+            (len(self._setup_of(division).trainer_cores), statistics.median(m.rates))
+            for division, m in self._measured.items()
+            if m.rates
+        )
+        if not known:
+            return None
+        (few, slow), (many, fast) = known[0], known[-1]
+        if few == many:
+            return slow * cores / few if few and cores else slow
+        return max(slow * 0.1, slow + (fast - slow) * (cores - few) / (many - few))
+
+    def _setup_of(self, division: tuple[int, ...]) -> Setup:
+        """A setup under that division of the devices."""
+        return next(setup for setup in self.choices if self._division(setup) == division)
+
+    @staticmethod
+    def _scaled(instance: SimulatedInstance, slowdown: float) -> SimulatedInstance:
+        return SimulatedInstance(instance.name, instance.curve.scaled(slowdown), instance.slots, instance.pool)
+
+    def _simulated(self, groups: Iterable[tuple[int, list[int]]], setup: Setup) -> float:
+        """Seconds in which the setup's instances generate these groups, by their own step times."""
+        requests = [
+            SimulatedRequest(f"{g}.{n}", float(max(1, length)), f"{g}", prompt)
+            for g, (prompt, lengths) in enumerate(groups)
+            for n, length in enumerate(lengths)
+        ]
+        policy = make_policy("least-loaded", affinity=self.run.batch.samples_per_prompt)
+        return simulate(policy, requests, [self.fleet[name] for name in setup.instances]).makespan
+
+
+def make_auto(context: RoleContext, config: AutoScheduleConfig, fleet: Sequence[SimulatedInstance]) -> Auto:
+    """For a run that begins.
+
+    Args:
+        context: its cluster and run files.
+        config: the run file's schedule.
+        fleet: all instances with their step times.
+    """
+    specs = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    cores = {instance.name: specs[instance.name].cores for instance in fleet}
+    own = specs["trainer"].cores
+    on_the_same = any(not some or not own or set(some) & set(own) for some in cores.values())
+    shareable = context.cluster.hardware == "cpu" and on_the_same
+    choices = setups(cores, own, shareable, config.max_staleness)
+    return Auto(context.run, choices, fleet, config.profile_steps)

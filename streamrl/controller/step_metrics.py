@@ -1,0 +1,141 @@
+"""From what happened in a step to its metrics row: pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_times import Interval, Traffic
+from streamrl.rollouts.advantage import effective_sample_size
+from streamrl.rollouts.length_audit import StepAudit
+from streamrl.run_dir.metrics import MetricsRow
+
+
+def step_metrics(
+    batch: Batch,
+    times: Interval,
+    result: dict[str, Any],
+    traffic: Traffic,
+    prompts_too_long: int,
+    memory_gb: float | None,
+    predictions: StepLengths,
+    audit: StepAudit,
+    put_off: int = 0,
+    usd: float | None = None,
+    peak_tflops: float | None = None,
+) -> MetricsRow:
+    """The row of a finished step.
+
+    Args:
+        batch: the step's batch, complete and trained.
+        times: when things happened.
+        result: the optimizer step's `grad_norm`, `learning_rate` and `skipped`.
+        traffic: with sites during the step.
+        prompts_too_long: prompts skipped since the start.
+        memory_gb: memory of all processes now, GiB.
+        predictions: how the step's output lengths compare with what was predicted.
+        audit: what became of the lengths that were issued.
+        put_off: samples that were put off to a later round.
+        usd: what the step has cost; None: there are no prices.
+        peak_tflops: dense bf16 peak of all ranks together; None: not known.
+    """
+    scored = [m for g in batch.groups.values() for m in g.members()]
+    samples = [m.sample for m in scored]
+    lengths = np.array([s.output_length for s in samples])
+    rewards = np.array([m.reward for m in scored])
+    stats: dict[str, float] = defaultdict(float)
+    for micro in batch.stats:
+        for key, value in micro.items():
+            stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
+    tokens = stats["tokens"]
+    has_critic = batch.run.algorithm.advantage == "gae"
+    tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
+    staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
+
+    def per_token(key: str, count: float) -> float | None:
+        return stats[key] / count if count else None
+
+    def by_task(values: np.ndarray) -> dict[str, float | None]:
+        tasks = np.array([g.task for g in batch.groups.values() for _ in g.members()])
+        return {str(task): float(values[tasks == task].mean()) for task in sorted(set(tasks))}
+
+    return MetricsRow(
+        step=batch.step,
+        time=times.ended,
+        step_time_s=times.seconds,
+        generate_time_s=times.generate_s,
+        train_time_s=times.train_s,
+        instances=times.instances,
+        bubble_fraction_generation=times.generation_bubble,
+        bubble_fraction_training=times.training_bubble,
+        samples_per_s=len(samples) / times.seconds,
+        tokens_per_s=float(lengths.sum()) / times.seconds,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        loss=stats["loss_sum"] / batch.normalizer,
+        grad_norm=result["grad_norm"],
+        entropy=per_token("entropy_sum", stats["entropy_tokens"]),
+        output_length_mean=float(lengths.mean()),
+        output_length_p50=float(np.percentile(lengths, 50)),
+        output_length_p90=float(np.percentile(lengths, 90)),
+        output_length_max=float(lengths.max()),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=float(staleness.max()),
+        logprob_gap_mean=per_token("gap_sum", tokens),
+        importance_ratio_max=stats["ratio_max"] if tokens else None,
+        weight_version=batch.step,
+        weight_bytes_sent=traffic.nbytes,
+        weight_transfer_s=traffic.seconds,
+        usd=usd,
+        usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
+        weight_sync_exposed_s=times.exposed_sync_s,
+        groups_total=len(batch.groups),
+        groups_no_gradient=batch.no_gradient,
+        samples_total=len(samples),
+        reward_errors=sum(m.error is not None for m in scored),
+        prompts_too_long=prompts_too_long,
+        truncated_fraction=float(np.mean([s.finish_reason == "length" for s in samples])),
+        learning_rate=result["learning_rate"],
+        clip_fraction=per_token("clipped", tokens),
+        kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
+        tokens_trained=int(tokens),
+        train_tokens_per_s=stats["row_tokens"] / times.learn_s if times.learn_s else None,
+        train_tflops=tflops,
+        mfu=tflops / peak_tflops if tflops and peak_tflops else None,
+        reward_by_task=by_task(rewards),
+        output_length_by_task=by_task(lengths),
+        process_memory_gb=memory_gb,
+        ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
+        ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
+        importance_ratio_mean=per_token("ratio_sum", tokens),
+        ess_token=effective_sample_size(stats["weight_sum"], stats["weight_sq_sum"], int(tokens)) if tokens else None,
+        ess_sequence=effective_sample_size(stats["seq_weight_sum"], stats["seq_weight_sq_sum"], int(stats["sequences"]))
+        if tokens
+        else None,
+        masked_fraction=per_token("masked", tokens),
+        truncated_weight_fraction=per_token("truncated", tokens),
+        value_loss=stats["value_loss_sum"] / batch.normalizer if has_critic else None,
+        explained_variance=_explained_variance(stats) if has_critic else None,
+        step_skipped=bool(result["skipped"]),
+        groups_dropped=len(batch.dropped),
+        samples_parked=put_off,
+        weight_publications=len(times.syncs),
+        length_audit=audit,
+        length_bias_warning=audit.warning,
+        dispatch_by_prediction=any(group.forecast is not None for group in batch.groups.values()),
+        dispatch_saved=predictions.saving.saved if predictions.saving else None,
+        dispatch_captured=predictions.saving.captured if predictions.saving else None,
+    )
+
+
+def _explained_variance(stats: dict[str, float]) -> float | None:
+    """1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
+    tokens = stats["tokens"]
+    if not tokens:
+        return None
+    variance = stats["return_sq_sum"] / tokens - (stats["return_sum"] / tokens) ** 2
+    return 1.0 - stats["value_sq_error_sum"] / tokens / variance if variance > 0 else None

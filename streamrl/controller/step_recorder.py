@@ -1,0 +1,99 @@
+"""What a finished step leaves behind: rollouts in Parquet, the ledger's account, the metrics row, the trace."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.spending import Spending
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_metrics import step_metrics
+from streamrl.controller.step_times import Interval, StepTimes, Traffic
+from streamrl.controller.telemetry import Telemetry
+from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.length_audit import LengthAudit, StepAudit
+from streamrl.rollouts.store import RolloutStore
+
+
+class Recorder:
+    """Writes it, in the order in which a crash in between loses nothing."""
+
+    def __init__(
+        self,
+        rollouts: RolloutStore,
+        ledger: Ledger,
+        audit: LengthAudit,
+        times: StepTimes,
+        telemetry: Telemetry,
+        spending: Spending,
+        peak_tflops: float | None,
+    ) -> None:
+        """`spending`: of all processes; `peak_tflops`: of the trainer, see `step_metrics`."""
+        self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
+        self.times, self.telemetry = times, telemetry
+        self.spending, self.peak_tflops = spending, peak_tflops
+
+    def step_done(
+        self,
+        batch: Batch,
+        result: dict[str, Any],
+        lengths: StepLengths,
+        publishes: bool,
+        traffic: Traffic,
+        prompts_too_long: int,
+        put_off: int,
+    ) -> Interval:
+        """An optimizer step is done.
+
+        Args:
+            batch: the step's.
+            result: the trainer's answer.
+            lengths: what was learned of the step's output lengths.
+            publishes: its weights go to generation.
+            traffic: with other sites during the step.
+            prompts_too_long: prompts skipped since the start.
+            put_off: samples put off to a later round during the step.
+        """
+        now = time.time()
+        for group in batch.groups.values():
+            group.t_trained = now
+        groups = list(batch.groups.values())
+        self.rollouts.write(batch.step, [*groups, *batch.dropped])
+        self.ledger.train(batch.step, batch.step, groups, now, batch.dropped)
+        times = self.times.end_step(now, result["finished"] if publishes else None)
+        audit = self._audited(batch)
+        memory_gb = self.telemetry.memory_gb
+        row = step_metrics(
+            batch,
+            times,
+            result,
+            traffic,
+            prompts_too_long,
+            memory_gb,
+            lengths,
+            audit,
+            put_off,
+            self._usd(times, traffic),
+            self.peak_tflops,
+        )
+        self.telemetry.step_done(row, batch, self.times.ended_trainer)
+        return times
+
+    def _usd(self, times: Interval, traffic: Traffic) -> float | None:
+        """Of the step; None: the cluster file has no prices, which says nothing about costs."""
+        spent = self.spending.between(times.started, times.ended)
+        return spent + traffic.usd if spent or traffic.usd or self.spending.usd_per_hour else None
+
+    def _audited(self, batch: Batch) -> StepAudit:
+        """What became of the lengths in this step."""
+        for group in batch.groups.values():
+            counted = {m.sample.sample_id for m in batch.counted(group)}
+            lengths = {m.sample.sample_id: m.sample.output_length for m in group.members()}
+            masked = [length for sample_id, length in lengths.items() if sample_id not in counted]
+            self.audit.trained(batch.step, group.group_id, [lengths[sample_id] for sample_id in sorted(counted)])
+            self.audit.dropped(batch.step, group.group_id, masked, "truncated")
+        for group in batch.dropped:
+            left_out = [m.sample.output_length for m in group.members()]
+            self.audit.dropped(batch.step, group.group_id, left_out, "all rewards equal")
+        return self.audit.end_step(batch.step)

@@ -1,0 +1,235 @@
+"""What the controller tells the world: status.json twice a second, a metrics row per step, the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.length_predictor import Lengths
+from streamrl.controller.step_batch import Batch
+from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.status import write_status
+from streamrl.run_dir.trace import TraceWriter
+from streamrl.runtime.process_context import RoleContext
+from streamrl.transport.endpoint import Hub
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+MEMORY_EVERY_S = 5.0
+
+
+class Telemetry:
+    """Writes a run's status, metrics and trace; the controller is their only writer while it lives."""
+
+    def __init__(self, context: RoleContext, hub: Hub, lengths: Lengths) -> None:
+        self.context, self.hub, self.lengths = context, hub, lengths
+        self.state = "starting"
+        self.error: str | None = None
+        self.step = 0
+        self.schedule: str = context.run.schedule.name
+        self.schedule_note = ""
+        """What `schedule: auto` has chosen, and why."""
+        self.sites: Callable[[], dict[str, Any]] = dict
+        """What is known of sites behind links."""
+        self.scaling: Callable[[], dict[str, Any]] = dict
+        """How many instances there are, and are to be."""
+        self.processes: Callable[[], dict[str, str]] = dict
+        """All processes of the run, by name, with their roles."""
+        self.batch: Batch | None = None
+        self.pool: GroupPool | None = None
+        self.memory_gb: float | None = None
+        """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
+        self.detail = "waiting for processes"
+        self.metrics = MetricsWriter(context.run_dir / "metrics.jsonl")
+        self.trace = TraceWriter(context.run_dir / "trace.json")
+        self._latest: MetricsRow | None = None
+        self._started = time.time()
+        self._step_times: deque[float] = deque(maxlen=5)
+        self._states: dict[str, tuple[str, float]] = {}
+        self._types: dict[str, dict[str, str]] = {}
+        """What each process computes in, and why, also after it has gone."""
+
+    async def keep_writing(self) -> None:
+        """Writes the status until cancelled."""
+        measured = 0.0
+        while True:
+            if time.monotonic() - measured > MEMORY_EVERY_S:
+                measured = time.monotonic()
+                self.memory_gb = await asyncio.to_thread(_family_memory_gb)
+            try:
+                self.write()
+            except OSError as error:  # a full disk is noticed where it matters, in the ledger
+                log.warning("the status cannot be written: %s", error)
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def write(self) -> None:
+        """Writes the status now."""
+        run = self.context.run
+        left = run.steps - self.step
+        eta = left * sum(self._step_times) / len(self._step_times) if self._step_times else None
+        write_status(
+            self.context.run_dir,
+            {
+                "run": self.context.run_dir.name,
+                "state": self.state,
+                "step": self.step,
+                "steps": run.steps,
+                "started_at": self._started,
+                "updated_at": time.time(),
+                "eta_s": eta,
+                "schedule": self.schedule,
+                "schedule_note": self.schedule_note,
+                "model": run.model.path,
+                "hardware": self.context.cluster.hardware,
+                "roles": self._roles(),
+                "sites": self.sites(),
+                "scaling": self.scaling(),
+                "progress": self._progress(),
+                "ranker": self.lengths.state(),
+                "latest": self._latest.model_dump() if self._latest else None,
+                "waits": self._waits(),
+                "error": self.error,
+            },
+        )
+
+    def watch_processes(
+        self,
+        processes: Callable[[], dict[str, str]],
+        sites: Callable[[], dict[str, Any]],
+        scaling: Callable[[], dict[str, Any]],
+    ) -> None:
+        """From now on shows these: all processes with their roles, sites behind links, numbers of instances."""
+        self.processes, self.sites, self.scaling = processes, sites, scaling
+
+    def watch(self, batch: Batch, pool: GroupPool) -> None:
+        """Shows the progress of this step from now on."""
+        self.batch, self.pool = batch, pool
+        self.detail = f"step {batch.step}"
+
+    def _progress(self) -> dict[str, Any]:
+        """The groups that the step has taken, and of those that wait to be, the first ones."""
+        batch, pool = self.batch, self.pool
+        if batch is None or pool is None:
+            return {}
+        taken = list(batch.groups.values())
+        wanted = max(0, pool.batch - len(taken))
+        coming = sorted(pool.groups.values(), key=lambda group: not group.complete)[:wanted]
+        groups = [*taken, *coming]
+        finished = [m.sample for group in groups for m in group.scored.values()]
+        ids = {group.group_id for group in coming}
+        finished += [sample for sample, _ in pool.received.values() if sample.group_id in ids]
+        lengths = [sample.output_length for sample in finished]
+        return {
+            "groups_total": pool.batch,
+            "groups_complete": len(taken) + sum(group.complete for group in coming),
+            "samples_total": sum(group.size for group in groups) or pool.batch,
+            "samples_finished": len(finished),
+            "samples_trained": batch.samples_trained,
+            "tokens_generated": sum(lengths),
+            "lengths": lengths,
+            "predicted_lengths": [
+                round(group.predicted_length)
+                for group in groups
+                if group.predicted_length is not None
+                for _ in range(group.size)
+            ],
+        }
+
+    def step_done(self, row: MetricsRow, batch: Batch, trainer_spans: list[tuple[str, float, float]]) -> None:
+        """Records a finished step."""
+        self.metrics.append(row)
+        self._latest, self.step = row, row.step
+        if row.step_time_s is not None:
+            self._step_times.append(row.step_time_s)
+        for name, start, end in trainer_spans:
+            self.trace.span("trainer", name, start, end, step=row.step)
+        for group in batch.groups.values():
+            for m in group.members():
+                s = m.sample
+                self.trace.async_span(
+                    s.instance,
+                    group.task,
+                    s.t_dispatched,
+                    s.t_finished,
+                    id=s.sample_id,
+                    step=row.step,
+                    tokens=s.output_length,
+                    reward=m.reward,
+                )
+
+    def weights_applied(self, number: int, spans: dict[str, list[float]]) -> None:
+        """Records when each instance loaded a version."""
+        for instance, (start, end) in spans.items():
+            self.trace.span(instance, "load weights", start, end, version=number)
+
+    def close(self, state: str, error: str | None = None) -> None:
+        """Writes the last status."""
+        self.state, self.error = state, error
+        for work in (self.write, self.trace.close, self.metrics.close):
+            try:
+                work()
+            except OSError as problem:  # the error that the run ends with says more
+                log.warning("at the end of the run: %s", problem)
+
+    def _roles(self) -> dict[str, Any]:
+        """Every process with what its last heartbeat said."""
+        states: dict[str, dict[str, Any]] = {}
+        for peer in self.hub.peers.values():
+            states[peer.name] = peer.state
+            states |= peer.state.get("instances", {})
+        states["controller"] = {"state": self.state, "detail": self.detail}
+        roles = {}
+        for name, role in self.processes().items():
+            speaker = "trainer-0" if role == "trainer" else name
+            known = states.get(speaker, {})
+            state = str(known.get("state", "starting"))
+            if self._states.get(name, ("", 0.0))[0] != state:
+                self._states[name] = (state, time.time())
+            numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
+            if known.get("dtype"):
+                self._types[name] = {key: str(known.get(key, "")) for key in ("dtype", "dtype_why")}
+            roles[name] = (
+                {
+                    "role": role,
+                    "state": state,
+                    "detail": str(known.get("detail", "")),
+                    "since": self._states[name][1],
+                    "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
+                }
+                | numbers
+                | self._types.get(name, {})
+            )
+        return roles
+
+    def _waits(self) -> list[dict[str, Any]]:
+        waits = self.hub.waits.snapshot()
+        for peer in self.hub.peers.values():
+            waits += peer.state.get("waits", [])
+            for instance in peer.state.get("instances", {}).values():
+                waits += instance.get("waits", [])
+        return sorted(waits, key=lambda wait: wait["since"])
+
+
+def _family_memory_gb() -> float | None:
+    """Memory of the launcher and all that it started, GiB; None when the system does not tell."""
+    total = 0
+    try:
+        launcher = psutil.Process(os.getppid())
+        for process in [launcher, *launcher.children(recursive=True)]:
+            try:
+                info = process.memory_full_info()
+                total += getattr(info, "pss", info.uss)
+            except psutil.Error:
+                continue
+    except psutil.Error:
+        return None
+    return total / 2**30

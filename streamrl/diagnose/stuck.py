@@ -1,0 +1,487 @@
+"""Why a run does not go on: a judgement on what was seen of it, without I/O.
+
+Every wait of a run has an owner, something it waits for, and a limit. The edges are followed from the controller: it
+waits for a process, which may wait for another one, up to one that waits for nobody. The state of that last process
+explains the rest. From the worst to the most harmless:
+
+    dead, stopped     it cannot go on by itself: the run is stuck, however short the wait
+    away              its site has been silent: stuck, unless the step under way is in its ordinary time
+    hangs, disk       its event loop does not turn and it computes nothing: stuck after `HANG_S`
+    in one call       its event loop does not turn, and it computes: stuck after `patience`
+    in a circle       two that wait for each other: stuck after `patience`
+    idle              it turns and computes nothing: stuck after `patience`, on CPUs (on a GPU it may compute there)
+    works             not stuck: the run is slow when the step takes long, else healthy
+
+Whoever is idle while another one of those waited for works is taken to wait for that one. A wait beyond its limit is
+stuck in any case: its owner should have ended the run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Literal
+
+from streamrl.diagnose.facts import (
+    FINAL,
+    GRACE_S,
+    HANG_S,
+    IDLE_CPU,
+    LITTLE_DISK_GB,
+    NEAR_LIMIT,
+    SILENT_AFTER_S,
+    STARTING_SILENT_S,
+    Facts,
+    ProcessFacts,
+    SiteFacts,
+    WaitFacts,
+    innermost,
+)
+
+State = Literal["healthy", "slow", "stuck", "ended", "starting"]
+STUCK = 3
+"""Exit code of a command that finds a run stuck."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Who waits for what, and by that for whom."""
+
+    waiter: str
+    waits_for: str
+    since_s: float
+    limit_s: float
+    target: str
+    """Process that it waits for; '': the text does not say."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run goes on, and what it is that it does not."""
+
+    state: State
+    sentence: str
+    edges: list[Edge] = field(default_factory=list)
+    """From the controller to the process at the end."""
+    details: list[str] = field(default_factory=list)
+    failed: bool = False
+    """Of a run that has ended: it was not done."""
+
+    @property
+    def exit_code(self) -> int:
+        """3: stuck, 1: ended and not done, 0: anything else."""
+        return STUCK if self.state == "stuck" else int(self.failed)
+
+    @property
+    def involved(self) -> list[str]:
+        """Processes of the chain, in its order."""
+        names = [name for edge in self.edges for name in (edge.waiter, edge.target) if name]
+        return list(dict.fromkeys(names))
+
+
+class Rank(IntEnum):
+    """What explains a standstill; the higher, the better."""
+
+    WORKS = 0
+    UNKNOWN = 1
+    IDLE = 2
+    CIRCLE = 3
+    CALL = 4
+    DISK = 5
+    HANGS = 6
+    AWAY = 7
+    STOPPED = 8
+    DEAD = 9
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a process is; the text goes on after its name."""
+
+    rank: Rank
+    text: str
+
+
+def judge(facts: Facts) -> Verdict:
+    """Whether the run goes on, and if not, who waits for whom. Pure: the same facts give the same verdict."""
+    verdict = _judge(facts)
+    known = [named for one in facts.processes if (named := _name(one)) in verdict.sentence]
+    details = [text for text in verdict.details if not text.startswith(tuple(f"{name} " for name in known))]
+    return replace(verdict, details=details)
+
+
+def _judge(facts: Facts) -> Verdict:
+    if facts.run is None and facts.site is not None:
+        return _judge_site(facts, facts.site)
+    if (over := _ended(facts)) is not None:
+        return over
+    details = _details(facts)
+    if (silent := _controller_silent(facts)) is not None:
+        return Verdict("stuck", silent, [], details)
+    chains = [_follow(wait, facts, ()) for wait in _first_waits(facts)]
+    stuck = [chain for chain in chains if _is_stuck(chain, facts)]
+    if stuck:
+        worst = max(stuck, key=lambda chain: (chain.condition.rank, chain.edges[0].since_s))
+        return Verdict("stuck", f"stuck: {_told(worst, facts)}", worst.edges, details)
+    if (unable := _unable(facts)) is not None:
+        return Verdict("stuck", f"stuck: {unable}; nobody has waited for it so far", [], details)
+    longest = max(chains, key=lambda chain: chain.edges[0].since_s, default=None)
+    edges = longest.edges if longest is not None else []
+    if facts.run is None or facts.run.state == "starting":
+        return Verdict("starting", _starting(facts, longest), edges, details)
+    near = [chain for chain in chains if chain.edges[0].since_s > NEAR_LIMIT * chain.edges[0].limit_s]
+    if facts.late or near:
+        chosen = near[0] if near else longest
+        told = "" if chosen is None else f"; {_told(chosen, facts)}"
+        return Verdict("slow", f"slow: {_place(facts)}{told}", edges, details)
+    return Verdict("healthy", f"healthy: {_place(facts)}{_longest(longest)}", edges, details)
+
+
+def condition(one: ProcessFacts | None, facts: Facts) -> Condition:
+    """How a process is, by what was seen of it, and in which stage of its start, if it is in one."""
+    if one is None:
+        return Condition(Rank.UNKNOWN, "is not known here")
+    found = _condition(one, facts)
+    if not one.stage:
+        return found
+    return replace(found, text=f"{found.text}, in its start ({one.stage}, {_s(one.stage_s)})")
+
+
+def _condition(one: ProcessFacts, facts: Facts) -> Condition:
+    if (fatal := _fatal(one, facts)) is not None:
+        return fatal
+    silent = facts.run.silent_s.get(one.site) if facts.run is not None else None
+    if silent is not None and silent > SILENT_AFTER_S:
+        proxies = [p for p in facts.processes if p.role == "proxy"]
+        for proxy in proxies:
+            if (why := _fatal(proxy, facts)) is not None:
+                return Condition(why.rank, f"is out of reach: the proxy that stands for the links {why.text}")
+        return Condition(
+            Rank.AWAY, f"is out of reach: its site has been silent for {_s(silent)}, the link or the site is down"
+        )
+    cpu = one.cpu
+    if cpu is None:
+        told = f"last said {one.doing!r}" if one.doing else "has said nothing yet"
+        return Condition(Rank.UNKNOWN, f"{told}, and cannot be looked at from here")
+    where = f", in {frame}" if (frame := innermost(one.threads)) else ""
+    used = f"{100 * cpu:.0f} % CPU"
+    if one.alive == "disk-sleep":
+        return Condition(Rank.DISK, f"waits for a disk or a network file system (state D, {used}){where}")
+    idle = cpu < IDLE_CPU and one.alive != "running"
+    if one.loop == "blocked" and idle:
+        return Condition(Rank.HANGS, f"hangs: its event loop is blocked and it computes nothing ({used}){where}")
+    if one.loop == "blocked":
+        return Condition(Rank.CALL, f"is busy in one call: its event loop is blocked ({used}){where}")
+    if idle:
+        return Condition(Rank.IDLE, f"computes nothing ({used})" + (", but answers" if one.loop == "answers" else ""))
+    return Condition(Rank.WORKS, f"computes ({used})")
+
+
+def _fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
+    """Why a process cannot go on by itself, if so; an instance that ended with 0 was told to leave."""
+    if (one.role == "instance" and one.exit_code == 0) or (one.alive == "gone" and facts.elsewhere):
+        return None
+    if one.exit_code is not None:
+        words = one.last_words.splitlines()[0].removeprefix(one.name).strip() if one.last_words else ""
+        return Condition(Rank.DEAD, words or f"ended with exit code {one.exit_code}")
+    unnoticed = "and the launcher has not noticed" + (
+        ": it is stopped itself" if any(p.role == "launcher" and p.alive == "stopped" for p in facts.processes) else ""
+    )
+    match one.alive:
+        case "zombie":
+            return Condition(Rank.DEAD, f"has died, {unnoticed}")
+        case "gone":
+            return Condition(Rank.DEAD, f"is gone, {unnoticed}")
+        case "stopped":
+            return Condition(Rank.STOPPED, f"is stopped (SIGSTOP): continue it with kill -CONT {one.pid}")
+        case "traced":
+            return Condition(Rank.STOPPED, "is held by a debugger")
+    for child in one.children:
+        if child.alive == "zombie":
+            return Condition(Rank.DEAD, f"has lost its process {child.name} (pid {child.pid}), which has died")
+        how = "is held by a debugger" if child.alive == "traced" else "is stopped (SIGSTOP)"
+        remedy = "" if child.alive == "traced" else f": continue it with kill -CONT {child.pid}"
+        return Condition(Rank.STOPPED, f"needs its process {child.name} (pid {child.pid}), which {how}{remedy}")
+    return None
+
+
+# -- chains of waits
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Edges from a first waiter to the process at the end, and how that one is."""
+
+    edges: list[Edge]
+    condition: Condition
+
+
+def _first_waits(facts: Facts) -> list[WaitFacts]:
+    """The controller's; without any, those of everybody else."""
+    waits = facts.run.waits if facts.run is not None else ()
+    return [wait for wait in waits if wait.owner == "controller"] or list(waits)
+
+
+def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> Chain:
+    """The chain that begins with this wait and explains most."""
+    since_s = max(0.0, facts.now - wait.since)
+    seen = (*seen, wait.owner)
+    found: list[tuple[Chain, ProcessFacts | None]] = []
+    for name in targets(wait, facts):
+        edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, name)
+        one = facts.by_name.get(name)
+        end = condition(one, facts)
+        if name in seen[:-1]:
+            end = Condition(Rank.CIRCLE, f"waits for {wait.owner} in turn: neither can go on")
+        elif name != wait.owner and end.rank in (Rank.WORKS, Rank.UNKNOWN, Rank.IDLE):
+            further = [_follow(other, facts, seen) for other in _waits_of(name, facts)]
+            if further:
+                best = max(further, key=lambda chain: (chain.condition.rank, chain.edges[0].since_s))
+                found.append((Chain([edge, *best.edges], best.condition), one))
+                continue
+        found.append((Chain([edge], end), one))
+    if any(chain.condition.rank == Rank.WORKS for chain, _ in found):
+        found = [(chain, one) for chain, one in found if chain.condition.rank != Rank.IDLE]
+    if not found:
+        edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, "")
+        return Chain([edge], Condition(Rank.UNKNOWN, _busy(facts)))
+
+    def explains(pair: tuple[Chain, ProcessFacts | None]) -> tuple[int, bool, int]:
+        chain, one = pair
+        return chain.condition.rank, one is not None and bool(one.stage), one.running if one is not None else 0
+
+    return max(found, key=explains)[0]
+
+
+def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
+    """What a process itself waits for, if that is another one."""
+    waits = facts.run.waits if facts.run is not None else ()
+    return [wait for wait in waits if wait.owner == name and any(t != name for t in targets(wait, facts))]
+
+
+def targets(wait: WaitFacts, facts: Facts) -> list[str]:
+    """Names of the processes that a wait is for, by its text; empty if that does not say."""
+    text = wait.waiting_for
+    named = [name for name in facts.by_name if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+    if named:
+        if text.endswith(" to start"):  # a service says hello once its instances have
+            sites = {facts.by_name[name].site for name in named if facts.by_name[name].role == "service"}
+            named += [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
+        return named
+    if re.search(r"(?<![\w-])trainer-\d+(?![\w-])", text):
+        return [name for name in ("trainer",) if name in facts.by_name]  # its ranks are gone, or not seen from here
+    for address, name in facts.addresses.items():
+        if f"{address} " in f"{text} ":
+            return [name]
+    if from_site := re.fullmatch(r"weights \d+ from (\S+)", text):
+        return [p.name for p in facts.processes if p.role == "service" and p.site == from_site[1]]
+    if re.fullmatch(r"\d+ samples of \d+ groups", text):
+        return _with_samples(facts)
+    if re.fullmatch(r"\d+ rewards of \d+ groups", text):
+        return _of_role("rewards", facts)
+    if text.startswith("all instances "):
+        return _of_role("instance", facts)
+    if text.startswith("the publisher "):
+        return ["trainer-0"]
+    if text.startswith("the hub to acknowledge"):
+        return ["controller"]
+    if text.startswith(("the ranker ", "weights to be coded", "reward workers ")):
+        return [wait.owner]  # for a thread or a child of its own
+    return []
+
+
+def _with_samples(facts: Facts) -> list[str]:
+    """Instances that have requests, and services that wait or cannot go on; all services if no instance has any."""
+    services = [p for p in facts.processes if p.role == "service"]
+    instances = [p.name for p in facts.processes if p.role == "instance" and p.running]
+    sick = [s.name for s in services if condition(s, facts).rank >= Rank.CALL or _waits_of(s.name, facts)]
+    return [*instances, *sick] if instances else [s.name for s in services]
+
+
+def _of_role(role: str, facts: Facts) -> list[str]:
+    return [p.name for p in facts.processes if p.role == role]
+
+
+def _is_stuck(chain: Chain, facts: Facts) -> bool:
+    """See the module's text. While a run starts, libraries load and models warm up: only certain causes count."""
+    if any(edge.since_s > edge.limit_s + GRACE_S for edge in chain.edges):
+        return True
+    rank, since_s = chain.condition.rank, chain.edges[-1].since_s
+    if rank >= Rank.STOPPED:
+        return True
+    if facts.run is None or facts.run.state == "starting":
+        return False
+    if rank == Rank.AWAY:
+        return facts.late or (facts.usual_s is None and since_s > facts.patience)
+    if rank in (Rank.HANGS, Rank.DISK):
+        return since_s > HANG_S
+    if rank == Rank.IDLE and facts.run.cuda:
+        return False
+    return rank in (Rank.CALL, Rank.CIRCLE, Rank.IDLE) and since_s > facts.patience
+
+
+# -- what is no wait
+
+
+def _ended(facts: Facts) -> Verdict | None:
+    """A run that is over, whether or not it has said so."""
+    run = facts.run
+    started = [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
+    if run is not None and run.state in FINAL:
+        how = f"ended: {run.state} at step {run.step} of {run.steps} after {_s(run.updated_at - run.started_at)}"
+        left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
+        cause, *more = (run.error or "").splitlines() or [""]
+        details = [*more, f"still there: {', '.join(left)}"] if left else more
+        return Verdict("ended", f"{how}: {cause}" if cause else how, [], details, run.state != "done")
+    gone = [p for p in started if p.exit_code is not None or p.alive in ("gone", "zombie")]
+    if facts.age <= SILENT_AFTER_S or len(gone) < len(started) or (run is None and not started):
+        return None
+    at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"
+    when = "" if run is None else f", {_s(facts.age)} ago"
+    words = [p.last_words.splitlines()[0] for p in gone if p.last_words]
+    who = f"none of its {len(started)} processes is there" if started else "none of its processes is known here"
+    sentence = f"ended: {at}{when}, without saying so: {who}" + (f"; {words[0]}" if words else "")
+    return Verdict("ended", sentence, [], words[1:], failed=True)
+
+
+def _controller_silent(facts: Facts) -> str | None:
+    """What to tell when the controller is what does not go on."""
+    one, run = facts.by_name.get("controller"), facts.run
+    known = condition(one, facts)
+    certain = known.rank >= Rank.STOPPED
+    if run is None:
+        return None
+    starting = run.state == "starting" and known.rank in (Rank.WORKS, Rank.CALL, Rank.DISK)
+    if not certain and facts.age <= (STARTING_SILENT_S if starting else SILENT_AFTER_S):
+        return None
+    who = "the controller" + (f" (pid {one.pid})" if one is not None and one.pid is not None else "")
+    why = f"it {known.text}"
+    if one is not None and one.loop == "answers" and not certain:
+        why = "it answers, so it cannot write status.json: see its log and the disk"
+    return f"stuck: {who} has not written for {_s(facts.age)}; {why}"
+
+
+def _unable(facts: Facts) -> str | None:
+    """A process that cannot go on, though nobody waits for it: best one whose end is known. Watchers that are stopped
+    are told among the details."""
+    for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
+        why = _fatal(one, facts)
+        if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
+            return f"{_name(one)} {why.text}" + (f", in its start ({one.stage})" if one.stage else "")
+    return None
+
+
+def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
+    """Of a site's own folder: its processes, and whether it hears of the trainer's site."""
+    age, details = max(0.0, facts.now - site.updated_at), _details(facts)
+    here = f"site {site.site}"
+    if site.state in FINAL:
+        return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
+    started = [p for p in facts.processes if p.pid is not None and p.role != "launcher"]
+    if age > SILENT_AFTER_S and all(p.exit_code is not None or p.alive == "gone" for p in started):
+        return Verdict("ended", f"ended: {_s(age)} ago, without saying so: no process of {here} is there", failed=True)
+    if (unable := _unable(facts)) is not None:
+        return Verdict("stuck", f"stuck: {here}: {unable}", [], details)
+    if age > SILENT_AFTER_S:
+        service = facts.by_name.get(f"service-{site.site}")
+        how = condition(service, facts).text
+        return Verdict("stuck", f"stuck: service-{site.site} has not written for {_s(age)}; it {how}", [], details)
+    if site.trainer_silent_s > SILENT_AFTER_S:
+        return Verdict(
+            "stuck",
+            f"stuck: {here} has heard nothing of the trainer's site for {_s(site.trainer_silent_s + age)}; "
+            f"{site.samples_waiting} finished samples wait to be sent",
+            [],
+            details,
+        )
+    return Verdict("healthy", f"healthy: {here} is {site.state}, and hears of the trainer's site", [], details)
+
+
+def _details(facts: Facts) -> list[str]:
+    """What else is worth knowing."""
+    found = []
+    for one in facts.processes:
+        known = condition(one, facts)
+        if known.rank >= Rank.STOPPED or known.rank in (Rank.HANGS, Rank.DISK):
+            found.append(f"{_name(one)} {known.text}")
+        elif one.stage and (facts.run is None or facts.run.state == "starting"):
+            found.append(f"{one.name}: {one.stage} ({_s(one.stage_s)})")
+    for wait in facts.run.waits if facts.run is not None else ():
+        since_s = facts.now - wait.since
+        if since_s > NEAR_LIMIT * wait.limit_s:
+            past = "is past its limit" if since_s > wait.limit_s else "nears its limit"
+            found.append(f"a wait {past}: {wait.owner}, {_s(since_s)} of {_s(wait.limit_s)} for {wait.waiting_for}")
+    for site, silent in facts.run.silent_s.items() if facts.run is not None else ():
+        if silent > SILENT_AFTER_S:
+            found.append(f"site {site} has been silent for {_s(silent)}")
+    if facts.disk_free_gb is not None and facts.disk_free_gb < LITTLE_DISK_GB:
+        found.append(f"the run's disk is full: {facts.disk_free_gb:.2f} GB free")
+    return found
+
+
+# -- sentences
+
+
+def _told(chain: Chain, facts: Facts) -> str:
+    """A chain in one sentence."""
+    parts = []
+    for number, edge in enumerate(chain.edges):
+        past = ", which has passed" if edge.since_s > edge.limit_s + GRACE_S else ""
+        near = number == 0 or edge.since_s > NEAR_LIMIT * edge.limit_s
+        limit = f" (limit {_s(edge.limit_s)}{past})" if near else ""
+        verb = "has waited" if number == 0 else "waits"
+        parts.append(f"{edge.waiter} {verb} {_s(edge.since_s)}{limit} for {edge.waits_for}")
+    last = chain.edges[-1]
+    one = facts.by_name.get(last.target)
+    name = _name(one) if one is not None else last.target
+    holds = one is not None and one.role == "instance" and one.running and " samples of " in last.waits_for
+    which = f", which has {one.running} of them," if holds and one is not None else ""
+    parts.append(f"{name}{which} {chain.condition.text}".strip())
+    return "; ".join(parts)
+
+
+def _place(facts: Facts) -> str:
+    """Which step, and for how long."""
+    run, usual, elapsed = facts.run, facts.usual_s, facts.elapsed_s
+    assert run is not None
+    if run.step >= run.steps:
+        return f"all {run.steps} steps are done, what follows the last one is not"
+    if elapsed is None:
+        return f"step {run.step + 1} of {run.steps}"
+    if usual is None:
+        return f"step {run.step + 1} of {run.steps}, {elapsed:.1f} s into it, and no step before to compare with"
+    return f"step {run.step + 1} of {run.steps}, {elapsed:.1f} s into a step that takes {usual:.1f} s (median)"
+
+
+def _longest(chain: Chain | None) -> str:
+    if chain is None:
+        return "; nobody waits"
+    edge = chain.edges[0]
+    return f"; the longest wait is {edge.waiter}'s, {_s(edge.since_s)} of {_s(edge.limit_s)}, for {edge.waits_for}"
+
+
+def _starting(facts: Facts, longest: Chain | None) -> str:
+    if facts.run is None:
+        one = facts.by_name.get("controller")
+        return f"starting: the controller has not reported yet; it {condition(one, facts).text}"
+    since = f"starting for {_s(facts.now - facts.run.started_at)}"
+    return since if longest is None else f"{since}: {_told(longest, facts)}"
+
+
+def _busy(facts: Facts) -> str:
+    """For a wait that names nobody: who computes now."""
+    busy = [p for p in facts.processes if p.cpu is not None and p.cpu >= IDLE_CPU]
+    busy.sort(key=lambda p: -(p.cpu or 0.0))
+    named = ", ".join(f"{p.name} ({100 * (p.cpu or 0.0):.0f} % CPU)" for p in busy[:3])
+    return f"computing now: {named}" if named else "no process computes"
+
+
+def _name(one: ProcessFacts) -> str:
+    return one.name if one.pid is None else f"{one.name} (pid {one.pid})"
+
+
+def _s(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "ever"
+    return f"{seconds:.0f} s" if seconds < 10_000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,231 @@
+"""Measures an instance's step time by batch size: the curve that dispatch and the simulator compute with."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.cost.decode import StepCurve
+from streamrl.generation.instance.engine import Engine
+from streamrl.rollouts.types import SampleRequest
+
+SHORT_TOKENS, LONG_TOKENS = 8, 40
+"""A step's time is that of the 32 tokens between both: start-up and prompt are in both, and cancel."""
+QUICK_TOKENS = 2, 14
+"""The same for an instance that starts; the second one is smaller where steps are slow."""
+BUDGET_S = 20.0
+"""For all that an instance measures as it starts: from the start to the first sample it is to take a minute, and a plan
+by rough step times is better than one that comes later. On a CPU that computes the model's type well, a few seconds are
+enough."""
+SHORT_PROMPT = 16
+ONE_TOKEN = 1
+"""Prompt of who is timed as it starts: longer ones of a large batch would take longer than its steps."""
+QUICK_PROMPT = 128
+LEAST_STEP_S = 1e-6
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, ... and the largest."""
+    return sorted({1 << power for power in range(largest.bit_length())} | {largest})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Requests that are timed together."""
+
+    batch: int
+    prompt: int
+    """Tokens that each reads in."""
+    tokens: int
+    """That each produces."""
+
+
+class Stopwatch:
+    """Times requests of an engine that has nothing else to do."""
+
+    def __init__(self, engine: Engine, repeats: int) -> None:
+        """
+        Args:
+            engine: warm.
+            repeats: medians are taken over so many measurements.
+        """
+        self._engine, self._repeats = engine, repeats
+        self._rng = np.random.default_rng(0)
+        self._names = itertools.count()
+
+    async def step(self, batch: int, prompt: int, tokens: tuple[int, int] = (SHORT_TOKENS, LONG_TOKENS)) -> float:
+        """Seconds of a decode step: of the tokens between two numbers of `tokens`."""
+        short, long = tokens
+        times = []
+        for _ in range(self._repeats):
+            begun = await self._engine.time(self._requests(batch, prompt), short)
+            times.append((await self._engine.time(self._requests(batch, prompt), long) - begun) / (long - short))
+        return max(statistics.median(times), LEAST_STEP_S)
+
+    async def trial(self, trial: Trial) -> float:
+        """Seconds of a trial."""
+        return await self._engine.time(self._requests(trial.batch, trial.prompt), trial.tokens)
+
+    async def prefill(self, prompt: int, step: float) -> float:
+        """Seconds per token of a prompt that is read in; `step`: of a decode step at batch 1."""
+        first = [await self._engine.time(self._requests(1, prompt), 1) for _ in range(self._repeats)]
+        return max(0.0, (statistics.median(first) - step) / prompt)
+
+    def _requests(self, batch: int, prompt: int) -> list[SampleRequest]:
+        """Prompts differ, so that no cache serves them."""
+        return [
+            SampleRequest(
+                f"calibrate-{next(self._names)}",
+                "",
+                self._rng.integers(0, self._engine.vocabulary, prompt, dtype=np.int32),
+                n,
+                0,
+                0.0,
+            )
+            for n in range(batch)
+        ]
+
+
+async def measure(
+    engine: Engine, largest: int, context: int, repeats: int, progress: Callable[[str], None]
+) -> StepCurve:
+    """Times a warm engine that has nothing else to do; takes a minute or two.
+
+    Args:
+        engine: warm.
+        largest: batch size.
+        context: tokens of prompt and completion that fit.
+        repeats: medians are taken over so many measurements.
+        progress: told what is done.
+    """
+    watch = Stopwatch(engine, repeats)
+    points = {}
+    for batch in batch_sizes(largest):
+        points[batch] = await watch.step(batch, SHORT_PROMPT)
+        progress(f"batch {batch}: {1e3 * points[batch]:.1f} ms a step")
+    far = context - LONG_TOKENS
+    some = max(1, largest // 4)
+    per_context = per_prefill = 0.0
+    if far > 2 * SHORT_PROMPT:
+        beside = points.get(some) or await watch.step(some, SHORT_PROMPT)
+        per_context = max(0.0, (await watch.step(some, far) - beside) / (some * (far - SHORT_PROMPT)))
+        per_prefill = await watch.prefill(far, points[1])
+        progress(f"context {1e6 * per_context:.3f} us a token and step, prefill {1e6 * per_prefill:.0f} us a token")
+    return StepCurve.measured(points, per_context, per_prefill)
+
+
+class QuickPlan:
+    """Chooses what an instance measures as it starts, within a budget of time: the step time of its largest batch, that
+    of one request, what a prompt's token costs, then that of a quarter of the largest batch. Pure: it is told what a
+    trial has taken, and says which one comes next.
+
+    A batch is timed twice, with few tokens and with more: what both have in common cancels. Where already the first
+    trial takes so long that there is no time for the second one, the step is taken to be as long as it says, start-up
+    included: an upper bound. A trial that would go beyond the budget, by what is known so far, is left out: a step time
+    between two measured batches is interpolated, and a token of a prompt that was not timed costs as much as one more
+    request in a step.
+    """
+
+    def __init__(self, largest: int, prompt: int, budget_s: float = BUDGET_S) -> None:
+        """
+        Args:
+            largest: batch size.
+            prompt: tokens of the prompt that is timed.
+            budget_s: seconds for all trials together.
+        """
+        self.largest, self.prompt, self.budget_s = largest, prompt, budget_s
+        self.sizes = list(dict.fromkeys((largest, 1, max(1, largest // 4))))
+        """In the order in which they are measured."""
+        self.points: dict[int, float] = {}
+        self.per_prefill_token: float | None = None
+        self.spent_s = 0.0
+        self._todo = [Trial(size, ONE_TOKEN, QUICK_TOKENS[0]) for size in self.sizes]
+        self._todo.insert(2, Trial(1, prompt, 1))
+        self._first: float | None = None
+        """Seconds of the first trial of the batch at hand."""
+
+    def next(self) -> Trial | None:
+        """What is to be timed now; None: that was all, or all that there is time for."""
+        while self._todo and self.points and self._first is None and self._is_too_long(self._todo[0]):
+            del self._todo[0]
+        return self._todo[0] if self._todo else None
+
+    def took(self, seconds: float) -> None:
+        """The trial that `next` has named has taken so long."""
+        trial = self._todo.pop(0)
+        self.spent_s += seconds
+        if trial.prompt == self.prompt and trial.tokens == 1:
+            self.per_prefill_token = max(0.0, (seconds - self._step(1)) / self.prompt)
+        elif self._first is None:
+            # as long as the second trial takes half of what is left; a step takes no longer than the mean one so far
+            fits = int((self.budget_s - self.spent_s) / 2 / (seconds / trial.tokens)) - trial.tokens
+            more = min(QUICK_TOKENS[1] - trial.tokens, fits)
+            if more < 1:
+                self.points[trial.batch] = seconds / trial.tokens
+                return
+            self._first = seconds
+            self._todo.insert(0, Trial(trial.batch, trial.prompt, trial.tokens + more))
+        else:
+            self.points[trial.batch] = max((seconds - self._first) / (trial.tokens - QUICK_TOKENS[0]), LEAST_STEP_S)
+            self._first = None
+
+    def _step(self, batch: int) -> float:
+        """Seconds of a step, by what has been measured."""
+        return float(StepCurve.measured(self.points).base(batch))
+
+    def _is_too_long(self, trial: Trial) -> bool:
+        """Whether a trial is expected to go beyond the budget. Of a batch below those that were measured no more is
+        known than that its step takes between its share of the smallest one's and all of it: half of it is expected."""
+        smallest = min(self.points)
+        known = self._step(trial.batch) if trial.batch >= smallest else 0.5 * self._step(smallest)
+        reading = (trial.prompt - 1) * trial.batch * self._row_s
+        return self.spent_s + known * trial.tokens + reading > self.budget_s
+
+    @property
+    def _row_s(self) -> float:
+        """Seconds of one more request in a step; its share, where only one batch size was measured."""
+        if len(self.points) < 2:
+            return self._step(self.largest) / self.largest
+        return (self._step(self.largest) - self._step(1)) / (self.largest - 1)
+
+    @property
+    def told(self) -> str:
+        """How far it is."""
+        return f"measuring step times, {len(self.points)} of {len(self.sizes)} batch sizes done"
+
+    @property
+    def left_out(self) -> str:
+        """What there was no time for; '': nothing."""
+        if len(self.points) == len(self.sizes) and self.per_prefill_token is not None:
+            return ""
+        prompt = " and of no prompt" if self.per_prefill_token is None else ""
+        which = f"{len(self.points)} of {len(self.sizes)} batch sizes{prompt}"
+        return f"step times of {which} measured in {self.spent_s:.0f} s; the rest follows as it runs"
+
+    @property
+    def curve(self) -> StepCurve:
+        """What was measured."""
+        per_prefill = self._row_s if self.per_prefill_token is None else self.per_prefill_token
+        return StepCurve.measured(self.points, per_prefill_token=per_prefill)
+
+
+async def measure_quickly(engine: Engine, largest: int, context: int, say: Callable[[str], None]) -> QuickPlan:
+    """Times a warm engine as it starts; see `QuickPlan`.
+
+    Args:
+        engine: warm.
+        largest: batch size.
+        context: tokens of prompt and completion that fit.
+        say: told how far it is.
+    """
+    watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
+    said = ""
+    while (trial := plan.next()) is not None:
+        if plan.told != said:
+            say(said := plan.told)
+        plan.took(await watch.trial(trial))
+    return plan

@@ -1,0 +1,402 @@
+"""One vLLM engine: start, generate one completion, replace the weights. With `engine_config.py`, how it is set up, all
+that knows vLLM's API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.config.schedule import OnUpdate
+from streamrl.generation.instance.engine_config import Place, engine_config, weight_backend
+from streamrl.machine.engine_settings import EngineSettings
+from streamrl.machine.model_files import resolve_model
+from streamrl.rollouts.seeds import derive_seed
+from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+
+UNNAMED_VERSION = -1
+"""Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
+WARM_BATCH = 4
+RELEASE_POLL_S = 0.01
+"""While a request that is to be taken off is on its way into vLLM."""
+
+
+@dataclass(frozen=True)
+class Worked:
+    """What an engine has done since its start."""
+
+    tokens: int = 0
+    """Generated."""
+    request_s: float = 0.0
+    """Seconds of all requests together."""
+    busy_s: float = 0.0
+    """Seconds with one or more requests."""
+
+
+class Engine:
+    """A running vLLM engine."""
+
+    def __init__(
+        self,
+        pool: GenerationPool,
+        run: RunConfig,
+        cuda: bool,
+        instance: str,
+        site: str,
+        several_sites: bool = False,
+        place: Place | None = None,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
+
+        Args:
+            pool: the instance's.
+            run: the run's.
+            cuda: whether the cluster has GPUs.
+            instance: its name.
+            site: where it is.
+            several_sites: weights come over links.
+            place: of this node, the first one, among those that the instance spans; None: it has one.
+            settings: see `engine_config`.
+        """
+        from transformers import AutoTokenizer
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
+        self.running = 0
+        self._ended_tokens = 0
+        """Of requests that have ended here."""
+        self._worked = Worked()
+        """Up to `_counted`, its tokens aside."""
+        self._counted = time.monotonic()
+        self.busy_since: float | None = None
+        """Unix seconds at which the first of the requests that run now began; None: nothing runs."""
+        self.version = UNNAMED_VERSION
+        """Weights that new requests meet: while an update is under way, already the coming ones."""
+        self._kept: dict[str, int] = {}
+        """Tokens that running requests had when they came here."""
+        self._begun: dict[str, tuple[float, float]] = {}
+        """When running requests came here, unix seconds and monotonic ones."""
+        model = resolve_model(run.model.path)
+        self.backend = weight_backend(run, cuda, several_sites)
+        config = engine_config(pool, run, cuda, several_sites, place, settings)
+        if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
+            # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a
+            # fork spares the engine process the import of all this once more (10 s of a core, 250 MB)
+            os.register_at_fork(after_in_child=_forget_signals)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(config)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._stop_ids = _end_tokens(model, self._tokenizer)
+
+    async def set_up_weights(self, init_info: dict[str, Any], version: int) -> None:
+        """Initialises vLLM's weight transfer and names the weights that were loaded at start."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._llm.update_weight_version(str(version))
+        self.version = version
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the tokenizer knows."""
+        return len(self._tokenizer)
+
+    async def warm_up(self) -> None:
+        """Generates a few tokens, of one request and of several, so that kernels are there before the first sample. On
+        a CPU a large batch, which takes seconds, would meet no others."""
+        vocabulary = min(100, self.vocabulary)
+        for batch in sorted(
+            {1, min(WARM_BATCH, self.pool.max_batch)} | ({self.pool.max_batch} if self.cuda else set())
+        ):
+            requests = [
+                SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0.0)
+                for i in range(batch)
+            ]
+            await asyncio.gather(*(self._generate(request, max_tokens=3) for request in requests))
+        await self._llm.reset_prefix_cache()
+
+    async def generate(self, request: SampleRequest, route: str) -> Sample | PartialSample:
+        """Draws one completion, or the rest of one that was begun before.
+
+        Returns:
+            The finished sample; what there is of it if it was taken off by `release`, or has reached `pause_at`.
+
+        Raises:
+            RuntimeError: vLLM failed (its own message follows).
+        """
+        t_dispatched, started = time.time(), time.monotonic()
+        longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
+        self._count(1)
+        self.busy_since = self.busy_since or t_dispatched
+        self._begun[request.sample_id] = t_dispatched, started
+        try:
+            output = await self._generate(request, min(longest, request.pause_at or longest))
+        finally:
+            self._count(-1)
+            del self._begun[request.sample_id]
+            if self.running == 0:
+                self.busy_since = None
+        completion = output.outputs[0]
+        tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        self._ended_tokens += len(tokens)
+        first = output.metrics.first_token_ts if output.metrics else 0.0
+        partial = PartialSample(
+            sample_id=request.sample_id,
+            completion_tokens=tokens,
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            token_versions=_token_versions(completion.weight_versions, len(tokens)),
+            t_dispatched=t_dispatched,
+            t_first_token=_first_token(t_dispatched, started, first),
+        )
+        if request.kept is not None:
+            partial = join(request.kept, partial)
+        out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
+        if completion.finish_reason == "abort" or out_of_budget:
+            return partial
+        return Sample(
+            **partial.__dict__,
+            group_id=request.group_id,
+            finish_reason="length" if completion.finish_reason == "length" else "stop",
+            site=self.site,
+            instance=self.instance,
+            pool=self.pool.name,
+            route=route,
+            t_queued=request.t_queued,
+            t_finished=time.time(),
+            text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
+        )
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """Requests that run here."""
+        return frozenset(self._begun)
+
+    def _count(self, change: int) -> None:
+        """From now on so many requests more run here."""
+        now = time.monotonic()
+        past = now - self._counted
+        busy_s = self._worked.busy_s + (past if self.running else 0.0)
+        self._worked = Worked(0, self._worked.request_s + past * self.running, busy_s)
+        self._counted = now
+        self.running += change
+
+    def worked(self) -> Worked:
+        """What has been done here so far."""
+        self._count(0)
+        made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in self.produced().items())
+        return replace(self._worked, tokens=self._ended_tokens + made)
+
+    async def release(self, sample_id: str) -> None:
+        """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""
+        known = self._llm.output_processor.external_req_ids
+        while sample_id in self._begun and sample_id not in known:  # on its way into vLLM, or out of it
+            await asyncio.sleep(RELEASE_POLL_S)
+        await self._llm.abort(sample_id)
+
+    def produced(self) -> dict[str, int]:
+        """Tokens that each running request has produced, here and elsewhere."""
+        states = self._llm.output_processor.request_states.values()
+        return {
+            state.external_req_id: self._kept.get(state.external_req_id, 0) + state.detokenizer.num_output_tokens()
+            for state in states
+            if state.detokenizer is not None
+        }
+
+    def progress(self, known: Mapping[str, int]) -> list[tuple[int, PartialSample]]:
+        """What running requests have produced here: (number of its first token, the tokens from there on) of each that
+        has something new.
+
+        Args:
+            known: tokens of each request that are not wanted again; those that it came with never are.
+        """
+        found = []
+        for state in self._llm.output_processor.request_states.values():
+            sample_id = state.external_req_id
+            if sample_id not in self._begun or state.detokenizer is None or state.logprobs_processor is None:
+                continue
+            kept = self._kept.get(sample_id, 0)
+            first = max(0, known.get(sample_id, 0) - kept)
+            rows = state.logprobs_processor.logprobs or []
+            tokens = state.detokenizer.output_token_ids[: len(rows)]
+            if len(tokens) <= first:
+                continue
+            t_dispatched, started = self._begun[sample_id]
+            part = PartialSample(
+                sample_id,
+                np.asarray(tokens[first:], dtype=np.int32),
+                np.asarray([rows[n][tokens[n]].logprob for n in range(first, len(tokens))], dtype=np.float32),
+                _versions_from(state.weight_version_starts, len(tokens))[first:],
+                t_dispatched,
+                _first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
+            )
+            found.append((kept + first, part))
+        return found
+
+    async def time(self, requests: list[SampleRequest], tokens: int) -> float:
+        """Seconds in which all requests together produce exactly so many tokens each (for calibration)."""
+        started = time.monotonic()
+        await asyncio.gather(*(self._generate(request, tokens, to_the_end=True) for request in requests))
+        return time.monotonic() - started
+
+    async def _generate(self, request: SampleRequest, max_tokens: int, to_the_end: bool = False) -> Any:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self.run.sampling
+        prompt, seed, kept = request.prompt_tokens, request.seed, 0
+        if request.kept is not None:
+            kept = len(request.kept.completion_tokens)
+            prompt = np.concatenate([prompt, request.kept.completion_tokens])
+            seed = _seed_after(seed, kept)
+        greedy = request.temperature == 0
+        params = SamplingParams(
+            temperature=sampling.temperature if request.temperature is None else request.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else sampling.top_k,
+            max_tokens=max_tokens - kept,
+            seed=None if greedy else seed,
+            stop=None if to_the_end else sampling.stop or None,
+            stop_token_ids=[] if to_the_end else self._stop_ids,
+            ignore_eos=to_the_end,
+            logprobs=0,
+            detokenize=bool(sampling.stop) and not to_the_end,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        last = None
+        if kept:
+            self._kept[request.sample_id] = kept
+        try:
+            # salted with the version: a prefix that older weights have computed is never found by a newer request
+            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {self.version}")
+            async for output in self._llm.generate(tokens, params, request.sample_id):
+                last = output
+        finally:
+            self._kept.pop(request.sample_id, None)
+        if last is None or not last.finished:
+            raise RuntimeError(f"vLLM ended {request.sample_id} without a result")
+        return last
+
+    async def pause(self, on_update: OnUpdate, version: int) -> None:
+        """Stops computing, for weights of `version` to come in. Requests that arrive from now on wait for them.
+
+        Args:
+            on_update: what becomes of running requests. wait: they run to their end first; keep_kv: they are frozen as
+                they are; otherwise they are frozen and their KV cache is dropped, to be computed anew.
+            version: the coming weights'.
+        """
+        self.version = version
+        mode: Literal["wait", "keep"] = "wait" if on_update == "wait" else "keep"
+        await self._llm.pause_generation(mode=mode, clear_cache=on_update != "keep_kv")
+
+    async def sleep(self) -> None:
+        """Makes room for training on the same devices: on CUDA weights go to host memory and the KV cache is dropped.
+        Nothing may be running."""
+        if self.cuda:
+            await self._llm.sleep(level=1)
+        else:
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def wake_up(self) -> None:
+        """Takes the devices back."""
+        if self.cuda:
+            await self._llm.wake_up()
+        else:
+            await self._llm.resume_generation()
+
+    async def start_weight_update(self) -> None:
+        """Begins an update of paused weights."""
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Hands one update to vLLM's weight-transfer engine."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Ends the update; tokens sampled from now on are of `version`."""
+        self.version = version
+        await self._llm.finish_weight_update(str(version))
+
+    async def resume(self) -> None:
+        """Frozen requests go on."""
+        await self._llm.resume_generation()
+
+    def close(self) -> None:
+        """Ends vLLM's processes."""
+        self._llm.shutdown()
+        del self._llm  # its own clean-up at interpreter exit would come too late
+
+
+def _has_one_thread() -> bool:
+    """Whether this process has no thread but this one, those of C libraries included (Linux; elsewhere: False)."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def _forget_signals() -> None:
+    """A forked process is not to tell its parent's event loop of signals that it gets itself."""
+    signal.set_wakeup_fd(-1)
+
+
+def _end_tokens(model: str, tokenizer: Any) -> list[int]:
+    """End-of-turn ids of the tokenizer and of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if Path(model).joinpath("generation_config.json").exists():
+        configured = GenerationConfig.from_pretrained(model).eos_token_id
+        ids |= set(configured if isinstance(configured, list) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+def join(kept: PartialSample, more: PartialSample) -> PartialSample:
+    """One sample's tokens from two instances, in order; the times are the first one's."""
+
+    def both(name: str) -> np.ndarray:
+        return np.concatenate([getattr(kept, name), getattr(more, name)])
+
+    return replace(
+        kept,
+        completion_tokens=both("completion_tokens"),
+        logprobs=both("logprobs"),
+        token_versions=both("token_versions"),
+    )
+
+
+def _seed_after(seed: int, produced: int) -> int:
+    """Seed of the rest of a sample: with the first one's, the rest would be drawn with the same noise again."""
+    return derive_seed(seed, str(produced))
+
+
+def _token_versions(spans: Any, length: int) -> np.ndarray:
+    """vLLM's spans of (version, start, end) as one number per token, shape [length]."""
+    return _versions_from([(span.version, span.start) for span in spans or []], length)
+
+
+def _versions_from(starts: Sequence[tuple[str, int]], length: int) -> np.ndarray:
+    """(version, its first token) as one number per token, shape [length]."""
+    versions = np.zeros(length, dtype=np.int32)
+    for version, start in starts:
+        # before the first version is named, vLLM calls its weights "default"
+        versions[start:] = int(version) if version.isdecimal() else UNNAMED_VERSION
+    return versions
+
+
+def _first_token(t_dispatched: float, started: float, first: float) -> float:
+    """Unix seconds of a request's first token; vLLM's own times are monotonic seconds of this host (0: none yet)."""
+    return t_dispatched + max(0.0, first - started) if first else t_dispatched

@@ -1,0 +1,143 @@
+"""How vLLM is set up for a pool's instance, alike on every node that it spans."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.generation.instance.vllm_plugin import BACKEND, EAGER, FEW_ROWS, QUANTIZATION, register
+from streamrl.machine.engine_settings import EngineSettings, chosen_settings
+from streamrl.machine.model_files import resolve_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# lets a CPU engine hold its worker (see below); an AsyncLLM's engine is a process of its own all the same
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# the operating system places threads: instances, trainer and rewards share the machine
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+CPU_BLOCK_SIZE = 32
+"""KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
+
+FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
+"""Architectures whose layers are known to be served by `few_rows`; others' products remain vLLM's."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node's part of an instance that spans several."""
+
+    node: int = 0
+    """The first one, 0, schedules and talks to the service."""
+    meeting: str = ""
+    """host:port at which the nodes find each other; '': there is one node."""
+
+
+def engine_config(
+    pool: GenerationPool,
+    run: RunConfig,
+    cuda: bool,
+    several_sites: bool = False,
+    place: Place | None = None,
+    settings: EngineSettings | None = None,
+) -> VllmConfig:
+    """vLLM's configuration.
+
+    Args:
+        pool: the instance's.
+        run: the run's.
+        cuda: whether the cluster has GPUs.
+        several_sites: weights come over links.
+        place: which node this is; None: the only one.
+        settings: of a CPU engine; None: those chosen for this machine.
+
+    Raises:
+        ValueError: `model.dtype: auto` has not been decided for this process; vLLM would take the files' type.
+    """
+    if run.model.dtype == "auto":
+        raise ValueError("model.dtype: auto has to be decided before an engine starts")
+    model = resolve_model(run.model.path)
+    if not cuda:
+        settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
+        # read by the plugin, here and in vLLM's other processes
+        os.environ[EAGER] = "0" if settings.compiled else "1"
+        os.environ[QUANTIZATION] = FEW_ROWS if _has_few_rows(Path(model), run.model.dtype, settings) else ""
+    from vllm import AsyncEngineArgs
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    register()  # vLLM does it once in a process, whose engine before this one may have had another type
+
+    place = place or Place()
+    host, _, port = place.meeting.rpartition(":")
+    several: dict[str, Any] = {"distributed_executor_backend": "mp"} if pool.gpus_per_replica > 1 else {}
+    if place.meeting:
+        several |= {
+            "nnodes": pool.nodes,
+            "node_rank": place.node,
+            "master_addr": host,
+            "master_port": int(port),
+        }
+    hardware: dict[str, Any] = (
+        {"gpu_memory_utilization": pool.gpu_memory_fraction}
+        if settings is None
+        else {
+            "enforce_eager": not settings.compiled,
+            "kv_cache_dtype": settings.kv_cache,
+            "quantization": os.environ[QUANTIZATION] or None,
+            # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
+            # core that the worker, other instances and the trainer need
+            "distributed_executor_backend": "uni",
+            "block_size": CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30 / pool.gpus_per_replica),  # of each worker
+            # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, run.model.max_context),
+        }
+    )
+    if hardware.get("quantization"):
+        hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
+    return AsyncEngineArgs(
+        model=model,
+        dtype=run.model.dtype,
+        max_model_len=run.model.max_context,
+        max_num_seqs=pool.max_batch,
+        tensor_parallel_size=pool.gpus_per_replica,
+        enable_prefix_caching=True,
+        enable_sleep_mode=cuda and run.schedule.name == "colocated",
+        # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=weight_backend(run, cuda, several_sites)),
+        generation_config="vllm",
+        seed=run.seed,
+        **(hardware | several),
+    ).create_engine_config(headless=place.node > 0)
+
+
+def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
+    """Whether small batches are computed by `few_rows`: in fp32, where a compiler does not want to see the products,
+    and for weights that are not quantised already, of models on which it was tried."""
+    if dtype != "float32" or settings.compiled:
+        return False
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # the Hub's, whose files are not here yet
+    return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
+
+
+def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
+    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site, sends no codes, and has no
+    two members on one GPU."""
+    chosen = run.weights.backend
+    if chosen == "auto":
+        whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
+        chosen = "nccl" if cuda and whole and not several_sites and not shared else "stream"
+    return BACKEND if chosen == "stream" else chosen

@@ -1,0 +1,109 @@
+"""Products with a few rows in fp32 on a CPU: what decoding of a small batch consists of.
+
+They take as long as the weights take to be read, and the libraries' kernels read them at half the speed that the
+memory has or less (oneDNN's, which vLLM uses, at 0.4; MKL's and OpenBLAS's likewise). `few_rows.c` is compiled on first
+use and kept in the cache; where there is no compiler, vLLM's own products remain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from streamrl.machine.cpu import this_cpu
+from streamrl.machine.model_files import cache_directory
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 4
+"""From five rows on, vLLM's products, which keep their weights in packed blocks, are as fast."""
+MOST_BYTES = 1 << 30
+"""Bytes of weights that are kept a second time, in the order that these products read."""
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+COMPILE_S = 60
+HUGE_PAGE = 1 << 21
+SOME = 64 << 20
+"""Bytes that the system is asked for at a time."""
+
+Product = Callable[[int, int, int, int, int, int], None]
+"""Addresses of x, weights and y; rows, outputs, inputs."""
+
+
+@functools.cache
+def product() -> Product | None:
+    """The compiled function; None: there is no compiler, or it failed."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        return None
+    cpu = this_cpu()
+    facts = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
+    name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    library = cache_directory() / "machine" / f"few-rows-{name}.so"
+    try:
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            part = library.with_suffix(f".{os.getpid()}")
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            part.replace(library)
+        function = ctypes.CDLL(str(library)).few_rows
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        log.warning("products with few rows stay vLLM's: %s", error)
+        return None
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
+    function.restype = None
+    return function
+
+
+def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x weight', shape [rows, outputs].
+
+    Args:
+        function: `product()`.
+        x: [rows, inputs], of at most `MOST_ROWS`.
+        weight: [outputs, inputs], contiguous.
+    """
+    x = x.contiguous()
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    function(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
+    return y
+
+
+class Shelf:
+    """Memory of huge pages for copies of weights: read in order, a third faster than from small ones."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        """
+        Args:
+            most: bytes in all.
+        """
+        self._left = most
+        self._free = torch.empty(0)
+
+    def take(self, shape: torch.Size) -> torch.Tensor | None:
+        """An fp32 tensor; None: that would be too much."""
+        count = shape.numel()
+        self._left -= 4 * count
+        if self._left < 0:
+            return None
+        if self._free.numel() < count:
+            size = max(SOME, 4 * count) + HUGE_PAGE
+            memory = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            values = torch.frombuffer(memory, dtype=torch.float32)  # keeps it open
+            self._free = values[(-values.data_ptr() % HUGE_PAGE) // 4 :]
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken.view(shape)

@@ -1,0 +1,145 @@
+"""vLLM's extension points for operations of another's: what makes a small fp32 batch quick on a CPU.
+
+A quantisation method, which quantises nothing: its linear layers take `few_rows` for small batches, and vLLM's own
+products for others. And an implementation of the norms: vLLM has C functions for them, which it takes on GPUs alone; on
+CPUs it composes each of seven operations of torch (61 of them in a step of SmolLM2-135M: 1.1 ms, and 2 ms at batch 64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import ir
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, multiply, product
+from streamrl.generation.instance.vllm_plugin import FEW_ROWS
+
+PROVIDER = FEW_ROWS
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """Whether the C functions compute what is wanted; they have whole rows, one after the other."""
+    alike = weight is None or weight.dtype == x.dtype
+    return variance_size is None and alike and x.dtype == torch.float32 and x.is_contiguous()
+
+
+@ir.ops.rms_norm.register_impl(
+    PROVIDER, supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """See `vllm.ir.ops.rms_norm`."""
+    y = torch.empty_like(x)
+    torch.ops._C.rms_norm(y, x, weight, epsilon)
+    return y
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    PROVIDER,
+    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
+        _fits(x, weight, variance_size) and _fits(x_residual, None, None)
+    ),
+    inplace=True,
+)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `vllm.ir.ops.fused_add_rms_norm`."""
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A layer's product if these are few rows; None: vLLM is to compute it."""
+    weight, function = getattr(layer, "few_rows_weight", None), product()
+    if weight is None or function is None or x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS:
+        return None
+    if x.dtype != torch.float32:
+        return None
+    y = multiply(function, x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+class _Linear(UnquantizedLinearMethod):
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__()
+        self._shelf = shelf
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keeps a copy before vLLM packs the weights; called again when new ones were loaded."""
+        weight = layer.weight
+        usable = weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_meta
+        if usable and product() is not None:
+            copy = getattr(layer, "few_rows_weight", None)
+            if copy is None:
+                copy = self._shelf.take(weight.shape)
+            if copy is not None:
+                layer.few_rows_weight = copy.copy_(weight.detach())
+        super().process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See the module's text."""
+        y = _few(layer, x, bias)
+        return super().apply(layer, x, bias) if y is None else y
+
+
+class _Head(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Takes the weights as they are: vLLM keeps them for the embedding."""
+        super().process_weights_after_loading(layer)
+        weight = layer.weight.detach()
+        fits = weight.dtype == torch.float32 and weight.dim() == 2 and weight.is_contiguous()
+        layer.few_rows_weight = weight if fits else None
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See the module's text."""
+        y = _few(layer, x, bias)
+        return super().apply(layer, x, bias) if y is None else y
+
+
+@register_quantization_config(FEW_ROWS)
+class FewRows(QuantizationConfig):
+    """Quantises nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shelf = Shelf()
+
+    def get_name(self) -> Any:
+        """See vLLM."""
+        return FEW_ROWS
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """See vLLM."""
+        return [torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """See vLLM: of a GPU."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """See vLLM: there are none."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> FewRows:
+        """See vLLM."""
+        return cls()
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method of linear layers and of the output head; None: vLLM's own."""
+        if isinstance(layer, LinearBase):
+            return _Linear(self._shelf)
+        return _Head() if isinstance(layer, ParallelLMHead) else None

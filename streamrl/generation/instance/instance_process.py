@@ -1,0 +1,242 @@
+"""The vLLM instance process: takes requests from its site's service, sends each finished sample back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
+from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
+from streamrl.generation.instance.engine_config import Place
+from streamrl.generation.instance.vllm_plugin import BACKEND
+from streamrl.generation.site.pace import WorkedCurve, pace
+from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
+from streamrl.rollouts.types import PartialSample
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import PROCESS
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+JOURNAL_EVERY_S = 0.25
+"""So much of what it has produced is lost, on average half of it, when an instance dies."""
+MANY = 100_000
+"""Messages of an instance that may be unacknowledged when its site is away."""
+
+
+class Instance:
+    """Wires one engine to its service."""
+
+    def __init__(self, context: RoleContext, pool: str, place: Place | None = None) -> None:
+        """
+        Args:
+            context: of this process.
+            pool: its pool.
+            place: see `Engine`.
+        """
+        self.context, self.place = context, place
+        self.site = context.site
+        self.pool = context.pool(pool)
+        self.waits = WaitRegistry(context.name)
+        self._type_told = dict(context.type_told)
+        self.version = UNNAMED_VERSION
+        self.updating = self.asleep = False
+        self._updated = False
+        """Whether weights were loaded since the last heartbeat: requests stood still then."""
+        self._loading = asyncio.Lock()
+        self._life = 0
+        """Of the service: what was asked for by an earlier one is of no use to the present one."""
+        self._giving_up: set[asyncio.Future[None]] = set()
+        self._rate = (time.monotonic(), Worked())
+        self._moved = time.monotonic()
+        """When the engine last had made a token, or had nothing to make."""
+        self._begun: frozenset[str] = frozenset()
+        """Requests that ran at the last heartbeat."""
+        self._pace: tuple[int, float] | None = None
+        """(Number, ratio) of the last stretch of work that was compared with the step curve."""
+
+    async def run(self) -> None:
+        """Serves until the service retires it, or the process is ended.
+
+        Raises:
+            PeerLost: the service fell silent.
+            RuntimeError: vLLM failed.
+        """
+        cuda = self.context.cluster.hardware == "cuda"
+        several_sites = bool(self.context.cluster.remote_sites)
+        self.context.say("importing vLLM")
+        import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and to import it takes longest
+
+        self.context.say("loading the model into vLLM")
+        if not cuda:
+            self._type_told["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
+        try:
+            if self.engine.backend == BACKEND:
+                await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
+            self.context.say("warming up")
+            await self.engine.warm_up()
+            largest, context = self.pool.max_batch, self.context.run.model.max_context
+            measured = await measure_quickly(self.engine, largest, context, self.context.say)
+            log.info(measured.left_out or f"step times measured in {measured.spent_s:.1f} s")
+            self.worked = WorkedCurve(measured.curve, batch_sizes(largest))
+            note = f" ({measured.left_out})" if measured.left_out else ""
+            self.context.say(waiting_for([f"service-{self.site}"]) + note)
+            await self._serve()
+        finally:
+            self.engine.close()
+
+    async def _serve(self) -> None:
+        meta = {
+            "pool": self.pool.name,
+            "slots": self.pool.max_batch,
+            "world_size": self.pool.gpus_per_replica,
+            "curve": self.worked.start.to_json(),
+            "process": int(os.environ.get(PROCESS, "1")),
+        }
+        limits = self.context.run.deadlines
+        # finished samples are acknowledged once the controller has committed them: while a link is down the service's
+        # own limit, which throttles dispatch, must be reached before this one
+        flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
+        self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
+        self.link.state = self._state
+        self.link.on_new_hub = self._orphaned
+        await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
+        self.context.say(READY)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell_progress())
+                while (delivery := await self.link.receive()).kind != "retire":
+                    tasks.create_task(self._handle(delivery))
+                telling.cancel()
+            delivery.ack()  # all that it has done is sent: gone once the service has passed it on
+            await self.link.flush(limits.generation_s)
+        finally:
+            await self.link.close()
+
+    async def _handle(self, delivery: Delivery) -> None:
+        match delivery.kind:
+            case "generate":
+                request, life = request_from_wire(delivery.body, delivery.arrays), self._life
+                delivery.ack()
+                sample = await self.engine.generate(request, delivery.body["route"])
+                if life != self._life:
+                    return
+                kind = "released" if isinstance(sample, PartialSample) else "sample"
+                await self.link.send(kind, *sample_to_wire(sample))
+            case "release":
+                delivery.ack()
+                await self.engine.release(str(delivery.body["sample_id"]))
+            case "sleep":
+                delivery.ack()
+                await self.engine.sleep()
+                self.asleep = True
+                await self.link.send("asleep", {})
+            case "apply_weights":
+                delivery.ack()
+                await self._apply(int(delivery.body["number"]), str(delivery.body["content_hash"]))
+            case "weight_call":
+                delivery.ack()
+                await self._weight_call(delivery.body)
+            case other:
+                log.warning("instance ignores %r", other)
+                delivery.ack()
+
+    async def _tell_progress(self) -> None:
+        """Tells the service's token journal what running requests have produced."""
+        told: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(JOURNAL_EVERY_S)
+            parts = self.engine.progress(told)
+            running = {part.sample_id: start + len(part.completion_tokens) for start, part in parts}
+            told = {sample_id: told[sample_id] for sample_id in told.keys() & self.engine.begun} | running
+            if parts:
+                await self.link.send("progress", *progress_to_wire(parts))
+
+    def _orphaned(self) -> None:
+        """The service was started anew: it knows nothing of what runs here, and asks for it again."""
+        log.warning("the service is another one: what runs is given up")
+        self._life += 1
+        self.link.forget_sent()
+        for sample_id in self.engine.begun:
+            self._giving_up.add(task := asyncio.ensure_future(self.engine.release(sample_id)))
+            task.add_done_callback(self._giving_up.discard)
+
+    async def _apply(self, number: int, content_hash: str) -> None:
+        """Loads a version from the site's store; generation pauses for exactly this long."""
+        async with self._loading:  # an earlier service may have asked, too
+            if self.asleep:
+                await self.engine.wake_up()
+                self.asleep = False
+            if not WeightStore(self.context.weights_folder).has(number):
+                # asked for while this process stood still: the site has a newer one by now
+                await self.link.send("missed", {"number": number})
+                return
+            await self._pause(number)
+            started = time.time()
+            await self.engine.start_weight_update()
+            await self.engine.update_weights({"number": number, "content_hash": content_hash})
+            await self._finish(number)
+        await self.link.send("applied", {"number": number, "started": started, "finished": time.time()})
+
+    async def _weight_call(self, body: dict[str, Any]) -> None:
+        """One step of an update that the trainer drives (NCCL path), answered under its call id."""
+        match body["method"]:
+            case "init_weight_transfer_engine":
+                await self.engine.set_up_weights(body["payload"], self.version)
+            case "start_weight_update":
+                await self._pause(int(body["payload"].get("version", self.version + 1)))
+                await self.engine.start_weight_update()
+            case "update_weights":
+                await self.engine.update_weights(body["payload"])
+            case "finish_weight_update":
+                await self._finish(int(body["payload"]["version"]))
+            case other:
+                raise ValueError(f"unknown weight call {other!r}")
+        await self.link.send("weight_answer", {"call": body["call"]})
+
+    async def _pause(self, number: int) -> None:
+        self.updating = self._updated = True
+        await self.engine.pause(self.context.run.schedule.on_update, number)
+
+    async def _finish(self, number: int) -> None:
+        await self.engine.finish_weight_update(number)
+        await self.engine.resume()
+        self.version, self.updating = number, False
+
+    def _state(self) -> dict[str, Any]:
+        now, worked = time.monotonic(), self.engine.worked()
+        (then, before), self._rate = self._rate, (now, worked)
+        if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
+            self._moved = now
+        ratio = pace(self.worked.start, before, worked)
+        if ratio is not None and not self._updated:
+            self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
+            if self.engine.begun <= self._begun:  # else prompts were read in meanwhile
+                self.worked.saw((worked.request_s - before.request_s) / (worked.busy_s - before.busy_s), ratio)
+        self._begun = self.engine.begun
+        self._updated = self.updating
+        return {
+            "state": self._doing(),
+            **self._type_told,
+            "running": self.engine.running,
+            "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
+            "stalled_s": now - self._moved,
+            "pace": self._pace,
+            "curve": self.worked.curve.to_json(),
+            "weight_version": self.version,
+            "busy_since": self.engine.busy_since,
+            "produced": self.engine.produced(),
+        }
+
+    def _doing(self) -> str:
+        if self.updating or self.asleep:
+            return "updating" if self.updating else "asleep"
+        return "generating" if self.engine.running else "idle"

@@ -1,0 +1,353 @@
+"""The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
+
+controller   - generate, park, resume, use ->   service   - generate, release ->   instances
+             <- samples, parked -                          <- sample, released -
+             - weights ->                    (relay)       - apply_weights ->
+             - sleep ->                                    - sleep ->
+             - scale ->                                    - retire ->
+             <- fleet -
+             - finish ->
+
+Between the controller and a service of another site lies a link: samples go over it in batches (`uplink.py`), and all
+times are told in the controller's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from scheduler.dispatch.registry import make_policy
+from streamrl.errors import RunFailed, StartAgain
+from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.generation.site.fleet import SiteFleet
+from streamrl.generation.site.instance_life import Life
+from streamrl.generation.site.site_weights import SiteWeights
+from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
+from streamrl.rollouts.types import PartialSample, SampleRequest
+from streamrl.run_dir.site_status import write_site
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import connect_home, make_uplink, to_home
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub
+from streamrl.transport.wire import Arrays
+from streamrl.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 1.0
+TO_AN_INSTANCE = 100_000
+"""Messages that may be under way to one. Its slots bound them: a send that had to wait for a silent instance would hold
+up all others."""
+JOURNAL_S = 0.5
+"""Between two writes of the token journal."""
+OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
+"""Of a sample: what the instance has put down by this site's clock."""
+SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
+
+
+class GenerationService:
+    """One site's service."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.site = context.site
+        self.limits = context.run.deadlines
+        self.waits = WaitRegistry(context.name)
+        self.hub = Hub(context.name, self.waits, flow=replace(context.near, credits=TO_AN_INSTANCE))
+        run = context.run
+        policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+        self._orphaned = asyncio.Event()
+        self.round = 0
+        """The controller's newest round, as far as it has been told here."""
+        self.journal = TokenJournal(context.run_dir / "journal.sqlite")
+        self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
+        self.controller = to_home(context, "service", self.waits)
+        self.uplink = make_uplink(context, self.controller)
+        # what a service before this one has left: the run may have gone back since
+        WeightStore(context.weights_folder).clear()
+        self.weights = SiteWeights(context, self.waits)
+        self.fleet = SiteFleet(
+            *(context, self.hub, self.dispatcher, self.waits, self.journal),
+            *(self.weights.ensure, self._fleet_changed, self._tell_parked),
+        )
+        self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
+
+    async def run(self) -> None:
+        """Serves until the run is over (at the trainer's site until the process is ended).
+
+        Raises:
+            PeerLost: an instance, the controller or the publisher fell silent.
+            Refused: the trainer's site does not let this one in.
+            RunFailed: the run has ended there, and not well.
+            StartAgain: the controller is another one: it may have gone back, and asks for everything anew.
+        """
+        self.hub.bind(self.context.addresses.services[self.site])
+        await self.fleet.open()
+        self.controller.meta |= {
+            "fleet": fleet_to_wire(self.fleet.instances()),
+            "passes_weights_on": self.weights.passes_on,
+        }
+        self.controller.state = self._state
+        self.controller.on_new_hub = self._orphaned.set
+        try:
+            self.context.say(waiting_for(["the controller"]))
+            await connect_home(self.context, self.controller, self.context.addresses.controller)
+            self.context.say(waiting_for(["the trainer"]))
+            await self.weights.connect()
+            self.context.say(READY)
+            async with asyncio.TaskGroup() as tasks:
+                beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
+                beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
+                if self.context.remote:
+                    beside.append(self._keep_telling())
+                running = [tasks.create_task(work) for work in beside]
+                await self._from_controller(tasks)
+                for task in running:
+                    task.cancel()
+        finally:
+            await self.controller.close()
+            await self.weights.close()
+            await self.hub.close()
+            self.journal.close()
+
+    async def _throttle(self) -> None:
+        """Nothing new is started while finished samples do not leave fast enough."""
+        while True:
+            await self.dispatcher.throttle(await self.uplink.changed())
+
+    async def _keep_telling(self) -> None:
+        """Writes `site.json` for this site's launcher."""
+        while True:
+            write_site(self.context.run_dir, self._told("serving"))
+            await asyncio.sleep(TELL_EVERY_S)
+
+    async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
+        """Serves until the run is over.
+
+        Raises:
+            RunFailed: it did not end well.
+        """
+        while True:
+            delivery = await self.controller.receive()
+            match delivery.kind:
+                case "finish":
+                    delivery.ack()
+                    if self.context.remote:
+                        with contextlib.suppress(OSError):
+                            write_site(self.context.run_dir, self._told(str(delivery.body["state"])))
+                    if delivery.body["state"] != "done":
+                        why = delivery.body["error"] or f"{delivery.body['state']} at its trainer's site"
+                        raise RunFailed(f"the run has ended: {why}")
+                    return
+                case "generate":
+                    groups = groups_from_wire(delivery.body, delivery.arrays)
+                    await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
+                case "park":
+                    await self.dispatcher.park(delivery.body["sample_ids"])
+                case "resume":
+                    self.round = int(delivery.body["round"])
+                    await self.dispatcher.resume(delivery.body["sample_ids"], delivery.body["budget"])
+                case "use":
+                    await self.dispatcher.use(delivery.body["instances"])
+                case "scale":
+                    await self.fleet.scale({str(pool): int(n) for pool, n in delivery.body["replicas"].items()})
+                case "sleep":
+                    tasks.create_task(self._sleep())
+                case "weights":
+                    tasks.create_task(self._update_weights(delivery.body))
+                case "weight_call":
+                    tasks.create_task(self._weight_call(delivery.body))
+                case other:
+                    log.warning("service ignores %r of the controller", other)
+            delivery.ack()
+
+    def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
+        """Requests that a service before this one had go on from the tokens that it has noted, unless those are of
+        weights that the run has gone back behind."""
+        found = []
+        for request in requests:
+            kept = self.journal.kept(request.sample_id)
+            if kept is not None and int(kept.token_versions.max()) > (self.weights.version or 0):
+                self.journal.forget([request.sample_id])
+                kept = None
+            found.append(request if kept is None else replace(request, kept=kept))
+        return found
+
+    async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        await self.fleet.send(name, kind, body, arrays)
+
+    async def _tell_parked(self, partial: PartialSample) -> None:
+        """A request has used up its budget of tokens."""
+        body = {"sample_id": partial.sample_id, "tokens": len(partial.completion_tokens), "round": self.round}
+        await self.controller.send("parked", body)
+
+    async def _end_if_orphaned(self) -> None:
+        await self._orphaned.wait()
+        raise StartAgain("the controller is another one than before")
+
+    async def _keep_journal(self) -> None:
+        """Writes the token journal to its file, from time to time."""
+        while True:
+            await asyncio.sleep(JOURNAL_S)
+            self.journal.flush()
+
+    async def _fleet_changed(self) -> None:
+        """The controller is told; a hello of a later connection says it, too."""
+        fleet = fleet_to_wire(self.fleet.instances())
+        self.controller.meta["fleet"] = fleet
+        await self.controller.send("fleet", {"fleet": fleet, "instances": self.fleet.told()})
+
+    def _produced(self, instance: str, sample_id: str) -> float:
+        """As the instance's last heartbeat has told, so up to a second old."""
+        told = self.hub.peers[instance].state.get("produced", {}).get(sample_id, 0) if instance in self.hub.peers else 0
+        return float(told)
+
+    async def _from_instances(self) -> None:
+        while True:
+            delivery = await self.hub.receive()
+            match delivery.kind:
+                case "sample":
+                    # the instance forgets the sample only when the controller has committed it
+                    await self.uplink.put(self._in_home_time(delivery.body), delivery.arrays, delivery.ack)
+                    length = len(delivery.arrays["completion_tokens"])
+                    self.journal.forget([delivery.body["sample_id"]])
+                    await self.dispatcher.finished(delivery.body["sample_id"], length, delivery.peer)
+                case "released":
+                    partial = partial_from_wire(delivery.body, delivery.arrays)
+                    if self.dispatcher.has(delivery.peer, partial.sample_id):
+                        self.journal.add(0, partial)
+                    if await self.dispatcher.released(partial, delivery.peer):
+                        await self._tell_parked(partial)
+                    delivery.ack()
+                case "progress":
+                    for start, part in progress_from_wire(delivery.body, delivery.arrays):
+                        if self.dispatcher.has(delivery.peer, part.sample_id):  # else others go on with it
+                            self.journal.add(start, part)
+                    delivery.ack()
+                case "asleep":
+                    delivery.ack()
+                    self.fleet.answers.take(delivery)
+                case "applied" | "missed":
+                    delivery.ack()
+                    await self.fleet.told_of_weights(delivery)
+                case "weight_answer":
+                    delivery.ack()
+                    if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
+                        call.set_result(None)
+                case "bye" if self.fleet.answers.take(delivery):
+                    pass  # it was told to leave
+                case "bye":
+                    log.warning("%s has said goodbye", delivery.peer)  # the launcher tells why
+                case other:
+                    log.warning("service ignores %r of %s", other, delivery.peer)
+                    delivery.ack()
+
+    async def _update_weights(self, body: dict[str, Any]) -> None:
+        """Fetches a version once and has every instance of the site load it."""
+        started, before = time.time(), self.weights.bytes_received
+        version, source = await self.weights.fetch(int(body["number"]), str(body["content_hash"]), body["source"])
+        fetched = time.time()
+        loaded = await self.fleet.update(version)
+        home = self.controller.clock.to_hub_time
+        self.weights.store.keep_only({version.number} | self.fleet.being_loaded())
+        report = {
+            "number": version.number,
+            "source": source,
+            "transfer_s": self.weights.last_s,
+            "bytes": self.weights.bytes_received - before,
+            "started": home(started),
+            "fetched": home(fetched),
+            "applied": {name: [home(span.started), home(span.finished)] for name, span in loaded.items()},
+        }
+        await self.controller.send("weights_ready", report)
+
+    async def _sleep(self) -> None:
+        """All instances free their devices for training; new weights wake them up."""
+        await self.fleet.sleep()
+        await self.controller.send("asleep", {})
+
+    async def _weight_call(self, body: dict[str, Any]) -> None:
+        """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
+        loop = asyncio.get_running_loop()
+        instances = self.fleet.ready
+        call = str(body["call"])
+        rank = int(body["payload"].get("rank_offset", 0))
+        for name in instances:
+            self._calls[call, name] = loop.create_future()
+            payload = dict(body["payload"])
+            if body["method"] == "init_weight_transfer_engine":
+                # NCCL ranks: the trainer is 0, then every instance's workers one after the other
+                payload["rank_offset"] = rank
+                rank += int(self.hub.peers[name].meta["world_size"])
+            await self.hub.send(name, "weight_call", {"call": call, "method": body["method"], "payload": payload})
+        for name in instances:
+            async with self.waits.deadline(f"{name} to answer {body['method']}", self.limits.weights_s):
+                await self._calls.pop((call, name))
+        await self.controller.send("weight_answer", {"call": call})
+
+    def _instance_states(self) -> dict[str, dict[str, Any]]:
+        """Of every instance what its heartbeat said, without its requests' progress, which stays here."""
+        states = {}
+        for name, life in self.fleet.lives.items():
+            told = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
+            told.pop("produced", None)
+            told.pop("curve", None)
+            if told.get("busy_since"):
+                told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
+            if life.state is not Life.READY:
+                told |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
+                told["running"] = len(self.dispatcher.works_on(name))
+            elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
+                told["detail"] = f"{factor:.1f} times as slow as the others"
+            states[name] = told
+        return states
+
+    def _in_home_time(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A sample's times by the controller's clock; when it was queued, the controller said itself."""
+        return body | {key: self.controller.clock.to_hub_time(body[key]) for key in OWN_TIMES}
+
+    def _told(self, state: str) -> dict[str, Any]:
+        """For this site's launcher (`run_dir/site_status.py`)."""
+        uplink, clock = self.uplink, self.controller.clock
+        saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
+        return {
+            "site": self.site,
+            "updated_at": time.time(),
+            "state": state,
+            "trainer_silent_s": self.controller.silent_for,
+            "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
+            "clock_offset_s": clock.offset_s,
+            "weight_version": self.weights.version,
+            "weight_bytes": self.weights.bytes_received,
+            "samples_sent": uplink.samples,
+            "samples_waiting": uplink.backlog_samples,
+            "sample_bytes": uplink.sent_bytes,
+            "compression": saved if uplink.choice.compressing else None,
+            "congested": uplink.congested,
+            "instances": {
+                name: {key: state[key] for key in SHOWN_OF_INSTANCES if key in state}
+                for name, state in self._instance_states().items()
+            },
+        }
+
+    def _state(self) -> dict[str, Any]:
+        requests = len(self.dispatcher.requests) - len(self.dispatcher.parked)
+        waiting = self.dispatcher.policy.waiting
+        return {
+            "state": "dispatching" if requests else "idle",
+            "waiting": waiting,
+            "running": requests - waiting,
+            "parked": len(self.dispatcher.parked),
+            "moves": self.dispatcher.moves,
+            "congested": self.uplink.congested,
+            "uplink": self.uplink.state(),
+            "weights_refetched": self.weights.corrupt,
+            "instances": self._instance_states(),
+        }

@@ -1,0 +1,105 @@
+"""The local backend: processes on this machine, each in a session of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from streamrl.emulation.namespaces import enter
+from streamrl.errors import RunFailed
+from streamrl.launcher.started_process import RunProcess
+from streamrl.runtime.process_plan import PROCESS, STARTER, ProcessSpec
+from streamrl.runtime.processes import end_with_parent
+
+
+def _in_child(namespace: str | None) -> None:
+    """Runs in the child before exec: however the launcher ends, its processes are told to stop."""
+    end_with_parent()
+    if namespace is not None:
+        enter(namespace)
+
+
+@dataclass(kw_only=True)
+class LocalProcess(RunProcess):
+    """On this machine."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def exit_code(self) -> int | None:
+        """See `RunProcess`."""
+        return self.process.poll()
+
+    @property
+    def pid(self) -> int:
+        """See `RunProcess`."""
+        return self.process.pid
+
+    def signal(self, number: int) -> None:
+        """See `RunProcess`."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """See `RunProcess`."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(timeout=10)
+
+
+def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], number: int) -> dict[str, str]:
+    """What a process of a run is told by its environment, beside that of whoever starts it."""
+    return spec.env | dict(further) | {"STREAMRL_RESUME": "1" if resume else "0", PROCESS: str(number)}
+
+
+def begin_log(log: Path) -> int:
+    """Notes in a process's log that another one begins; where its own output does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with log.open("ab") as output:
+        begin = output.tell()
+        output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
+    return begin
+
+
+def start(
+    spec: ProcessSpec,
+    log_dir: Path,
+    resume: bool,
+    further_env: Mapping[str, str] = MappingProxyType({}),
+    namespace: str | None = None,
+    number: int = 1,
+) -> LocalProcess:
+    """Starts a process with its output appended to logs/<name>.log, in a network namespace if one is named.
+
+    Raises:
+        RunFailed: it cannot be started.
+    """
+    log = log_dir / f"{spec.name}.log"
+    env = os.environ | environment(spec, resume, further_env, number) | {STARTER: str(os.getpid())}
+    try:
+        begin = begin_log(log)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                preexec_fn=functools.partial(_in_child, namespace),
+            )
+    except OSError as error:
+        raise RunFailed(f"cannot start {spec.name}: {error}") from error
+    return LocalProcess(spec, log, number, begin, process=process)

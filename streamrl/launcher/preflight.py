@@ -1,0 +1,333 @@
+"""What can be known to be wrong before anything starts; all problems in one message."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from streamrl.config.algorithm import PPOConfig
+from streamrl.config.cluster import ClusterConfig, Site
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.machine.gpus import count_gpus
+from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.runtime.process_plan import plan_processes
+
+CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
+"""A checkpoint holds bf16 weights (2 bytes a parameter) and fp32 weights with two AdamW moments (12 more)."""
+
+TRAINING_BYTES_PER_WEIGHT_BYTE = 10
+"""Of the trainer: bf16 weights and gradients, fp32 weights, gradients and two AdamW moments, 20 bytes a parameter."""
+FROZEN_BYTES_PER_WEIGHT_BYTE = 3
+"""A reference or proximal copy: fp32 weights and their compute copy, for weights that are bf16 on disk."""
+
+PROCESS_BYTES = 1.0 * 2**30
+"""What a process with torch and vLLM occupies before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
+
+
+def check(
+    cluster: ClusterConfig, run: RunConfig, runs_root: Path, site: str | None = None, emulate: bool = False
+) -> list[str]:
+    """Checks files, machine and packages against what is asked for.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        runs_root: where run folders are made.
+        site: the only one that is started here; None: all.
+        emulate: whether the sites are emulated.
+
+    Returns:
+        Warnings: what will be slow or may fail, but can be run.
+
+    Raises:
+        UserError: one line per problem.
+    """
+    checks: list[Callable[[], Iterable[str]]] = [
+        lambda: check_packages(cluster),
+        lambda: check_model(run),
+        lambda: check_heads(cluster, run),
+        lambda: check_sites(cluster, run),
+        lambda: check_gpus(cluster, run, count_gpus() if cluster.hardware == "cuda" else 0, site),
+        lambda: check_disk(run, runs_root),
+        lambda: check_ray(cluster, run, site),
+    ]
+    if site in (None, cluster.trainer_site):
+        checks += [lambda: check_tasks(run), lambda: check_ranker(run)]
+    if not emulate:
+        checks.append(lambda: check_ports(cluster, site or cluster.trainer_site))
+    if cluster.remote_sites and site is not None:
+        checks.append(lambda: check_keys(cluster, site))
+    problems = [problem for one in checks for problem in one()]
+    if problems:
+        raise UserError("\n".join(problems))
+    return [*thread_warnings(cluster, run, cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
+
+
+NOT_CHECKED = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
+
+
+def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+    """Checks what holds on every machine, for the plan of several sites, each of which is elsewhere.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+
+    Returns:
+        Warnings: what was not checked, and what is missing here though it may be there at the sites.
+
+    Raises:
+        UserError: one line per problem of the files themselves.
+    """
+    checks: list[Callable[[], Iterable[str]]] = []
+    missing: list[str] = []
+    try:
+        resolve_model(run.model.path)
+        checks += [lambda: check_model(run), lambda: check_heads(cluster, run)]
+    except UserError as error:
+        missing.append(f"on this machine: {error}")
+    checks += [lambda: check_sites(cluster, run), lambda: check_tasks(run), lambda: check_ranker(run)]
+    problems = [problem for one in checks for problem in one()]
+    if problems:
+        raise UserError("\n".join(problems))
+    return [f"not checked: {NOT_CHECKED} of the sites; each checks its own with --site NAME --dry-run", *missing]
+
+
+def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
+    """Those whose processes are all on this machine."""
+    here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+    return [one for one in here if not one.on_ray]
+
+
+def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """What a cluster of several sites cannot do."""
+    if not cluster.remote_sites:
+        return
+    if run.schedule.name in ("colocated", "auto"):
+        yield (
+            f"schedule: {run.schedule.name} gives the same devices to generation and training, and the cluster has "
+            f"{len(cluster.sites)} sites; expected one of sync, stream, one_step_off, async"
+        )
+    if run.weights.backend == "nccl":
+        yield "weights.backend: nccl works inside one site; expected auto or stream"
+    home = cluster.sites[cluster.trainer_site]
+    if not home.port:
+        yield f"sites.{cluster.trainer_site}.port: other sites need to know it; expected a port such as 5600"
+
+
+def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
+    """Ray is there, and has the nodes that are asked for."""
+    for name in [site] if site is not None else cluster.sites:
+        if not cluster.sites[name].on_ray:
+            continue
+        if importlib.util.find_spec("ray") is None:
+            yield f"sites.{name}.launch.backend: ray is not installed; install with: pip install 'streamrl[ray]'"
+            continue
+        from streamrl.launcher.ray_backend import problems
+
+        yield from problems(cluster, name, plan_processes(cluster, run, Path(), [name]))
+
+
+def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
+    """A site's own secret key, and the public ones that it needs."""
+    from streamrl.transport.curve import ClientSecurity, ServerSecurity
+
+    if cluster.security.encryption == "none":
+        return
+    folder = Path(cluster.security.keys)
+    try:
+        if site == cluster.trainer_site:
+            ServerSecurity.load(folder, site, cluster.remote_sites)
+        else:
+            ClientSecurity.load(folder, site, cluster.trainer_site)
+    except UserError as error:
+        yield str(error)
+
+
+def check_packages(cluster: ClusterConfig) -> Iterable[str]:
+    """torch and vLLM are installed (they are not in the base install)."""
+    missing = [name for name in ("torch", "vllm", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = "gpu" if cluster.hardware == "cuda" else "cpu"
+        yield f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[{extra},tasks]'"
+
+
+def check_model(run: RunConfig) -> Iterable[str]:
+    """The model is there and its context is long enough."""
+    try:
+        folder = Path(resolve_model(run.model.path))
+    except UserError as error:
+        yield str(error)
+        return
+    longest = context_length(json.loads((folder / "config.json").read_text()))
+    if longest is not None and run.model.max_context > longest:
+        yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+
+
+def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """The model's attention heads can be shared out as the cluster file says."""
+    try:
+        values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
+    except UserError:
+        return  # told by `check_model`
+    values = values.get("text_config") or values
+    heads = values.get("num_attention_heads")
+    asked = [
+        (f"sites.{name}.generation ({pool.name}).gpus_per_replica", pool.gpus_per_replica, heads, "attention")
+        for name, site in cluster.sites.items()
+        for pool in site.generation
+    ]
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    assert trainer is not None
+    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
+    asked.append((key, trainer.tensor_parallel, values.get("num_key_value_heads") or heads, "key-value"))
+    for key, ranks, count, kind in asked:
+        if isinstance(count, int) and count % ranks:
+            yield f"{key} is {ranks}: expected a divisor of the {count} {kind} heads of {run.model.path}"
+
+
+def context_length(model_config: dict[str, Any]) -> int | None:
+    """Positions that a model's config.json allows; multi-modal models say so of their text part."""
+    for part in (model_config, model_config.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get("max_position_embeddings"), int):
+            return int(part["max_position_embeddings"])
+    return None
+
+
+def check_tasks(run: RunConfig) -> Iterable[str]:
+    """Task names, their settings, files and reward functions: made as the run will make them."""
+    from streamrl.tasks.rewards import Scorer
+    from streamrl.tasks.source import PromptSource
+
+    held_out = run.evaluation.tasks if run.evaluation else []
+    named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
+    named += [(f"evaluation.tasks.{index}", task) for index, task in enumerate(held_out)]
+    for key, task in named:
+        try:
+            PromptSource([task], run.seed).prompt(0)
+            Scorer([task], run.seed)
+        except UserError as error:
+            yield f"{key}: {error}"
+
+
+def check_ranker(run: RunConfig) -> Iterable[str]:
+    """The ranker to begin with can be read."""
+    from streamrl.controller.length_predictor import load_ranker
+
+    try:
+        load_ranker(run)
+    except UserError as error:
+        yield str(error)
+
+
+def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str | None = None) -> Iterable[str]:
+    """Enough GPUs on this machine; trainer and instances may share them under `colocated`."""
+    if cluster.hardware != "cuda":
+        return
+    together = max if run.schedule.name == "colocated" else sum
+    wanted = sum(
+        together(
+            [one.trainer.ranks if one.trainer else 0, sum(p.replicas * p.gpus_per_replica for p in one.generation)]
+        )
+        for one in sites_here(cluster, site)
+    )
+    if wanted > present:
+        who = f"site {site}" if site is not None else "the cluster"
+        way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
+        yield f"{who} asks for {wanted} GPUs, this machine has {present}{way_out}"
+
+
+def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
+    """The ports on which a site listens are free."""
+    site = cluster.sites[name]
+    address = site.listen or site.address
+    if site.trainer is None:
+        ports = [site.port] if site.port else []
+    else:
+        ports = [site.port, site.port + 1] if cluster.remote_sites and site.port else [site.port]
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                yield f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
+
+
+def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
+    """Room for the checkpoints that are kept, and one that is being written."""
+    try:
+        folder = Path(resolve_model(run.model.path))
+    except UserError:
+        return
+    existing = next(p for p in [runs_root.absolute(), *runs_root.absolute().parents] if p.exists())
+    if not os.access(existing, os.W_OK):
+        yield f"--runs-dir {runs_root}: cannot write to {existing}"
+    needed = (run.checkpoint.keep + 1) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        yield (
+            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
+            f"one more, {free / 2**30:.1f} GiB free"
+        )
+
+
+def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:
+    """Far more computing threads than cores: everything gets slower, heartbeats too.
+
+    The trainer and the instances seldom compute all at once, so twice the cores is usual.
+    """
+    if cluster.hardware != "cpu":
+        return []
+    specs = plan_processes(cluster, run, Path(), None if site is None else [site])
+    threads = sum(
+        spec.threads * spec.ranks
+        for spec in specs
+        if spec.role in ("trainer", "instance") and not cluster.sites[spec.site].on_ray
+    )
+    if threads <= 2 * cores:
+        return []
+    return [
+        f"the cluster file asks for {threads} computing threads, this machine has {cores} cores: expect it to be slow"
+    ]
+
+
+def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: str | None = None) -> list[str]:
+    """A rough sum of what the processes hold, against the memory that is free (bytes); activations not counted."""
+    if cluster.hardware != "cpu":
+        return []
+    weights = weight_bytes(Path(resolve_model(run.model.path)))
+    needed = 0.0
+    for one in sites_here(cluster, site):
+        if one.trainer:
+            learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
+            frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.schedule.sync_every)
+            copies = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
+            needed += copies * weights + one.trainer.ranks * PROCESS_BYTES
+        for pool in one.generation:
+            needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
+    if needed <= free:
+        return []
+    return [
+        f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free, "
+        f"{(needed - free) / 2**30:.1f} GiB are missing: it may be killed"
+    ]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> float:
+    """Bytes that can be used without swapping."""
+    return float(psutil.virtual_memory().available)

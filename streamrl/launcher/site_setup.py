@@ -1,0 +1,250 @@
+"""The part of a run that one launcher starts: all of a one-site cluster, one site of several, or all of them emulated.
+
+Every site has a folder with the resolved configuration and the addresses as its own processes use them. Only the
+trainer's site listens for others; what a process of another site connects to is an address of that site, or, emulated,
+of the emulated network in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.load import save_resolved
+from streamrl.config.run import RunConfig
+from streamrl.emulation.network import EmulatedNetwork
+from streamrl.emulation.shaping import LinkShape
+from streamrl.errors import RunFailed
+from streamrl.launcher.port_forward import Forwarder
+from streamrl.run_dir import start_stages
+from streamrl.run_dir.instance_files import forget
+from streamrl.runtime.process_context import Addresses
+from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
+from streamrl.transport.curve import make_keys
+from streamrl.weights.store import WeightStore, store_directory
+
+if TYPE_CHECKING:
+    from streamrl.launcher.ray_backend import RaySite
+
+LOOPBACK = "127.0.0.1"
+JOURNAL = "journal.sqlite"
+"""Of a site's service (`generation/site/token_journal.py`)."""
+EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+"""In a namespace there is no way out to find an own address by."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """See the module's text."""
+
+    cluster: ClusterConfig
+    run: RunConfig
+    folders: dict[str, Path]
+    """Of each site that is started here; the first is the launcher's own run folder."""
+    network: EmulatedNetwork | None = None
+    """Between the sites, if they are emulated."""
+    hosts: dict[str, RaySite] = field(default_factory=dict)
+    """Sites whose processes Ray places."""
+    forwarder: Forwarder | None = None
+    """Where other sites get weights, if the trainer is on a node that they do not know."""
+    scratch: Path | None = None
+    """For files of as long as the launcher lives, under a short path; None: the system's folder for such."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The launcher's own run folder; logs of all processes are in here."""
+        return next(iter(self.folders.values()))
+
+    @property
+    def trains(self) -> bool:
+        """Whether controller and trainer are among what is started."""
+        return self.cluster.trainer_site in self.folders
+
+    def processes(self) -> list[ProcessSpec]:
+        """What is started at once, the controller (else the service) first."""
+        specs = plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
+        host = self.hosts.get(self.cluster.trainer_site)
+        if host is None:
+            return specs
+        return [
+            replace(spec, command=[word.replace(MEETING, host.meeting) for word in spec.command])
+            if spec.role == "trainer"
+            else spec
+            for spec in specs
+        ]
+
+    def place(self) -> None:
+        """Finds the trainer its nodes, where Ray does, and tells all processes that are started from now on.
+
+        Raises:
+            RunFailed: there is no room, or a node cannot be used.
+        """
+        home = self.cluster.trainer_site
+        if home in self.folders and home in self.hosts:
+            specs = [spec for spec in self.processes() if spec.role == "trainer"]
+            node, inside, outside = self.hosts[home].place_trainer(specs, self.run.deadlines.startup_s)
+            addresses = replace(Addresses.load(self.run_dir), publisher=f"tcp://{node}:{inside}")
+            if self.forwarder is not None:
+                self.forwarder.target = node, outside
+                addresses = replace(addresses, publisher_outside=f"tcp://{node}:{outside}")
+            addresses.save(self.run_dir)
+
+    def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
+        """What may be started at a site as its service wants it, by name."""
+        return {spec.name: spec for spec in possible_instances(self.cluster, self.run, site, self.folders[site])}
+
+    def namespace(self, site: str) -> str | None:
+        """Network namespace in which a site's processes run."""
+        return self.network.namespace(site) if self.network else None
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Further environment of all processes."""
+        # vLLM leaves a socket there for each engine that is killed, and a socket's path must be short
+        sockets = {"VLLM_RPC_BASE_PATH": str(self.scratch)} if self.scratch else {}
+        return sockets | (EMULATED_ENV if self.network else {})
+
+
+@contextlib.contextmanager
+def prepare(
+    cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None = None, emulate: bool = False
+) -> Iterator[Share]:
+    """Makes folders, addresses and, emulated, the network; cleans up at the end.
+
+    Args:
+        cluster: the resolved cluster file.
+        run: the resolved run file.
+        run_dir: the launcher's run folder, which exists.
+        site: start only this one; None: the only one, or all.
+        emulate: start all, with an emulated network between them.
+    """
+    home = cluster.trainer_site
+    names = [site or home, *(cluster.remote_sites if emulate else [])]
+    folders = {name: run_dir if not index else run_dir / "sites" / name for index, name in enumerate(names)}
+    stores = [WeightStore(store_directory(path, not cluster.sites[name].on_ray)) for name, path in folders.items()]
+    with contextlib.ExitStack() as stack:
+        network = None
+        if emulate:
+            cluster = _with_keys(cluster, run_dir / "keys")
+            links = {name: _shape(cluster, name) for name in cluster.remote_sites}
+            network = stack.enter_context(EmulatedNetwork(run_dir / "network", home, links, emulated_ports()))
+        hosts: dict[str, RaySite] = {}
+        for name, folder in folders.items():
+            save_resolved(folder, cluster, run)
+            if cluster.sites[name].on_ray:
+                from streamrl.launcher.ray_backend import RaySite
+
+                hosts[name] = RaySite(cluster, name, folder)
+                stack.callback(hosts[name].close)
+            forget(folder)
+            start_stages.forget(folder)
+            for left in folder.glob(f"{JOURNAL}*"):  # another launch may go back to any step
+                left.unlink()
+            choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        for store in stores:
+            store.clear()
+            stack.callback(store.clear)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))
+        forwarder = None
+        if home in hosts and cluster.remote_sites:
+            here = cluster.sites[home]
+            forwarder = stack.enter_context(Forwarder(_resolve(here.listen or here.address), here.port + 1))
+        yield Share(cluster, run, folders, network, hosts, forwarder, scratch)
+
+
+def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
+    """An emulated run has keys of its own, made once."""
+    if cluster.security.encryption == "none":
+        return cluster
+    for name in cluster.sites:
+        if not (folder / f"{name}.key_secret").exists():
+            make_keys(folder, name)
+    return cluster.model_copy(update={"security": cluster.security.model_copy(update={"keys": str(folder.resolve())})})
+
+
+def _shape(cluster: ClusterConfig, site: str) -> LinkShape:
+    link = cluster.link(site)
+    assert link is not None
+    return LinkShape(link.bytes_per_s, link.rtt_s / 2, link.loss)
+
+
+def emulated_ports() -> tuple[int, int]:
+    """For the home site of an emulated network: free on this machine, too, should there be no namespaces."""
+    with _free_ports(2) as ports:
+        return ports[0], ports[1]
+
+
+@contextlib.contextmanager
+def _free_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
+    """Different ports that are free now."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        yield [int(probe.getsockname()[1]) for probe in probes]
+
+
+def choose_addresses(
+    cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None, node: str = ""
+) -> Addresses:
+    """What the processes of a site listen on and connect to.
+
+    Args:
+        cluster: the resolved cluster file.
+        site: whose.
+        network: between emulated sites.
+        node: address of this machine for the other nodes of its site; '': there are none.
+
+    Raises:
+        RunFailed: the trainer's site has a name that cannot be resolved.
+    """
+    home = cluster.sites[cluster.trainer_site]
+    several = bool(cluster.remote_sites)
+    host = node or (LOOPBACK if several else home.address)
+    with _free_ports(4, host) as (controller, publisher, service, nccl):
+        services = {site: f"tcp://{host}:{service}"}
+        if site != cluster.trainer_site:
+            ports = network.ports if network else (home.port, home.port + 1)
+            first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
+            addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
+            return addresses if network else _with_relays(addresses, cluster, site)
+        addresses = Addresses(
+            controller=f"tcp://{host}:{controller if several else home.port or controller}",
+            publisher=f"tcp://{host}:{publisher}",
+            services=services,
+            nccl_port=nccl,
+        )
+        if not several:
+            return addresses
+        listen = network.listen_address() if network else _resolve(home.listen or home.address)
+        for_samples, for_weights = network.ports if network else (home.port, home.port + 1)
+        return replace(
+            addresses,
+            controller_outside=f"tcp://{listen}:{for_samples}",
+            publisher_outside=f"tcp://{listen}:{for_weights}",
+        )
+
+
+def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:
+    """Sites that do not train can pass weights on to each other (an emulated network has no links between them)."""
+    own = cluster.sites[site]
+    outside = f"tcp://{_resolve(own.listen or own.address)}:{own.port}" if own.port else ""
+    relays = {
+        name: f"tcp://{cluster.sites[name].address}:{cluster.sites[name].port}" for name in cluster.relays_for(site)
+    }
+    return replace(addresses, relay_outside=outside, relays=relays)
+
+
+def _resolve(name: str) -> str:
+    """ZeroMQ listens on addresses, not on host names."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise RunFailed(f"cannot resolve {name!r}, the address of this site: {error}") from error

@@ -1,0 +1,198 @@
+"""Starts a run's processes, watches them, shows the run, and ends all of them together.
+
+At the trainer's site the run is over when the controller is; elsewhere when that site's service is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import RunFailed, UserError
+from streamrl.launcher.process_group import Family
+from streamrl.launcher.site_setup import Share, prepare
+from streamrl.launcher.watchdog import Watchdog
+from streamrl.report.live_view import LiveView
+from streamrl.report.run_report import write_report
+from streamrl.run_dir.site_status import SiteView
+from streamrl.run_dir.status import read_status, write_status
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+SETTLE_S = 1.0
+"""After a death: others that die of the same cause may say more of it."""
+
+
+class Interrupted(RunFailed):
+    """The user stopped the run; it can be resumed."""
+
+    exit_code = 130
+
+
+def run(
+    cluster: ClusterConfig,
+    run_config: RunConfig,
+    run_dir: Path,
+    resume: bool,
+    plain: bool,
+    site: str | None = None,
+    emulate: bool = False,
+) -> None:
+    """Runs a cluster, or one site's share of it, until it is done.
+
+    Args:
+        cluster: the resolved cluster file.
+        run_config: the resolved run file.
+        run_dir: the run's folder; made if it is not there.
+        resume: continue from its newest checkpoint.
+        plain: plain lines instead of a live view.
+        site: start only this site's processes.
+        emulate: start all sites' processes here, with an emulated network between them.
+
+    Raises:
+        UserError: the folder is in use by another launcher, or cannot be written.
+        RunFailed: a process died or the run failed; the message ends with the cause.
+        Interrupted: Ctrl-C or SIGTERM.
+    """
+    with _own(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
+        (run_dir / "status.json").unlink(missing_ok=True)
+        family = Family(share, resume)
+        started = time.time()
+        view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
+        if share.network is not None:
+            why = share.network.why_not_namespaces
+            how = "network namespaces, tc tbf and a proxy" if why is None else f"a proxy alone (no namespaces: {why})"
+            print(f"{len(share.folders)} sites emulated on this machine; links by {how}", flush=True)
+        try:
+            with view:
+                if share.hosts:
+                    view.say("asking Ray for nodes")  # nothing else is said while it looks for the trainer's
+                family.start()
+                _watch(share, family, view, stop)
+        except BaseException as error:
+            family.stop()
+            if share.trains:
+                _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
+            raise
+        finally:
+            family.stop()
+            if share.trains:
+                _report(run_dir)
+        view.summary()
+
+
+def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[int]) -> None:
+    """Returns when the first process (controller, elsewhere the service) is done; starts and ends instances as the
+    sites' services want it.
+
+    Raises:
+        RunFailed: any process died before.
+        Interrupted: a stop was asked for.
+    """
+    watchdog = Watchdog(share)
+    while True:
+        first = family.first
+        if stop:
+            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+        if first.exit_code == 0:
+            view.refresh()
+            return _check_end(share)
+        if share.network is not None:
+            share.network.check()
+        family.reconcile()
+        for line in family.revive():
+            view.say(line)
+        for name, silent in watchdog.hanging(family.started).items():
+            view.say(f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead")
+            family.kill(name)
+        if family.dead:
+            time.sleep(SETTLE_S)
+            dead = family.dead
+            if family.first.exit_code == 0:
+                return _check_end(share)
+            culprit = next((p for p in dead if p.is_root_cause), dead[0])
+            raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
+        view.refresh()
+        time.sleep(POLL_S)
+
+
+def _check_end(share: Share) -> None:
+    """A controller that was told to stop by somebody else has ended well, the run has not.
+
+    Raises:
+        RunFailed: the run is not done.
+    """
+    if share.trains and (status := read_status(share.run_dir)).state != "done":
+        raise RunFailed(f"the controller was told to stop; the run is {status.state}{_how_to_resume(share)}")
+
+
+def _how_to_resume(share: Share) -> str:
+    """Ends a message; a site that only generates has nothing to resume: it is started again."""
+    if not share.trains:
+        return ""
+    options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
+    return f"\ncontinue with: streamrl launch --resume {share.run_dir}{options if share.cluster.remote_sites else ''}"
+
+
+@contextlib.contextmanager
+def _own(run_dir: Path) -> Iterator[None]:
+    """Makes the run's folder and holds its lock."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {run_dir}: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_dir} is in use by another launcher") from None
+        yield
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of raising anywhere; a second one does not disturb the stopping."""
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _final_state(run_dir: Path, state: str, error: BaseException, started: float) -> None:
+    """Puts the cause into status.json: the controller may have died without."""
+    try:
+        status = read_status(run_dir).model_dump()
+    except UserError:
+        status = {"run": run_dir.name, "step": 0, "steps": 0, "started_at": started}
+    status |= {
+        "state": state,
+        "error": None if state == "interrupted" else str(error),
+        "updated_at": time.time(),
+    }
+    with contextlib.suppress(OSError):
+        write_status(run_dir, status)
+
+
+def _report(run_dir: Path) -> None:
+    """Writes report.html; a run is not lost because its report failed."""
+    try:
+        write_report(run_dir)
+    except Exception:
+        log.exception("cannot write the report of %s", run_dir)

@@ -1,0 +1,82 @@
+"""Finds processes that live and do nothing, by what they and others write into the run's folder.
+
+The controller and the service of a site that does not train write a file each, all the time; of the other processes of
+the trainer's site the controller writes down since when it has not heard of them. (A service judges its instances
+itself.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamrl.errors import UserError
+from streamrl.launcher.site_setup import Share
+from streamrl.run_dir import site_status, status
+
+LOOK_EVERY_S = 1.0
+
+
+class Watchdog:
+    """One launcher's."""
+
+    def __init__(self, share: Share) -> None:
+        self.share, self.limit_s = share, share.run.deadlines.heartbeat_s
+        self.startup_s = share.run.deadlines.startup_s
+        self._looked = 0.0
+
+    def hanging(self, started: Mapping[str, float]) -> dict[str, float]:
+        """Processes that have given no sign of life for longer than `deadlines.heartbeat_s`, with how long that is.
+
+        Args:
+            started: when each process that lives was started, unix seconds: what was written before is not about it.
+        """
+        now = time.time()
+        if now - self._looked < LOOK_EVERY_S:
+            return {}
+        self._looked = now
+        found: dict[str, float] = {}
+        for name, folder in self.share.folders.items():
+            if name == self.share.cluster.trainer_site:
+                found |= self._home(folder, started, now)
+                continue
+            service = f"service-{name}"
+            silent = self._silent(folder / site_status.FILE_NAME, started[service], now) if service in started else 0.0
+            if silent:
+                found[service] = silent
+        return found
+
+    def _home(self, folder: Path, started: Mapping[str, float], now: float) -> dict[str, float]:
+        if "controller" not in started:
+            return {}
+        silent = self._silent(folder / status.FILE_NAME, started["controller"], now)
+        try:
+            written = status.read_status(folder)
+        except (OSError, UserError):  # none has been written
+            return {"controller": silent} if silent else {}
+        if written.final:
+            return {}
+        if silent:
+            return {"controller": silent}
+        if (folder / status.FILE_NAME).stat().st_mtime < started["controller"]:
+            return {}  # what an earlier one says of others is old
+        return {
+            name: role.silent_s
+            for name, role in written.roles.items()
+            if name in started
+            and role.silent_s is not None
+            and role.silent_s > self.limit_s
+            and role.role in ("trainer", "service", "rewards")
+            and now - role.silent_s > started[name]  # else it has not said anything yet
+        }
+
+    def _silent(self, path: Path, started: float, now: float) -> float:
+        """Since a file was written, or its writer started if that is later: it may take longer to write for the first
+        time. 0 if that is not too long."""
+        try:
+            written = path.stat().st_mtime
+        except OSError:
+            written = 0.0
+        limit_s, silent = self.limit_s if written > started else self.startup_s, now - max(written, started)
+        return silent if silent > limit_s else 0.0

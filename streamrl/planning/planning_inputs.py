@@ -1,0 +1,240 @@
+"""From files and options to a planning problem: GPUs and prices, links, model, lengths. No torch, no vllm."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from streamrl.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from scheduler.capacity.allocation import Offer, Problem, Route
+    from scheduler.cost.hardware import Device
+    from scheduler.cost.model_shapes import Transformer
+    from scheduler.cost.training_cost import TrainingWork
+    from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
+    from streamrl.config.run import RunConfig
+
+PAPER_TAIL, PAPER_MODE, PAPER_SPREAD = 0.12, 2200.0, 0.45
+"""Of the lengths that StreamRL (arXiv 2504.15930) describes, mode near 2K and a thin flat tail to 20K: share of the
+tail (from 4,000 tokens), median and spread of log length of the rest. Assumptions; only their shape is published."""
+PAPER_LIMIT, PAPER_DRAWS = 20_000, 8192
+SAMPLES, PROMPT_TOKENS = 1024, 512
+"""The paper's batch, and an assumption about its prompts."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be planned, and where it comes from."""
+
+    problem: Problem
+    lengths: str
+    """Where the lengths come from."""
+    algorithm: str
+    devices: tuple[Device, ...]
+    """That are offered."""
+    prices: tuple[str, ...]
+    """By offer: where its price comes from."""
+    trains_now: str
+    """The site that trains in the cluster file."""
+
+
+def load_devices(path: Path | None) -> dict[str, Device]:
+    """The catalogue, with a user's file on top.
+
+    Raises:
+        UserError: the file cannot be read or holds a mistake.
+    """
+    from scheduler.cost.hardware import devices_from, known_devices
+
+    if path is None:
+        return known_devices()
+    try:
+        return known_devices(devices_from(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"--hardware {path}: {error}") from error
+
+
+def offers_of(
+    cluster: ClusterConfig, devices: dict[str, Device], cluster_file: Path
+) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
+    """All GPUs of the cluster file by site, type and price, whatever pool they are in now; where prices come from.
+
+    Raises:
+        UserError: an unknown GPU type, or a price that is missing or zero.
+    """
+    from scheduler.capacity.allocation import Offer
+    from scheduler.cost.generation_cost import MOST_SLOTS
+    from scheduler.cost.hardware import CPU, device
+
+    counts: Counter[tuple[str, str, float, str]] = Counter()
+    slots: dict[tuple[str, str, float, str], int] = {}
+    for site, entry in cluster.sites.items():
+        pools: list[tuple[str, TrainerPool | GenerationPool, int, int, int | None]] = []
+        if entry.trainer is not None:
+            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1, None))
+        pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica, p.max_batch) for p in entry.generation]
+        for what, pool, members, each, most in pools:
+            try:
+                found = device(pool.gpu, devices)
+            except ValueError as error:
+                raise UserError(f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types") from error
+            if found.name == CPU:
+                each = pool.threads
+            if "price_per_hour" in pool.model_fields_set:
+                if pool.price_per_hour <= 0:
+                    raise UserError(
+                        f"{cluster_file}: site {site}, {what}: price_per_hour is {pool.price_per_hour:g}; a plan needs "
+                        "prices above 0 (without the key, the catalogue's default is taken)"
+                    )
+                usd, source = pool.price_per_hour / each, "the cluster file"
+            elif found.price is not None:
+                usd, source = found.price.usd_per_hour, f"default of {found.price.date}: {found.price.source}"
+            else:
+                raise UserError(
+                    f"{cluster_file}: site {site}, {what}: no price_per_hour, and {found.name} has no default; "
+                    f"give one there, or {found.name}: {{usd_per_hour: ...}} in --hardware FILE"
+                )
+            key = (site, found.name, usd, source)
+            counts[key] += members * each
+            if most is not None:
+                slots[key] = max(most, slots.get(key, 1))
+    offers = tuple(
+        Offer(key[0], devices[key[1]], count, key[2], slots.get(key, MOST_SLOTS)) for key, count in counts.items()
+    )
+    return offers, tuple(key[3] for key in counts)
+
+
+def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...]:
+    """Its links."""
+    from scheduler.capacity.allocation import Route
+
+    return tuple(
+        (frozenset(link.between), Route(link.bytes_per_s, link.rtt_s, link.price_per_gb, link.weight_share))
+        for link in cluster.links
+    )
+
+
+def find_model(name: str) -> Transformer:
+    """A model of the table, or of a folder with a config.json.
+
+    Raises:
+        UserError: there is no such model, or its file is not understood.
+    """
+    from scheduler.cost.model_shapes import MODELS, Transformer
+
+    plain = re.sub(r"^(qwen/)?(qwen2\.5-)?|-instruct$", "", name.lower())
+    if plain in MODELS:
+        return MODELS[plain]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        try:
+            return Transformer.from_config(path.parent.name or name, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {name}: {path}: {error}") from error
+    near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
+    hint = f", did you mean {' or '.join(near)}?" if near else ""
+    raise UserError(f"--model {name}: no such model{hint}; known: {', '.join(MODELS)}, or a folder with a config.json")
+
+
+def find_lengths(text: str, samples: int) -> tuple[np.ndarray, str]:
+    """Answer lengths [n] and where they come from.
+
+    Args:
+        text: the longest answer, such as 20k or 4096 (the paper's shape, scaled to it), or files of past rollouts.
+        samples: of a step.
+
+    Raises:
+        UserError: it is neither, or there is nothing usable.
+    """
+    import numpy as np
+
+    if scaled := re.fullmatch(r"(\d+(?:\.\d+)?)(k?)", text.lower()):
+        limit = float(scaled[1]) * (1000 if scaled[2] else 1)
+        if limit < 1:
+            raise UserError(f"--lengths {text}: the longest answer needs a token or more")
+        rng = np.random.default_rng(0)
+        body = rng.lognormal(np.log(PAPER_MODE), PAPER_SPREAD, PAPER_DRAWS)
+        tail = rng.uniform(4000, PAPER_LIMIT, PAPER_DRAWS)
+        drawn = np.where(rng.random(PAPER_DRAWS) < PAPER_TAIL, tail, body)
+        values = np.clip(drawn, 1, PAPER_LIMIT) * limit / PAPER_LIMIT
+        return np.maximum(values, 1.0), f"the paper's shape, scaled to {limit:.0f} tokens"
+    from ranker.data import read_rollouts
+    from ranker.errors import RankerError
+
+    try:
+        rollouts = read_rollouts([text])
+    except RankerError as error:
+        raise UserError(f"--lengths {text}: expected the longest answer, like 20k, or rollouts: {error}") from error
+    return np.asarray(rollouts.output_length, dtype=np.float64), f"{len(rollouts)} past rollouts in {text}"
+
+
+def work_of(run: RunConfig) -> TrainingWork:
+    """What a run's algorithm trains and asks."""
+    from scheduler.cost.training_cost import TrainingWork
+
+    algorithm = run.algorithm
+    critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
+    return TrainingWork(1 + critic, critic + reference, reference, run.optimizer.gradient_checkpointing)
+
+
+def gather(
+    cluster: ClusterConfig,
+    cluster_file: Path,
+    run: RunConfig | None,
+    model: str | None,
+    lengths: str | None,
+    samples: int | None,
+    prompt_tokens: int | None,
+    algorithm: str | None,
+    hardware: Path | None,
+    budget: float | None,
+    delta_ratio: float | None,
+) -> Inputs:
+    """A problem; options come before the run file, that before the paper's workload.
+
+    Raises:
+        UserError: something is missing or wrong.
+    """
+    from scheduler.capacity.allocation import DELTA_RATIO, Problem
+    from scheduler.cost.generation_cost import Batch
+    from scheduler.cost.training_cost import GRPO, PPO
+
+    devices = load_devices(hardware)
+    offers, prices = offers_of(cluster, devices, cluster_file)
+    shape = find_model(model or (run.model.path if run else "7b"))
+    if samples is None:
+        samples = run.batch.prompts_per_step * run.batch.samples_per_prompt if run else SAMPLES
+    if prompt_tokens is None:
+        prompt_tokens = min(PROMPT_TOKENS, run.model.max_context - run.sampling.max_tokens) if run else PROMPT_TOKENS
+    longest = float(run.sampling.max_tokens) if run else 0.0
+    values, source = find_lengths(lengths or (str(int(longest)) if run else "20k"), samples)
+    if algorithm is not None:
+        work, name = {"ppo": (PPO, "ppo"), "grpo": (GRPO, "grpo")}[algorithm]
+    elif run is not None:
+        work, name = work_of(run), run.algorithm.name
+    else:
+        work, name = PPO, "ppo"
+    if delta_ratio is None:
+        delta_ratio = 1.0 if run is not None and run.weights.encoding == "raw" else DELTA_RATIO
+    try:
+        batch = Batch.of(values, samples, float(prompt_tokens), longest)
+        problem = Problem(
+            *(shape, batch, work, offers, routes_of(cluster)),
+            *(math.inf if budget is None else budget, delta_ratio),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    used = {offer.device.name: offer.device for offer in offers}
+    return Inputs(problem, source, name, tuple(used.values()), prices, cluster.trainer_site)

@@ -1,0 +1,91 @@
+"""What dispatching by a ranker's forecasts saves: held-out samples in batches, generated in the simulator.
+
+Each batch is dispatched least-loaded, by each kind of forecast, and by the true lengths (the oracle). How much there is
+to save depends on the fleet, so there are three, of instances with the published step times of a 7B model on an H800:
+
+* with slots for all: time is saved by isolating the longest requests, and the very longest one decides;
+* with slots for half of a batch with four samples per prompt: it is saved by starting long requests first, too;
+* with slots for an eighth: nearly all of it is, and one answer that nobody could foresee matters little.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ranker.held_out import HeldOut
+from ranker.report import Captured, Dispatch
+from ranker.segments import Array
+from scheduler.cost.decode import PAPER_7B_H800
+from scheduler.cost.length_forecast import Forecast
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.saving import Saving, saving
+
+PROMPTS, SAMPLES = 128, 8
+"""A batch: so many prompts, with at most so many samples of each."""
+MIN_PROMPTS = 16
+"""Fewest prompts that make a batch."""
+BATCHES = 6
+"""Most batches: one alone is mostly luck, as its longest request decides; some 20 seconds for all in one core."""
+INSTANCES, SLOTS = 4, (256, 64, 16)
+"""Instances of a fleet, and the slots of each, by fleet."""
+
+
+def dispatch_saving(held: HeldOut, seed: int = 0) -> list[Dispatch]:
+    """Simulates batches of held-out samples under each of their forecasts; nothing with fewer than `MIN_PROMPTS`.
+
+    A kind of forecast that knows nothing of some sample is left out.
+
+    Args:
+        held: lengths and forecasts of samples.
+        seed: of the choice of prompts and samples.
+    """
+    batches = _batches(held.unit, seed)
+    return [_on_fleet(held, batches, slots) for slots in SLOTS] if batches else []
+
+
+def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
+    """All forecasts of all batches on instances with so many slots each."""
+    fleet = [SimulatedInstance(f"instance {n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
+    sums: dict[str, Saving] = {}
+    chosen = np.concatenate(batches)
+    for name, quantiles in held.forecasts.items():
+        if np.isfinite(quantiles[chosen]).all():
+            parts = [saving(_requests(held, quantiles, rows), fleet, longest=held.limit) for rows in batches]
+            sums[name] = sum(parts, Saving(0.0, 0.0, 0.0))
+    some = next(iter(sums.values()))
+    plural = "batch" if len(batches) == 1 else "batches"
+    prompts = len(np.unique(held.unit[batches[0]]))
+    return Dispatch(
+        setting=f"{len(batches)} {plural} of {prompts} prompts ({len(chosen)} requests in all), {INSTANCES} instances "
+        f"with {slots} slots, step times of a 7B model on an H800",
+        oracle=some.oracle / some.least_loaded,
+        forecasts={name: Captured(total.policy / total.least_loaded, total.captured) for name, total in sums.items()},
+    )
+
+
+def _batches(unit: Array, seed: int) -> list[Array]:
+    """Rows of each batch, in a random order; no prompt is in two batches."""
+    rng = np.random.default_rng(seed)
+    units = rng.permutation(np.unique(unit))
+    if len(units) < MIN_PROMPTS:
+        return []
+    count = int(np.clip(len(units) // PROMPTS, 1, BATCHES))
+    order = rng.permutation(len(unit))
+    order = order[np.argsort(unit[order], kind="stable")]
+    sizes = np.bincount(unit)
+    rank = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
+    kept = order[rank < SAMPLES]
+    return [kept[np.isin(unit[kept], units[n * PROMPTS : (n + 1) * PROMPTS])] for n in range(count)]
+
+
+def _requests(held: HeldOut, quantiles: Array, rows: Array) -> list[SimulatedRequest]:
+    """Samples as requests that carry these forecasts [N, Q]."""
+    return [
+        SimulatedRequest(
+            str(row),
+            float(held.length[row]),
+            str(held.unit[row]),
+            forecast=Forecast.from_quantiles(held.levels, quantiles[row]),
+        )
+        for row in rows
+    ]

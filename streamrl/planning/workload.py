@@ -1,0 +1,161 @@
+"""What `streamrl simulate` runs on: drawn lengths, or a recorded run's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from scheduler.simulation.generation_simulator import SimulatedRequest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be generated, and where its lengths come from."""
+
+    source: str
+    batches: list[list[SimulatedRequest]]
+    """Simulated one after the other: a run's steps."""
+    longest: float
+    """Most tokens of a request."""
+
+    def groups(self, least: int) -> list[list[SimulatedRequest]]:
+        """So many groups or more in order of issue, with ids of their own; batches are repeated where they run out."""
+        made: list[list[SimulatedRequest]] = []
+        for number in count():
+            by_group: dict[str, list[SimulatedRequest]] = {}
+            for request in self.batches[number % len(self.batches)]:
+                own = replace(
+                    request, request_id=f"{number}.{request.request_id}", group_id=f"{number}.{request.group_id}"
+                )
+                by_group.setdefault(own.group_id, []).append(own)
+            made.extend(by_group.values())
+            if len(made) >= least:
+                break
+        return made
+
+
+def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches: int = 1) -> Workload:
+    """Drawn lengths, in groups of eight.
+
+    Args:
+        lengths: a distribution, as `--lengths` of `streamrl simulate`.
+        count: requests of a batch.
+        limit: no request is longer.
+        noise: spread of the forecasts, see `_requests`.
+        seed: of the draws.
+        batches: how many.
+
+    Raises:
+        UserError: the distribution cannot be read.
+    """
+    import numpy as np
+
+    from streamrl.errors import UserError
+
+    rng = np.random.default_rng(seed)
+    kind, _, numbers = lengths.partition(":")
+    try:
+        values = [float(number) for number in numbers.split(",")]
+        drawn = {
+            "lognormal": lambda: rng.lognormal(values[0], values[1], (batches, count)),
+            "uniform": lambda: rng.uniform(values[0], values[1], (batches, count)),
+            "constant": lambda: np.full((batches, count), values[0]),
+        }[kind]()
+    except (ValueError, KeyError, IndexError) as error:
+        raise UserError(
+            f"--lengths {lengths}: expected lognormal:MU,SIGMA, uniform:LOW,HIGH or constant:N, e.g. lognormal:7.6,0.8"
+        ) from error
+    drawn = np.clip(drawn, 1, limit).round()
+    groups = [str(number // 8) for number in range(count)]
+    made = [_requests(batch, groups, [0] * count, noise, limit, rng) for batch in drawn]
+    return Workload(f"{lengths}, at most {limit}", made, limit)
+
+
+def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workload:
+    """A run's steps: true lengths, groups and prompts' lengths from its rollouts.
+
+    Args:
+        trace: a run's folder, its `rollouts`, or one file.
+        ranker: a model's file whose forecasts the requests get; None: their true lengths.
+        noise: spread of the forecasts, see `_requests`.
+        seed: of that spread.
+
+    Raises:
+        UserError: there is nothing to read, or it is not what it should be.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from ranker.errors import RankerError
+    from ranker.model import LengthModel
+    from scheduler.cost.length_forecast import Forecast
+    from scheduler.simulation.generation_simulator import SimulatedRequest
+    from streamrl.errors import UserError
+
+    folder = trace / "rollouts" if (trace / "rollouts").is_dir() else trace
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
+    if not files:
+        raise UserError(f"--trace {trace}: no rollouts (*.parquet) there; expected a run's folder")
+    try:
+        model = LengthModel.load(ranker) if ranker else None
+        tables = [pq.read_table(file) for file in files]
+    except (RankerError, OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"--trace {trace}: {error}") from error
+    batches = []
+    longest = 1.0
+    rng = np.random.default_rng(seed)
+    for file, table in zip(files, tables, strict=True):
+        if missing := {"output_length", "prompt"} - set(table.column_names):
+            raise UserError(f"{file}: no column {', '.join(sorted(missing))}; expected a run's rollouts")
+        lengths = np.maximum(np.asarray(table["output_length"].to_numpy(), dtype=np.float64), 1.0)
+        longest = max(longest, float(lengths.max(initial=1.0)))
+        groups = [str(g) for g in table["group_id"].to_pylist()] if "group_id" in table.column_names else []
+        groups = groups or [str(number) for number in range(len(lengths))]
+        known = "prompt_tokens" in table.column_names
+        prompts = [len(p) for p in table["prompt_tokens"].to_pylist()] if known else [0] * len(lengths)
+        batch = _requests(lengths, groups, prompts, noise, longest, rng)
+        if model is not None:
+            tasks = table["task"].to_pylist() if "task" in table.column_names else None
+            predicted = model.predict(table["prompt"].to_pylist(), tasks)
+            batch = [
+                SimulatedRequest(
+                    r.request_id,
+                    r.length,
+                    r.group_id,
+                    r.prompt_tokens,
+                    forecast=Forecast.from_quantiles(predicted.levels, row),
+                )
+                for r, row in zip(batch, predicted.quantiles, strict=True)
+            ]
+        batches.append(batch)
+    return Workload(f"{trace}, {len(batches)} steps", [batch for batch in batches if batch], longest)
+
+
+def _requests(
+    lengths: np.ndarray, groups: list[str], prompts: list[int], noise: float, longest: float, rng: np.random.Generator
+) -> list[SimulatedRequest]:
+    """Requests whose forecasts are their true lengths, or log-normal around a value that is off by `noise`."""
+    import numpy as np
+
+    from scheduler.cost.length_forecast import MIDPOINTS, Forecast
+    from scheduler.simulation.generation_simulator import SimulatedRequest
+
+    if noise:
+        levels = np.linspace(-2.2, 2.2, len(MIDPOINTS))
+        centres = lengths * np.exp(noise * rng.standard_normal(len(lengths)))
+        told = np.clip(centres[:, None] * np.exp(noise * levels), 1, longest)
+        forecasts = [Forecast(tuple(row)) for row in told.tolist()]
+    else:
+        forecasts = [Forecast.exactly(length) for length in lengths.tolist()]
+    return [
+        SimulatedRequest(str(number), float(length), group, prompt, forecast=forecast)
+        for number, (length, group, prompt, forecast) in enumerate(
+            zip(lengths, groups, prompts, forecasts, strict=True)
+        )
+    ]

@@ -1,0 +1,166 @@
+"""Figures of the report's sections on evaluation, length audit and schedule; drawn like those of `plots`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from streamrl.report.plots import BLUE, COLOURS, GREEN, ORANGE, PINK, curve, has, ink_text, label_axis, legend, new
+from streamrl.rollouts.length_audit import StepAudit
+from streamrl.run_dir.evaluations import EvaluationRow, Scores
+from streamrl.run_dir.metrics import MetricsRow
+
+KINDS = ("issued", "finished", "trained", "dropped")
+MOST_COLUMNS = 80
+"""Steps side by side in a picture of distributions; more are put together."""
+
+
+def evaluation_figure(rows: Sequence[EvaluationRow], top: EvaluationRow) -> Figure:
+    """Rewards and pass@k by version, and the deciding reward of every task; `top` gets a ring."""
+    tasks = sorted({task for row in rows for task in row.by_task})
+    figure, axes = new(1, 2 if len(tasks) > 1 else 1)
+    steps = [row.step for row in rows]
+    k = max(len(row.overall.pass_at) for row in rows)
+    curves: list[tuple[str, list[float]]] = [
+        ("greedy reward", [_number(row.overall.reward_greedy) for row in rows]),
+        ("sampled reward", [_number(row.overall.reward_sampled) for row in rows]),
+    ]
+    for j in sorted({1, k} - {0}) if k else []:
+        curves.append(
+            (f"pass@{j}", [row.overall.pass_at[j - 1] if len(row.overall.pass_at) >= j else math.nan for row in rows])
+        )
+    for (name, values), colour in zip(curves, (BLUE, ORANGE, GREEN, PINK), strict=False):
+        if not all(map(math.isnan, values)):
+            axes[0].plot(steps, values, marker="o", ms=3, lw=1.6, color=colour, label=name)
+    axes[0].plot([top.step], [top.score], "o", ms=10, mfc="none", mec=BLUE, mew=1.5)
+    label_axis(axes[0], "weight version (optimizer steps)", "", "all tasks")
+    if len(tasks) > 1:
+        for index, task in enumerate(tasks):
+            values = [_deciding(row.by_task.get(task)) for row in rows]
+            axes[1].plot(steps, values, marker="o", ms=3, lw=1.4, color=COLOURS[index % len(COLOURS)], label=task)
+        label_axis(axes[1], "weight version (optimizer steps)", "reward", "by task")
+    for axis in axes:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if len(set(steps)) == 1:
+            axis.set_xlim(steps[0] - 1, steps[0] + 1)
+        legend(axis)
+    return figure
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _deciding(scores: Scores | None) -> float:
+    if scores is None:
+        return math.nan
+    return _number(scores.reward_greedy if scores.reward_greedy is not None else scores.reward_sampled)
+
+
+def over_steps(audits: Sequence[StepAudit], kind: str) -> npt.NDArray[np.int64]:
+    """Samples of a kind (of `KINDS`) by bucket, shape [buckets]; the audits have the same edges."""
+    return np.sum([getattr(audit, kind) for audit in audits], axis=0, dtype=np.int64)
+
+
+def length_audit_figure(steps: Sequence[int], audits: Sequence[StepAudit]) -> Figure:
+    """All samples by bucket; mean lengths issued and trained; the distribution of both step by step."""
+    figure, axes = new(2, 2, height=5.2)
+    bars, means, issued, trained = axes
+    edges = audits[0].edges
+    place = np.arange(len(edges) - 1)
+    for index, (kind, colour) in enumerate(zip(KINDS, (COLOURS[4], BLUE, GREEN, COLOURS[6]), strict=True)):
+        bars.bar(place + 0.2 * (index - 1.5), over_steps(audits, kind), width=0.2, color=colour, label=kind, lw=0)
+    bars.set_xticks(place, _bucket_names(edges), rotation=45, ha="right", fontsize=7)
+    label_axis(bars, "tokens from", "samples", "all samples by length")
+    legend(bars)
+    found = [audit.comparison for audit in audits]
+    for values, name, colour in (
+        ([_number(one.mean_issued) for one in found], "issued", COLOURS[4]),
+        ([_number(one.mean_trained) for one in found], "trained", GREEN),
+    ):
+        if not all(map(math.isnan, values)):
+            means.plot(steps, values, marker="o" if len(steps) <= 40 else "", ms=3, lw=1.6, color=colour, label=name)
+    means.set_ylim(0, 1.25 * max(1.0, means.get_ylim()[1]))  # room for the legend above the curves
+    label_axis(means, "optimizer step", "tokens", "mean length, settled batches")
+    legend(means, columns=2)
+    for axis, kind, colour in ((issued, "issued", COLOURS[4]), (trained, "trained", GREEN)):
+        _distribution(axis, steps, [getattr(audit, kind) for audit in audits], edges, colour)
+        label_axis(axis, "optimizer step", "tokens from", f"lengths {kind}, by step")
+    for axis in (means, issued, trained):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return figure
+
+
+def _bucket_names(edges: Sequence[int]) -> list[str]:
+    return [*(str(edge) for edge in edges[:-2]), f"{edges[-2]} (limit)"]
+
+
+def _distribution(
+    axis: Axes, steps: Sequence[int], counts: Sequence[tuple[int, ...]], edges: Sequence[int], colour: str
+) -> None:
+    """A column per step (or some steps), a row per bucket; the more opaque, the larger the share."""
+    columns = np.array_split(np.asarray(counts, dtype=float), min(len(counts), MOST_COLUMNS))
+    shares = np.stack([column.sum(axis=0) / max(1.0, column.sum()) for column in columns], axis=1)
+    picture = np.empty((*shares.shape, 4))
+    picture[..., :3] = to_rgb(colour)
+    # The square root: a rare bucket must still be seen beside a common one.
+    picture[..., 3] = np.sqrt(shares / max(shares.max(), 1e-9))
+    extent = (steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(shares) - 0.5)
+    axis.imshow(picture, aspect="auto", origin="lower", interpolation="nearest", extent=extent)
+    axis.grid(False)
+    names = _bucket_names(edges)
+    axis.set_yticks(range(0, len(names), 2), names[::2], fontsize=7)
+
+
+def schedule_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Staleness, bubbles, exposed weight sync, importance ratio, effective sample size, and what was cut away."""
+    figure, axes = new(3, 2, height=6.6)
+    panels: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
+        ("staleness", "weight versions", (("staleness_max", "largest", PINK), ("staleness_mean", "mean", BLUE))),
+        (
+            "bubbles",
+            "share of the step",
+            (
+                ("bubble_fraction_generation", "instances idle", BLUE),
+                ("bubble_fraction_training", "trainer idle", ORANGE),
+            ),
+        ),
+        ("exposed weight sync", "seconds", (("weight_sync_exposed_s", "waiting for weights", PINK),)),
+        (
+            "importance ratio",
+            "",
+            (("importance_ratio_max", "largest", PINK), ("importance_ratio_mean", "mean", BLUE)),
+        ),
+        (
+            "effective sample size",
+            "share",
+            (("ess_token", "of tokens", BLUE), ("ess_sequence", "of sequences", ORANGE)),
+        ),
+        (
+            "cut away",
+            "share of tokens",
+            (
+                ("masked_fraction", "masked", COLOURS[6]),
+                ("truncated_weight_fraction", "truncated weight", ORANGE),
+                ("clip_fraction", "clipped", BLUE),
+            ),
+        ),
+    )
+    for axis, (title, unit, columns) in zip(axes, panels, strict=True):
+        for name, text, colour in columns:
+            curve(axis, rows, name, text, colour)
+        if has(rows, *(name for name, _, _ in columns)):
+            low, high = axis.get_ylim()
+            axis.set_ylim(min(0.0, low), high + 0.35 * (high - min(0.0, low)))  # room for the legend above the curves
+        else:
+            ink_text(axis, "not measured")
+        label_axis(axis, "optimizer step", unit, title)
+        legend(axis, columns=3)
+    return figure

@@ -1,0 +1,168 @@
+"""The report's sections that check how a run learns: evaluation, length audit, schedule and off-policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from streamrl.report import check_plots, plots
+from streamrl.report.page import figure, note, section, table, warning_box
+from streamrl.report.run_data import RunData
+from streamrl.report.summary import NONE, fixed, mean, number, percent, total
+from streamrl.rollouts.length_audit import StepAudit
+from streamrl.run_dir.evaluations import EvaluationRow, Scores, best
+
+
+def evaluation(data: RunData) -> str:
+    """Curves over versions, every evaluation in a row, and the best and newest one by task."""
+    rows = data.evaluations
+    top = best(rows)
+    if top is None:
+        return ""
+    k = max(len(row.overall.pass_at) for row in rows)
+    caption = (
+        "Held-out prompts, the same for every version; training goes on meanwhile. Reward: the mean over prompts, of "
+        "one greedy completion each and of the sampled ones. pass@k: the chance that at least one of k sampled "
+        "completions reaches the threshold (unbiased estimate). The ring marks the best version: the highest greedy "
+        "reward (without greedy completions, the highest sampled one), of equals the earliest."
+    )
+    columns = ["version", "greedy reward", "greedy passes", "sampled reward", "pass@1"]
+    columns += [f"pass@{k}"] if k > 1 else []
+    columns += ["tokens per completion", "reward errors", "seconds", "tokens by other weights"]
+    cells = []
+    for row in rows:
+        figures = _figures(row.overall, k)
+        rest = (f"{row.seconds:.0f}", percent(row.other_version_share))
+        cells.append((f"{row.step} (best)" if row is top else str(row.step), *figures, *rest))
+    shown = [("best", top), ("newest", rows[-1])] if rows[-1] is not top else [("best and newest", top)]
+    return section(
+        "Evaluation",
+        figure(check_plots.evaluation_figure(rows, top), "evaluation", caption),
+        table(columns, cells),
+        *(_by_task(title, row, k, columns) for title, row in shown),
+    )
+
+
+def _by_task(title: str, row: EvaluationRow, k: int, columns: Sequence[str]) -> str:
+    if len(row.by_task) < 2:
+        return ""
+    rows = [(task, str(scores.prompts), *_figures(scores, k)) for task, scores in row.by_task.items()]
+    heads = (f"{title}: version {row.step}", "prompts", *columns[1 : len(rows[0]) - 1])
+    return table(heads, rows)
+
+
+def _figures(scores: Scores, k: int) -> list[str]:
+    found = [fixed(scores.reward_greedy, 3), percent(scores.pass_greedy), fixed(scores.reward_sampled, 3)]
+    found.append(fixed(scores.pass_at[0], 3) if scores.pass_at else NONE)
+    if k > 1:
+        found.append(fixed(scores.pass_at[-1], 3) if len(scores.pass_at) == k else NONE)
+    return [*found, f"{scores.length_mean:.0f}", str(scores.reward_errors)]
+
+
+def length_audit(data: RunData) -> str:
+    """Lengths issued, finished, trained and dropped; a box when trained and issued differ."""
+    # A resumed run may have another token limit: buckets of other edges cannot be added up.
+    newest = next((row.length_audit for row in reversed(data.rows) if row.length_audit), None)
+    if newest is None:
+        return ""
+    steps, audits = [], []
+    for row in data.rows:
+        if row.length_audit is not None and row.length_audit.edges == newest.edges:
+            steps.append(row.step)
+            audits.append(row.length_audit)
+    warned = [row for row in data.rows if row.length_bias_warning]
+    parts = []
+    if warned:
+        when = f"In {len(warned)} of {len(data.rows)} steps, last in step {warned[-1].step}: "
+        parts.append(warning_box(when + (warned[-1].length_bias_warning or "")))
+    caption = (
+        "Top left: all samples of the run by length. Issued: those of each step's own batch, as far as they had a "
+        "length when the step ended; finished, trained and dropped count in the step in which it happened. The last "
+        "bucket holds completions cut at the token limit. Top right: mean lengths over the newest settled batches "
+        "(those in which every sample has been trained or dropped). Below: how the lengths of each step are "
+        "distributed; the darker, the larger the share."
+    )
+    parts.append(figure(check_plots.length_audit_figure(steps, audits), "length-audit", caption))
+    parts.append(table(("length, tokens", "issued", "finished", "trained", "dropped"), _buckets(audits)))
+    reasons: Counter[str] = Counter()
+    for audit in audits:
+        reasons.update(audit.drop_reasons)
+    if reasons:
+        parts.append(table(("dropped because", "samples"), [(why, f"{n:,}") for why, n in reasons.most_common()]))
+    parts.append(note(_compared(newest)))
+    return section("Length audit", *parts)
+
+
+def _buckets(audits: Sequence[StepAudit]) -> list[tuple[str, ...]]:
+    edges = audits[0].edges
+    names = [f"{low} to {high - 1}" if high - 1 > low else str(low) for low, high in pairwise(edges)]
+    columns = [check_plots.over_steps(audits, kind) for kind in check_plots.KINDS]
+    rows = []
+    for index, name in enumerate(names):
+        if any(column[index] for column in columns):
+            rows.append((name, *(f"{column[index]:,}" for column in columns)))
+    open_samples = sum(audit.open for audit in audits)
+    if open_samples:
+        rows.append(("no length when their batch's step ended", f"{open_samples:,}", "", "", ""))
+    issued, *others = (int(column.sum()) for column in columns)
+    return [*rows, ("all", *(f"{count:,}" for count in (issued + open_samples, *others)))]
+
+
+def _compared(audit: StepAudit) -> str:
+    found = audit.comparison
+    text = (
+        f"The newest {found.cohorts} settled batches: {found.groups_trained} groups trained, {found.groups_left_out} "
+        f"left out; mean length issued {fixed(found.mean_issued, 1)}, trained {fixed(found.mean_trained, 1)} tokens. "
+    )
+    if found.p_value is not None:
+        text += f"Kolmogorov-Smirnov test of the two kinds of groups: p = {number(found.p_value, 2)}. "
+    elif found.groups_left_out:
+        text += "Too few groups on one side for a test. "
+    return text + (
+        f"{percent(audit.unfinished_share)} of the samples issued for the newest batches had not finished at the last "
+        "step: they have no length yet and are in no figure but this one."
+    )
+
+
+def schedule(data: RunData) -> str:
+    """How far off-policy the steps were, and what the schedule cost."""
+    rows = data.rows
+    if not plots.has(rows, "staleness_mean", "ess_token", "importance_ratio_max"):
+        return ""
+    caption = (
+        "Per optimizer step. Staleness: weight versions between the sampling of a token and the step that trains on "
+        "it. Exposed weight sync: seconds in which generation waited for new weights. Importance ratio: the trainer's "
+        "probability of a token over the generator's. Effective sample size: (sum of weights)² / (count x sum of "
+        "squared weights); 1 means that all count the same. Masked: tokens left out of the loss; truncated: tokens "
+        "whose weight was cut to its cap; clipped: tokens whose policy ratio was clipped."
+    )
+    facts = [
+        ("mean staleness", fixed(mean(row.staleness_mean for row in rows)), "weight versions, over all steps"),
+        (
+            "largest staleness",
+            fixed(max((s for row in rows if (s := row.staleness_max) is not None), default=None), 0),
+            "",
+        ),
+        ("lowest effective sample size", fixed(_lowest(data)), "of the sequences' weights, else of the tokens'"),
+        ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "the gradient was not finite"),
+        ("groups dropped", _count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
+        ("samples parked", _count(total(row.samples_parked for row in rows)), "taken off an instance to go on later"),
+        ("weights published", _count(total(row.weight_publications for row in rows)), "versions"),
+    ]
+    chosen = data.status.schedule_note if data.status else ""
+    return section(
+        "Schedule and off-policy",
+        note(f"The schedule's choice: {chosen}") if chosen else "",
+        figure(check_plots.schedule_figure(rows), "schedule", caption),
+        table(("what", "value", "meaning"), facts),
+    )
+
+
+def _lowest(data: RunData) -> float | None:
+    shares = [row.ess_sequence if row.ess_sequence is not None else row.ess_token for row in data.rows]
+    return min((share for share in shares if share is not None), default=None)
+
+
+def _count(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"

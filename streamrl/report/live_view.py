@@ -1,0 +1,304 @@
+"""The launcher's view of a run: a live picture on a terminal, plain lines elsewhere. It only reads the run
+folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from streamrl.errors import UserError
+from streamrl.report.panels import render, render_start, stale_message, step_line, time_left
+from streamrl.report.start_lines import StartLines, begun_at, present
+from streamrl.report.summary import duration, headline_figures, summarise
+from streamrl.run_dir import evaluations as evaluations_file
+from streamrl.run_dir import metrics as metrics_file
+from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
+from streamrl.run_dir.jsonl import AnyRow, read_rows
+from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.start_stages import Stage, read_stages
+from streamrl.run_dir.status import RunStatus, read_status
+
+PLAIN_WIDTH = 200
+"""Columns assumed when the output is no terminal: a step's line stays one line in a log."""
+BAD_STATES = frozenset({"failed", "dead", "exited"})
+
+
+class Follower(Generic[AnyRow]):
+    """Reads a file of rows again only when it has changed."""
+
+    def __init__(self, path: Path, model: type[AnyRow]) -> None:
+        self._path, self._model = path, model
+        self._seen: tuple[int, int] | None = None
+        self._rows: list[AnyRow] = []
+
+    def rows(self) -> list[AnyRow]:
+        """All rows as they are now."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return self._rows
+        if (seen := (stat.st_size, stat.st_mtime_ns)) != self._seen:
+            self._seen, self._rows = seen, read_rows(self._path, self._model)
+        return self._rows
+
+
+class PlainLines:
+    """Decides which lines a log gets: what processes do before the first sample, every step once, trouble at once.
+
+    State in, lines out, no clock and no I/O of its own.
+    """
+
+    def __init__(self, known: Sequence[MetricsRow], evaluated: Sequence[EvaluationRow] = ()) -> None:
+        """`known`, `evaluated`: rows from before (a resumed run), which are not told again."""
+        self._told = {(row.step, row.time) for row in known}
+        self._told_evaluations = {(row.step, row.time) for row in evaluated}
+        self._roles: dict[str, str] = {}
+        self._start: StartLines | None = StartLines()
+        """None: the first sample has come."""
+        self._state = ""
+        self._stale_told = 0.0
+        self._away: dict[str, float] = {}
+        self._ranker_note = ""
+        self._schedule_note = ""
+        self._wanted: dict[str, int] = {}
+        self._told_instances: set[tuple[str, float, str]] = set()
+        self._warned = bool(known and known[-1].length_bias_warning)
+
+    def lines(
+        self,
+        status: RunStatus | None,
+        rows: Sequence[MetricsRow],
+        now: float,
+        evaluations: Sequence[EvaluationRow] = (),
+        stages: Mapping[str, Stage] | None = None,
+    ) -> list[str]:
+        """Lines that are new since the last call.
+
+        Args:
+            status: the run's; None: the controller has not written one yet.
+            rows: of all steps.
+            now: unix seconds.
+            evaluations: all so far.
+            stages: what each process has last said of its start.
+        """
+        doing = present(status, stages or {})
+        found: list[str] = []
+        if status is not None:
+            found += self._state_lines(status, now, begun_at(doing, status.started_at) if stages else status.started_at)
+        found += self._start_lines(status, rows, now, doing)
+        for index, row in enumerate(rows):
+            if (row.step, row.time) in self._told:
+                continue
+            self._told.add((row.step, row.time))
+            steps = row.step if status is None else max(status.steps, row.step)
+            left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
+            found.append(step_line(row, rows[index - 1] if index else None, steps, left))
+            found += self._bias_lines(row)
+        found += self._evaluation_lines(evaluations)
+        if status is not None:
+            if status.schedule_note != self._schedule_note:
+                self._schedule_note = status.schedule_note
+                found.append(f"schedule: {status.schedule_note}")
+            if status.ranker.note != self._ranker_note:
+                self._ranker_note = status.ranker.note
+                found.append(status.ranker.note)
+            found += self._scaling_lines(status)
+            found += self._site_lines(status)
+            found += self._stale_lines(status, now)
+        return found
+
+    def _scaling_lines(self, status: RunStatus) -> list[str]:
+        """Instances that are wanted, that have come, and that have delivered their first sample."""
+        found = []
+        wanted, self._wanted = self._wanted, dict(status.scaling.wanted)
+        for pool, count in status.scaling.wanted.items():
+            if pool in wanted and wanted[pool] != count:
+                found.append(f"pool {pool}: {wanted[pool]} -> {count} instances; {status.scaling.note}".rstrip("; "))
+        for one in status.scaling.coming:
+            for what, then in (("ready", one.ready_at), ("first sample", one.first_sample_at)):
+                if then is not None and (one.instance, one.asked_at, what) not in self._told_instances:
+                    self._told_instances.add((one.instance, one.asked_at, what))
+                    found.append(f"{one.instance}: {what} {duration(then - one.asked_at)} after it was asked for")
+        return found
+
+    def _site_lines(self, status: RunStatus) -> list[str]:
+        """A site that is away, when that is noticed and when it is back."""
+        found = []
+        for name, site in status.sites.items():
+            if site.away and name not in self._away:
+                found.append(f"{name}: no sign of it for {site.silent_s:.0f} s; what it has is waited for")
+            elif not site.away and name in self._away:
+                found.append(f"{name} is back after {duration(self._away.pop(name))} or more")
+            if site.away:
+                self._away[name] = site.silent_s
+        return found
+
+    def _bias_lines(self, row: MetricsRow) -> list[str]:
+        """A length bias when it begins and when it has ended: between, its figures are in every row."""
+        warned, self._warned = self._warned, bool(row.length_bias_warning)
+        if row.length_bias_warning and not warned:
+            return [f"warning: {row.length_bias_warning}"]
+        return ["the length bias has ended"] if warned and not self._warned else []
+
+    def _evaluation_lines(self, evaluations: Sequence[EvaluationRow]) -> list[str]:
+        found = []
+        for index, row in enumerate(evaluations):
+            if (row.step, row.time) not in self._told_evaluations:
+                self._told_evaluations.add((row.step, row.time))
+                found.append(evaluation_line(row, evaluations[: index + 1]))
+        return found
+
+    def _start_lines(
+        self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float, doing: Mapping[str, Stage]
+    ) -> list[str]:
+        """What processes do until the first sample of this start is there."""
+        if status is not None and status.state == "starting":
+            self._start = self._start or StartLines()  # everything is started again
+        if self._start is None:
+            return []
+        if status is None or status.state == "starting":
+            return self._start.lines(doing, now)
+        news = any((row.step, row.time) not in self._told for row in rows)
+        if not (status.final or news or status.progress.samples_finished):
+            return self._start.lines(doing, now)
+        begun, self._start = self._start.begun, None
+        if not begun or status.final:
+            return []
+        return [f"[{duration(now - begun_at(doing, status.started_at))}] the first sample is finished"]
+
+    def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
+        found = []
+        changed = []
+        for name, role in status.roles.items():
+            if self._roles.get(name) == role.state:
+                continue
+            self._roles[name] = role.state
+            if role.state in BAD_STATES:
+                changed.append(f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else ""))
+        if changed:
+            found.append(f"[{duration(now - since)}] " + "  ".join(changed))
+        if status.state != self._state:
+            self._state = status.state
+            found.append(f"[{duration(now - since)}] {status.run}: {status.state}")
+            if status.error:
+                found.append(f"error: {status.error}")
+        return found
+
+    def _stale_lines(self, status: RunStatus, now: float) -> list[str]:
+        age = status.stale_for(now)
+        if age is None:
+            told, self._stale_told = self._stale_told, 0.0
+            return [f"updates are back after {duration(told)} or more"] if told and not status.final else []
+        if age < 2 * self._stale_told:
+            return []
+        self._stale_told = age
+        return [stale_message(status, now) or ""]
+
+
+class LiveView:
+    """Shows a run while it goes on. Use as a context manager, call `refresh` about twice a second."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        plain: bool | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            run_dir: the run folder; it may not hold a run yet.
+            plain: lines instead of a picture; default: unless on a terminal.
+            console: where to write; default: standard output.
+            clock: unix seconds.
+        """
+        self.run_dir = run_dir
+        self._console = console or Console(highlight=False)
+        self._plain = not self._console.is_terminal if plain is None else plain
+        self._clock = clock
+        self._follower = Follower(run_dir / metrics_file.FILE_NAME, MetricsRow)
+        self._evaluations = Follower(run_dir / evaluations_file.FILE_NAME, EvaluationRow)
+        self._lines = PlainLines(self._follower.rows(), self._evaluations.rows())
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if not self._plain:
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self.refresh()
+            self._live.stop()
+            self._live = None
+
+    def refresh(self) -> RunStatus | None:
+        """Shows what has changed; returns the state read, None before the controller's first sign of life."""
+        now = self._clock()
+        try:
+            status = read_status(self.run_dir)
+        except UserError:
+            status = None
+        rows, evaluations = self._follower.rows(), self._evaluations.rows()
+        stages = read_stages(self.run_dir)
+        if self._live is None:
+            for line in self._lines.lines(status, rows, now, evaluations, stages):
+                self.say(line)
+        elif status is None:
+            self._live.update(render_start(self.run_dir.name, stages, now), refresh=True)
+        else:
+            self._live.update(render(status, rows, now, evaluations, stages), refresh=True)
+        return status
+
+    def summary(self) -> None:
+        """Prints the closing summary: what was done, what it measured, and where the results are."""
+        rows = self._follower.rows()
+        try:
+            status = read_status(self.run_dir)
+        except UserError:
+            status = None
+        self.say("")
+        if status is not None:
+            elapsed = duration(status.updated_at - status.started_at)
+            self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
+        if not rows:
+            self.say("  no optimizer step has finished")
+        else:
+            for what, value in headline_figures(summarise(rows)):
+                self.say(f"  {what:<28}{value}")
+            if rows[-1].length_bias_warning:
+                self.say(f"  warning: {rows[-1].length_bias_warning}")
+        top = best(self._evaluations.rows())
+        if top is not None:
+            self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
+        for what, path in (
+            ("report", self.run_dir / "report.html"),
+            ("checkpoint", latest_checkpoint(self.run_dir)),
+            ("best checkpoint", None if top is None else self.run_dir / "checkpoints" / f"step_{top.step}"),
+        ):
+            if path is not None and path.exists():
+                self.say(f"  {what:<28}{path}")
+        if status is not None and status.error:
+            self.say(f"  error: {status.error}")
+
+    def say(self, line: str) -> None:
+        width = None if self._console.is_terminal else PLAIN_WIDTH
+        self._console.print(Text(line), soft_wrap=True, width=width)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step, or None."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)

@@ -1,0 +1,360 @@
+"""What the live view and `streamrl status` show: a run's state as rich renderables or plain lines. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.report.start_lines import begun_at, present, with_stages
+from streamrl.report.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
+from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
+from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.start_stages import Stage
+from streamrl.run_dir.status import RunStatus
+
+SHOWN_STEPS = 6
+HISTOGRAM_BINS = 32
+SPARKLINE_STEPS = 60
+WAIT_SHOWN_AFTER_S = 5.0
+"""Shorter waits are the ordinary course of a run."""
+ESS_SHOWN_BELOW = 0.999
+"""Effective sample size that is told: above it, all samples weigh the same."""
+
+_COLOURS = {
+    "ready": "green",
+    "running": "green",
+    "done": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "stopping": "yellow",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "dead": "bold red",
+    "exited": "bold red",
+}
+
+
+def _colour(state: str) -> str:
+    return _COLOURS.get(state, "cyan")
+
+
+def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
+    """Seconds: the controller's estimate, else the remaining steps at the last five's mean time."""
+    if status.eta_s is not None:
+        return status.eta_s
+    pace = mean(row.step_time_s for row in rows[-5:])
+    return None if pace is None else pace * max(0, status.steps - status.step)
+
+
+def stale_message(status: RunStatus, now: float) -> str | None:
+    """What to tell when the controller stopped writing."""
+    age = status.stale_for(now)
+    return None if age is None else f"no update for {duration(age)}: the controller hangs or was killed"
+
+
+def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
+    """Run, model, schedule, state, step, times."""
+    ended = status.updated_at if status.final else now
+    text = Text()
+    text.append(status.run, style="bold")
+    for part in (status.model, status.types, status.schedule, status.hardware):
+        if part:
+            text.append(f"  {part}")
+    text.append("\n")
+    text.append(status.state, style=_colour(status.state))
+    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(ended - status.started_at)}")
+    if not status.final:
+        text.append(f"  left {duration(time_left(status, rows))}")
+    if status.error:
+        text.append(f"\n{status.error}", style="bold red")
+    if stale := stale_message(status, now):
+        text.append(f"\n{stale}", style="bold red")
+    return text
+
+
+def step_progress(status: RunStatus) -> Table:
+    """Bars of the samples generated and trained in this step."""
+    progress = status.progress
+    table = Table.grid(padding=(0, 1))
+    for label, done in (("generated", progress.samples_finished), ("trained", progress.samples_trained)):
+        bar = ProgressBar(total=max(1, progress.samples_total), completed=done, width=32)
+        table.add_row(label, bar, f"{done}/{progress.samples_total} samples")
+    tokens = f"{progress.tokens_generated:,} tokens"
+    table.add_row("groups", f"{progress.groups_complete}/{progress.groups_total} complete", tokens)
+    return table
+
+
+def length_histogram(status: RunStatus) -> Text:
+    """Output lengths finished in this step, as one row of blocks with its scale; above it, on the same scale, what was
+    predicted of all of the step's."""
+    lengths, predicted = status.progress.lengths, status.progress.predicted_lengths
+    longest = max([*lengths, *predicted], default=0)
+    counts, width = histogram(lengths, HISTOGRAM_BINS, longest)
+    text = Text()
+    if predicted:
+        text.append("predicted  ")
+        text.append(_blocks(histogram(predicted, HISTOGRAM_BINS, longest)[0]), style="magenta")
+        text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(predicted)}, max {max(predicted)}\n")
+    if not lengths:
+        return text.append("lengths    none finished in this step yet", style="dim")
+    text.append("lengths    ")
+    text.append(_blocks(counts), style="cyan")
+    return text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(lengths)}, max {max(lengths)}")
+
+
+def _blocks(counts: Sequence[int]) -> str:
+    # A bin without samples is blank, so that it is not mistaken for a small one.
+    return bars([0, *[count or None for count in counts]])[1:]
+
+
+def _median(values: Sequence[int]) -> int:
+    return sorted(values)[len(values) // 2]
+
+
+def _grid_of(columns: Sequence[str], left: int) -> Table:
+    """A borderless table with dim headings; the first `left` columns are text, the others numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    return table
+
+
+def roles_table(status: RunStatus, now: float) -> Table:
+    """One row per process; fits 76 columns when nothing is said about what a role is doing."""
+    columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB")
+    table = _grid_of(columns, left=2)
+    table.expand = True
+    table.add_column("doing", overflow="ellipsis", no_wrap=True, ratio=1)
+    for name, role in status.roles.items():
+        table.add_row(
+            name,
+            Text(role.state, style=_colour(role.state)),
+            duration(now - role.since),
+            NONE if role.running is None else f"{role.running}+{role.waiting or 0}",
+            NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
+            NONE if role.weight_version is None else str(role.weight_version),
+            fixed(role.memory_gb, 1),
+            escape(role.detail),
+        )
+    return table
+
+
+def steps_table(rows: Sequence[MetricsRow]) -> Table:
+    """The last steps' metrics, newest last; times in seconds; fits 76 columns."""
+    columns = ("step", "reward", "loss", "grad", "len 50/90/max", "time", "gen", "train", "smp/s", "idle g/t")
+    table = _grid_of(columns, left=0)
+    table.padding = (0, 1, 0, 0)
+    for row in rows[-SHOWN_STEPS:]:
+        lengths = (row.output_length_p50, row.output_length_p90, row.output_length_max)
+        table.add_row(
+            str(row.step),
+            fixed(row.reward_mean, 3),
+            number(row.loss),
+            number(row.grad_norm),
+            "/".join(fixed(length, 0) for length in lengths),
+            fixed(row.step_time_s, 1),
+            fixed(row.generate_time_s, 1),
+            fixed(row.train_time_s, 1),
+            fixed(row.samples_per_s, 1),
+            f"{percent(row.bubble_fraction_generation)}/{percent(row.bubble_fraction_training)}",
+        )
+    return table
+
+
+def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
+    """The reward over the last steps, with its range."""
+    rewards = [row.reward_mean for row in rows[-SPARKLINE_STEPS:]]
+    present = [reward for reward in rewards if reward is not None]
+    if not present:
+        return Text("")
+    return Text.assemble(
+        "reward     ",
+        (bars(rewards), "green"),
+        f"  {min(present):.3f} to {max(present):.3f} over {len(rewards)} steps",
+    )
+
+
+def waits_text(status: RunStatus, now: float) -> Text:
+    """Waits that have gone on for long, the oldest first: what a stuck run is stuck on."""
+    long = sorted((wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since)
+    lines = [
+        f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
+        for wait in long[:3]
+    ]
+    return Text("\n".join(lines), style="yellow")
+
+
+def ranker_text(status: RunStatus) -> Text:
+    """How well lengths were predicted, what dispatch does with it, and what that is worth."""
+    ranker, latest = status.ranker, status.latest
+    if ranker.recall_at_20 is None and not ranker.trusted:
+        return Text("ranker     nothing predicted and finished yet: dispatch by load", style="dim")
+    text = Text("ranker     ")
+    text.append("trusted" if ranker.trusted else "not trusted", style="green" if ranker.trusted else "yellow")
+    text.append(f"  recall@20 {fixed(ranker.recall_at_20)}, tau {fixed(ranker.kendall_tau)}")
+    text.append("; dispatch by predicted length" if ranker.trusted else "; dispatch by load")
+    if latest is not None and latest.dispatch_by_prediction and latest.dispatch_saved is not None:
+        text.append(f", saved {100 * latest.dispatch_saved:.1f} % of generation (simulated)")
+    return text
+
+
+def off_policy(row: MetricsRow) -> list[str]:
+    """How stale a step's samples were ('stale mean/max', weight versions), and what is left of them as effective sample
+    size; nothing for a step on policy."""
+    parts = []
+    if row.staleness_max:
+        parts.append(f"stale {fixed(row.staleness_mean, 1)}/{fixed(row.staleness_max, 0)}")
+    ess = row.ess_sequence if row.ess_sequence is not None else row.ess_token
+    if ess is not None and ess < ESS_SHOWN_BELOW:
+        parts.append(f"ESS {ess:.2f}")
+    return parts
+
+
+def run_notes(
+    status: RunStatus, rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationRow]
+) -> list[tuple[str, str, str]]:
+    """(what, text, colour) of each thing to know about the run beside its figures."""
+    notes = []
+    if status.schedule_note:
+        notes.append(("schedule", status.schedule_note, ""))
+    if scaling := scaling_note(status):
+        notes.append(("instances", scaling, ""))
+    if rows and (stale := off_policy(rows[-1])):
+        notes.append(("off-policy", ", ".join(stale), ""))
+    if evaluations:
+        notes.append(("evaluation", evaluation_line(evaluations[-1], evaluations), "green"))
+    if rows and rows[-1].usd is not None:
+        spent = sum(row.usd or 0.0 for row in rows)
+        each = rows[-1].usd_per_1k_samples
+        notes.append(("cost", f"{spent:.4g} USD so far, {number(each)} per 1,000 samples in the last step", ""))
+    if rows and rows[-1].length_bias_warning:
+        notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
+    return notes
+
+
+def scaling_note(status: RunStatus) -> str:
+    """Pools that are not as they are wanted to be, and what the run's own elasticity says; '' where nothing is."""
+    scaling = status.scaling
+    notes = [
+        f"{pool}: {scaling.ready.get(pool, 0)} of {wanted} ready"
+        for pool, wanted in scaling.wanted.items()
+        if status.state == "running" and not wanted == scaling.ready.get(pool) == scaling.there.get(pool)
+    ]
+    return "; ".join([*notes, scaling.note] if scaling.note else notes)
+
+
+def sites_table(status: RunStatus) -> Table:
+    """Sites behind links."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("site", "there and back", "samples under way", "compressed", "clock off", ""):
+        table.add_column(title)
+    for name, site in status.sites.items():
+        notes = [f"no sign of it for {site.silent_s:.0f} s"] if site.away else []
+        notes += ["congested: it starts nothing new"] if site.congested else []
+        notes += [f"{site.weights_refetched} damaged parts of weights fetched again"] if site.weights_refetched else []
+        table.add_row(
+            name,
+            "" if site.rtt_ms is None else f"{site.rtt_ms:.0f} ms",
+            str(site.samples_waiting),
+            "" if site.compression is None else f"{site.compression:.1f} x",
+            "" if site.clock_offset_s is None else f"{site.clock_offset_s:+.2f} s",
+            Text("; ".join(notes), style="yellow"),
+        )
+    return table
+
+
+def start_table(stages: Mapping[str, Stage], now: float) -> Table:
+    """One row per process that starts: what it does, and since when."""
+    table = _grid_of(("process", "for", "doing"), left=1)
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
+    for name, stage in stages.items():
+        colour = "green" if stage.ready else "yellow"
+        table.add_row(name, duration(now - stage.since), Text(stage.text, style="dim" if stage.waits else colour))
+    return table
+
+
+def render_start(run: str, stages: Mapping[str, Stage], now: float) -> RenderableType:
+    """The view before the controller has written its first status. `now`: unix seconds."""
+    elapsed = duration(now - begun_at(stages, now))
+    head = Text.assemble((run, "bold"), f"  elapsed {elapsed}; the controller has not reported yet")
+    return Panel(Group(head, "", start_table(stages, now)), title="streamrl", border_style="dim", expand=True)
+
+
+def render(
+    status: RunStatus,
+    rows: Sequence[MetricsRow],
+    now: float,
+    evaluations: Sequence[EvaluationRow] = (),
+    stages: Mapping[str, Stage] | None = None,
+) -> RenderableType:
+    """The whole view.
+
+    Args:
+        status: the run's.
+        rows: of all steps.
+        now: unix seconds.
+        evaluations: all so far.
+        stages: what each process has last said of its start.
+    """
+    starts = status.state == "starting" and present(status, stages or {})
+    status = with_stages(status, stages or {})
+    parts: list[RenderableType] = [header(status, rows, now), ""]
+    if status.state in ("running", "stopping"):
+        parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
+    if starts:
+        parts += [start_table(starts, now), ""]
+    elif status.roles:
+        parts += [roles_table(status, now), ""]
+    if status.sites:
+        parts += [sites_table(status), ""]
+    if rows:
+        parts += [steps_table(rows), reward_sparkline(rows)]
+    if notes := run_notes(status, rows, evaluations):
+        table = Table.grid(padding=(0, 1))
+        for what, text, colour in notes:
+            table.add_row(f"{what:<10}", Text(text, style=colour))
+        parts.append(table)
+    if not status.final and (waits := waits_text(status, now)):
+        parts.append(waits)
+    return Panel(Group(*parts), title="streamrl", border_style="dim", expand=True)
+
+
+def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: float | None) -> str:
+    """One optimizer step in one line, for logs."""
+    change = ""
+    if before is not None and row.reward_mean is not None and before.reward_mean is not None:
+        change = f" ({row.reward_mean - before.reward_mean:+.2f})"
+    samples = "" if row.samples_total is None else f"{row.samples_total} samples "
+    parts = [
+        f"step {row.step}/{steps}",
+        f"reward {fixed(row.reward_mean)}{change}",
+        f"len p50 {fixed(row.output_length_p50, 0)} p90 {fixed(row.output_length_p90, 0)} "
+        f"max {fixed(row.output_length_max, 0)}",
+        f"loss {number(row.loss)}",
+        f"grad {number(row.grad_norm)}",
+        f"gap {number(row.logprob_gap_mean, 2)}",
+        f"step {fixed(row.step_time_s, 1)} s (gen {fixed(row.generate_time_s, 1)}, train {fixed(row.train_time_s, 1)})",
+        f"{samples}{fixed(row.samples_per_s, 1)}/s",
+        *off_policy(row),
+    ]
+    if row.step_skipped:
+        parts.append("no optimizer step: the gradient was not finite")
+    if row.ranker_recall_at_20 is not None:
+        parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
+    if row.dispatch_by_prediction and row.dispatch_saved is not None:
+        parts.append(f"dispatch saved {100 * row.dispatch_saved:.1f}% (simulated)")
+    if row.usd_per_1k_samples is not None:
+        parts.append(f"{row.usd_per_1k_samples:.3g} USD/1k")
+    if row.groups_no_gradient:
+        parts.append(f"{row.groups_no_gradient} groups without gradient")
+    if row.reward_errors:
+        parts.append(f"{row.reward_errors} reward errors")
+    if left_s is not None and row.step < steps:
+        parts.append(f"left {duration(left_s)}")
+    return "  ".join(parts)

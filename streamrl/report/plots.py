@@ -1,0 +1,310 @@
+"""The report's figures, as inline SVG that reads well on a light and on a dark page.
+
+Text and axes take the page's own colours (CSS `currentColor` and `--grid`), text stays text, and the ids
+inside each SVG get the figure's name in front, so that many of them fit on one page. No pyplot, so no global
+state.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from streamrl.report.run_data import Rollouts
+from streamrl.report.timeline import Track, Window
+from streamrl.run_dir.metrics import MetricsRow
+
+WIDTH = 9.0
+"""Inches; the page scales figures to its width."""
+
+MOST_POINTS = 2000
+"""Newest samples of each kind that a scatter plot shows."""
+
+# Placeholders that no series uses; replaced by CSS in the SVG text.
+_INK = "#010203"
+_GRID = "#040506"
+# Of middle lightness: legible on white and on near-black; the first ones after Okabe and Ito, for
+# colour-blind readers.
+COLOURS = ("#2f7ed8", "#e0801f", "#1f9d78", "#c2569b", "#8f7fe0", "#9a8a2e", "#d0483c", "#4fa8c9")
+BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
+
+
+def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row; `height` in inches."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
+    for axis in axes:
+        axis.set_facecolor("none")
+        axis.tick_params(colors=_INK, labelsize=9)
+        axis.grid(color=_GRID, linewidth=0.7)
+        axis.set_axisbelow(True)
+        for side, spine in axis.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(_GRID)
+    return figure, axes
+
+
+def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
+    """Names of both axes, and a title."""
+    axis.set_xlabel(x, color=_INK, fontsize=9)
+    axis.set_ylabel(y, color=_INK, fontsize=9)
+    if title:
+        axis.set_title(title, color=_INK, fontsize=10, loc="left")
+
+
+def legend(axis: Axes, columns: int = 1) -> None:
+    """A legend, if anything has a name."""
+    handles, _ = axis.get_legend_handles_labels()
+    if handles:
+        axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=columns)
+
+
+def ink_text(axis: Axes, text: str) -> None:
+    """A remark in the middle of an empty plot."""
+    axis.text(0.5, 0.5, text, color=_INK, ha="center", transform=axis.transAxes, fontsize=9)
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """An `<svg>` element for the page; `name` (letters, digits, hyphens) is unique on it."""
+    figure.patch.set_alpha(0)
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    svg = text[text.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = svg.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    svg = svg.replace('href="#', f'href="#{name}-')
+    # matplotlib asks for its own font first; the page's is there and matches the text around.
+    return re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", svg)
+
+
+def _values(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
+    """One column, shape [steps], NaN where there is no value."""
+    return np.array([math.nan if (v := getattr(row, name)) is None else v for row in rows], dtype=float)
+
+
+def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
+    """Step numbers, shape [steps]; sets the axis up for whole numbers (also for a single one)."""
+    steps = np.array([row.step for row in rows])
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if len(steps) == 1:
+        axis.set_xlim(steps[0] - 1, steps[0] + 1)
+    return steps
+
+
+def curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str) -> None:
+    """One column of the metrics over the steps; nothing if it has no value."""
+    values = _values(rows, name)
+    if not np.isnan(values).all():
+        marker = "o" if len(rows) <= 40 else ""
+        axis.plot(_steps(axis, rows), values, marker=marker, ms=3, lw=1.6, color=colour, label=label)
+
+
+def has(rows: Sequence[MetricsRow], *names: str) -> bool:
+    """Whether any of these columns has a value in any row."""
+    return any(getattr(row, name) is not None for row in rows for name in names)
+
+
+def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Mean reward with its deviation, and the mean of every task."""
+    tasks = sorted({task for row in rows for task in row.reward_by_task})
+    figure, axes = new(1, 2 if tasks else 1)
+    mean, std = _values(rows, "reward_mean"), _values(rows, "reward_std")
+    steps = _steps(axes[0], rows)
+    if len(rows) > 1:
+        axes[0].fill_between(steps, mean - std, mean + std, color=BLUE, alpha=0.18, lw=0, label="± deviation")
+    else:
+        axes[0].errorbar(steps, mean, yerr=np.nan_to_num(std), color=BLUE, alpha=0.5, capsize=4)
+    curve(axes[0], rows, "reward_mean", "mean", BLUE)
+    label_axis(axes[0], "optimizer step", "reward", "all tasks")
+    legend(axes[0])
+    for index, task in enumerate(tasks):
+        values = [math.nan if (v := row.reward_by_task.get(task)) is None else v for row in rows]
+        colour = COLOURS[index % len(COLOURS)]
+        axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, color=colour, label=task)
+    if tasks:
+        label_axis(axes[1], "optimizer step", "mean reward", "by task")
+        legend(axes[1])
+    return figure
+
+
+def length_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Output lengths per step: median, 90th percentile, longest."""
+    figure, (axis,) = new(height=2.5)
+    for name, label, colour in (
+        ("output_length_max", "longest", PINK),
+        ("output_length_p90", "90th percentile", ORANGE),
+        ("output_length_p50", "median", BLUE),
+    ):
+        curve(axis, rows, name, label, colour)
+    axis.set_ylim(0, 1.3 * axis.get_ylim()[1])  # room for the legend above the curves
+    label_axis(axis, "optimizer step", "tokens")
+    legend(axis, columns=3)
+    return figure
+
+
+def length_histogram_figure(rollouts: Rollouts) -> Figure:
+    """Output lengths of the whole run by task, and why completions ended."""
+    figure, (left, right) = new(1, 2, height=2.9)
+    tasks = rollouts.tasks
+    longest = int(rollouts.output_length.max())
+    width = longest // 40 + 1
+    edges = np.arange(0, longest + width + 1, width)
+    lengths = [rollouts.output_length[rollouts.task == task] for task in tasks]
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(tasks))]
+    left.hist(lengths, bins=list(edges), stacked=True, color=colours, label=tasks, lw=0)
+    label_axis(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
+    legend(left)
+    reasons = sorted(set(rollouts.finish_reason))
+    start = np.zeros(len(tasks))
+    for index, reason in enumerate(reasons):
+        share = np.array([np.mean(rollouts.finish_reason[rollouts.task == task] == reason) for task in tasks])
+        colour = {"stop": GREEN, "length": ORANGE}.get(reason, COLOURS[(index + 3) % len(COLOURS)])
+        right.barh(tasks, 100 * share, left=start, color=colour, label=reason, height=0.6)
+        start += 100 * share
+    right.set_xlim(0, 100)
+    right.set_ylim(len(tasks) - 0.4, -1.1)
+    label_axis(right, "% of samples", "", "ended by")
+    legend(right, columns=max(1, len(reasons)))
+    return figure
+
+
+def prediction_figure(rows: Sequence[MetricsRow], rollouts: Rollouts) -> Figure:
+    """How well lengths were ranked in each step, and every predicted length against what came."""
+    figure, (left, right) = new(1, 2)
+    for name, label, colour in (
+        ("ranker_recall_at_20", "recall of the longest 20 %", BLUE),
+        ("ranker_kendall_tau", "Kendall's tau", ORANGE),
+        ("dispatch_saved", "generation time saved (simulated)", GREEN),
+    ):
+        curve(left, rows, name, label, colour)
+    left.set_ylim(min(0.0, left.get_ylim()[0]), 1.35)  # room for the legend above the curves
+    label_axis(left, "optimizer step", "", "ranking, and what dispatch made of it")
+    legend(left)
+    predicted, actual = rollouts.predicted_length, rollouts.output_length
+    for route, colour in (("regular", BLUE), ("tail", PINK)):
+        mask = (rollouts.route == route) & ~np.isnan(predicted)
+        shown = np.flatnonzero(mask)[-MOST_POINTS:]
+        if len(shown):
+            right.scatter(predicted[shown], actual[shown], s=6, alpha=0.4, lw=0, color=colour, label=f"route {route}")
+    longest = float(actual.max())
+    right.plot([1, longest], [1, longest], color=_INK, lw=0.8, ls=":", label="as predicted")
+    right.set_xscale("log")
+    right.set_yscale("log")
+    label_axis(right, "predicted length, tokens", "actual length, tokens", "each sample")
+    legend(right)
+    return figure
+
+
+def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Where a step's time goes, and how long each side stands idle."""
+    figure, (left, right) = new(1, 2)
+    for name, label, colour in (
+        ("step_time_s", "whole step", COLOURS[4]),
+        ("generate_time_s", "generating", BLUE),
+        ("train_time_s", "training", ORANGE),
+        ("weight_sync_exposed_s", "waiting for weights", PINK),
+    ):
+        curve(left, rows, name, label, colour)
+    left.set_ylim(0, 1.35 * left.get_ylim()[1])  # room for the legend above the curves
+    label_axis(left, "optimizer step", "seconds", "time per step")
+    legend(left, columns=2)
+    for name, label, colour in (
+        ("bubble_fraction_generation", "instances idle", BLUE),
+        ("bubble_fraction_training", "trainer idle", ORANGE),
+    ):
+        curve(right, rows, name, label, colour)
+    right.set_ylim(0, 1)
+    label_axis(right, "optimizer step", "share of the step", "bubbles")
+    legend(right)
+    return figure
+
+
+def varies(rows: Sequence[MetricsRow], name: str) -> bool:
+    """Whether a column has different values."""
+    values = _values(rows, name)
+    return len(np.unique(values[~np.isnan(values)])) > 1
+
+
+def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Both stages beside the number of instances, of a run in which it has changed."""
+    figure, (left, right) = new(1, 2)
+    curve(left, rows, "generate_time_s", "generating", BLUE)
+    curve(left, rows, "train_time_s", "training", ORANGE)
+    left.set_ylim(0, 1.2 * left.get_ylim()[1])
+    label_axis(left, "optimizer step", "seconds", "time per step")
+    legend(left, columns=2)
+    right.step(_steps(right, rows), _values(rows, "instances"), where="mid", lw=1.6, color=GREEN)
+    right.set_ylim(0, 1.2 * right.get_ylim()[1])
+    label_axis(right, "optimizer step", "instances, mean over the step", "instances")
+    return figure
+
+
+def training_figure(rows: Sequence[MetricsRow]) -> Figure:
+    """Loss, gradient norm, entropy, log-probability gap."""
+    figure, axes = new(2, 2, height=4.4)
+    for axis, (name, title, unit), colour in zip(
+        axes,
+        (
+            ("loss", "loss", ""),
+            ("grad_norm", "gradient norm before clipping", ""),
+            ("entropy", "entropy", "nats per token"),
+            ("logprob_gap_mean", "log-probability gap", "nats per token"),
+        ),
+        COLOURS,
+        strict=False,
+    ):
+        curve(axis, rows, name, title, colour)
+        if not has(rows, name):
+            ink_text(axis, "not measured")
+        elif name != "loss":
+            axis.set_ylim(bottom=0)
+        label_axis(axis, "optimizer step", unit, title)
+    return figure
+
+
+def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[str, str]) -> Figure:
+    """A row per track from `window.start` to `window.end`; overlapping bars are stacked inside their row."""
+    names = [track.name for track in tracks]
+    figure, (axis,) = new(height=1.1 + 0.42 * len(names))
+    for row, track in enumerate(tracks):
+        # Lanes are given among the bars of the window, so that a row is as full as it was then.
+        shown = Track(track.name, 0, [b for b in track.bars if b.end > window.start and b.start < window.end])
+        placed = shown.lanes()
+        lanes = max((lane for _, lane in placed), default=0) + 1
+        by_name: dict[str, list[tuple[float, float, float]]] = {}
+        for bar, lane in placed:
+            start = max(bar.start, window.start) - window.start
+            end = min(bar.end, window.end) - window.start
+            by_name.setdefault(bar.name, []).append((start, end - start, row - 0.4 + 0.8 * lane / lanes))
+        for name, boxes in by_name.items():
+            starts, widths, bottoms = (np.array(column) for column in zip(*boxes, strict=True))
+            axis.barh(
+                bottoms,
+                widths,
+                left=starts,
+                height=0.8 / lanes * (0.85 if lanes > 1 else 1),
+                align="edge",
+                color=colours[name],
+                lw=0,
+            )
+    for name, colour in colours.items():
+        axis.barh([0], [0], color=colour, label=name)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.set_xlim(0, max(window.end - window.start, 1e-6))
+    label_axis(axis, "seconds", "", window.title)
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.08))
+    return figure

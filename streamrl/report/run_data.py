@@ -1,0 +1,303 @@
+"""Reads a finished or unfinished run folder for the report: metrics, trace, rollouts, configuration, status.
+
+Every part may be missing; what could not be read is collected in `RunData.notes` and told in the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import UserError
+from streamrl.report.live_view import latest_checkpoint
+from streamrl.run_dir import evaluations as evaluations_file
+from streamrl.run_dir import metrics as metrics_file
+from streamrl.run_dir import trace as trace_file
+from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
+from streamrl.run_dir.status import RunStatus, read_status
+from streamrl.run_dir.trace import Event, read_trace, trace_origin
+
+SAMPLES_OF_EACH_KIND = 3
+Decode = Callable[[list[int]], str]
+
+_COLUMNS = [
+    "sample_id",
+    "group_id",
+    "task",
+    "step",
+    "output_length",
+    "finish_reason",
+    "reward",
+    "reward_error",
+    "pool",
+    "route",
+    "predicted_length",
+]
+_TEXT_COLUMNS = ["prompt", "prompt_tokens", "completion", "completion_tokens"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """All samples of a run, one entry per sample; of a sample written twice the later one."""
+
+    sample_id: npt.NDArray[np.object_]
+    group_id: npt.NDArray[np.object_]
+    task: npt.NDArray[np.object_]
+    step: npt.NDArray[np.int64]
+    output_length: npt.NDArray[np.int64]
+    finish_reason: npt.NDArray[np.object_]
+    reward: npt.NDArray[np.float64]
+    """NaN where the sample was never scored."""
+    reward_error: npt.NDArray[np.object_]
+    """A message, or None."""
+    pool: npt.NDArray[np.object_]
+    route: npt.NDArray[np.object_]
+    predicted_length: npt.NDArray[np.float64]
+    """Tokens, before it was dispatched; NaN where nothing was predicted."""
+    place: list[tuple[Path, int]] = field(repr=False)
+    """File and row of each sample, to read its text."""
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names in alphabetical order."""
+        return sorted(set(self.task))
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One sample to be read by a person."""
+
+    task: str
+    step: int
+    reward: float | None
+    output_length: int
+    finish_reason: str
+    reward_error: str | None
+    prompt: str | None
+    completion: str | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a report is made from."""
+
+    run_dir: Path
+    status: RunStatus | None
+    rows: list[MetricsRow]
+    evaluations: list[EvaluationRow]
+    events: list[Event]
+    origin: float | None
+    """Unix seconds of the trace's time zero."""
+    rollouts: Rollouts | None
+    config_text: str | None
+    notes: list[str]
+    """What could not be read, one sentence each."""
+
+
+def load_run(run_dir: Path) -> RunData:
+    """Reads all there is.
+
+    Raises:
+        UserError: the folder does not exist, or holds none of a run's files.
+    """
+    config = run_dir / "config.yaml"
+    metrics = run_dir / metrics_file.FILE_NAME
+    status: RunStatus | None = None
+    notes: list[str] = []
+    try:
+        status = read_status(run_dir)
+    except UserError as error:
+        if not config.is_file() and not metrics.is_file():
+            raise
+        notes.append(f"The run's state is unknown: {error}.")
+    events = read_trace(run_dir / trace_file.FILE_NAME)
+    return RunData(
+        run_dir=run_dir,
+        status=status,
+        rows=read_metrics(metrics),
+        evaluations=read_evaluations(run_dir / evaluations_file.FILE_NAME),
+        events=events,
+        origin=trace_origin(events),
+        rollouts=_read_rollouts(run_dir / "rollouts", notes),
+        config_text=config.read_text() if config.is_file() else None,
+        notes=notes,
+    )
+
+
+def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    latest: dict[str, tuple[dict[str, Any], Path, int]] = {}
+    for path in sorted(folder.glob("*.parquet")):
+        try:
+            table = pq.ParquetFile(path)
+            columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
+            records = table.read(columns=columns).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            # A killed run leaves the file it was writing without its footer.
+            notes.append(f"{path.name} could not be read and is left out: {error}.")
+            continue
+        for index, record in enumerate(records):
+            latest[str(record.get("sample_id") or f"{path.name}:{index}")] = (record, path, index)
+    if not latest:
+        return None
+    records = [record for record, _, _ in latest.values()]
+
+    def objects(name: str, default: str | None) -> npt.NDArray[np.object_]:
+        values = [record.get(name) for record in records]
+        return np.array([default if value is None else value for value in values], dtype=object)
+
+    def integers(name: str) -> npt.NDArray[np.int64]:
+        return np.array([record.get(name) or 0 for record in records], dtype=np.int64)
+
+    def numbers(name: str) -> npt.NDArray[np.float64]:
+        values = [record.get(name) for record in records]
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+    return Rollouts(
+        sample_id=np.array(list(latest), dtype=object),
+        group_id=objects("group_id", ""),
+        task=objects("task", "(no task)"),
+        step=integers("step"),
+        output_length=integers("output_length"),
+        finish_reason=objects("finish_reason", "(none)"),
+        reward=numbers("reward"),
+        reward_error=objects("reward_error", None),
+        pool=objects("pool", ""),
+        route=objects("route", ""),
+        predicted_length=numbers("predicted_length"),
+        place=[(path, index) for _, path, index in latest.values()],
+    )
+
+
+def error_counts(rollouts: Rollouts, most: int = 5) -> list[tuple[str, int]]:
+    """The most frequent reward errors (first line of each) with their counts."""
+    messages = [str(text).strip().splitlines()[0] for text in rollouts.reward_error if str(text or "").strip()]
+    return Counter(messages).most_common(most)
+
+
+def pick_samples(rollouts: Rollouts) -> dict[str, list[int]]:
+    """Indices of samples worth reading, by title; each sample once, and each prompt once per title.
+
+    Among equals the latest steps come first: they show what the run has come to.
+    """
+    scored = np.flatnonzero(~np.isnan(rollouts.reward))
+    everything = np.arange(len(rollouts))
+    step = rollouts.step
+    orders = {
+        "Highest reward": scored[np.lexsort((-step[scored], -rollouts.reward[scored]))],
+        "Lowest reward": scored[np.lexsort((-step[scored], rollouts.reward[scored]))],
+        "Longest": everything[np.lexsort((-step, -rollouts.output_length))],
+    }
+    taken: set[int] = set()
+    picked: dict[str, list[int]] = {}
+    for title, order in orders.items():
+        groups: set[str] = set()
+        chosen: list[int] = []
+        for index in map(int, order):
+            group = rollouts.group_id[index]
+            if index in taken or (group and group in groups):
+                continue
+            chosen.append(index)
+            groups.add(group)
+            if len(chosen) == SAMPLES_OF_EACH_KIND:
+                break
+        taken.update(chosen)
+        picked[title] = chosen
+    return picked
+
+
+def read_texts(data: RunData, indices: list[int]) -> dict[int, SampleText]:
+    """Prompts and completions of some samples; None where only token ids exist and no tokenizer does."""
+    import pyarrow.parquet as pq
+
+    rollouts = data.rollouts
+    if rollouts is None or not indices:
+        return {}
+    decoder: list[Decode | None] = []  # made when the first text has to be decoded
+
+    def decode(tokens: list[int]) -> str | None:
+        if not decoder:
+            decoder.append(_decoder(data))
+        return None if decoder[0] is None else decoder[0](tokens)
+
+    by_file: dict[Path, list[int]] = {}
+    for index in indices:
+        by_file.setdefault(rollouts.place[index][0], []).append(index)
+    texts: dict[int, SampleText] = {}
+    for path, wanted in by_file.items():
+        file = pq.ParquetFile(path)
+        table = file.read(columns=[name for name in _TEXT_COLUMNS if name in file.schema_arrow.names])
+        for index in wanted:
+            record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
+            reward = float(rollouts.reward[index])
+            texts[index] = SampleText(
+                task=str(rollouts.task[index]),
+                step=int(rollouts.step[index]),
+                reward=None if np.isnan(reward) else reward,
+                output_length=int(rollouts.output_length[index]),
+                finish_reason=str(rollouts.finish_reason[index]),
+                reward_error=rollouts.reward_error[index],
+                prompt=_text(record, "prompt", decode),
+                completion=_text(record, "completion", decode),
+            )
+    return texts
+
+
+def _text(record: dict[str, Any], name: str, decode: Callable[[list[int]], str | None]) -> str | None:
+    if record.get(name) is not None:
+        return str(record[name])
+    tokens = record.get(f"{name}_tokens")
+    return None if tokens is None else decode(list(tokens))
+
+
+def _decoder(data: RunData) -> Decode | None:
+    """Function from token ids to text with the run's tokenizer, or None when there is none on this machine.
+
+    The `tokenizers` package is enough for it (part of every transformers installation, loads in no time).
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        data.notes.append("Completions are shown as token counts only: the tokenizers package is not installed.")
+        return None
+    folders = [latest_checkpoint(data.run_dir), _model_folder(data.config_text)]
+    for folder in folders:
+        path = folder / "tokenizer.json" if folder else None
+        if path is None or not path.is_file():
+            continue
+        tokenizer = Tokenizer.from_file(str(path))
+        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+    data.notes.append("Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder.")
+    return None
+
+
+def _model_folder(config_text: str | None) -> Path | None:
+    """The model's folder on this machine as the configuration names it (also an HF id in the cache)."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(config_text or "")
+        model = config.get("run", config)["model"]["path"]
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
+        return None
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "tokenizer.json")
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None

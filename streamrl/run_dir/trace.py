@@ -1,0 +1,168 @@
+"""`trace.json`: what every instance and the trainer did when, in the Chrome trace format that Perfetto opens.
+
+The file is a JSON array with one event per line, each written at once, so a killed run leaves a file that
+still opens: the format makes the closing bracket optional, and the comma is written *before* an event, never
+after the last one. Opening an existing file for a resumed run cuts a half-written event and the bracket and
+goes on with the same origin.
+
+Times go in as unix seconds and are stored as microseconds since `origin`: by default the moment in which the
+file was made, or the first event's start if that is earlier. Perfetto drops events at negative times, so an
+event that starts before the origin is clipped to it.
+
+Events on one track must not overlap, or must nest; for those that do overlap (samples of an instance)
+`async_span` writes begin/end pairs. Perfetto groups such pairs by *name*, so the track is put in front of the
+name: keep `name` to the kind of thing ('sample') and put what tells them apart in the arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from streamrl.run_dir.jsonl import finite
+
+FILE_NAME = "trace.json"
+PID = 1
+_ORIGIN_KEY = "origin_unix_s"
+
+Event = dict[str, Any]
+
+
+def _scan(content: str) -> tuple[list[Event], int]:
+    """Whole events of a trace, and the offset after the last whole one (after '[' if there is none)."""
+    start = content.find("[")
+    if start < 0:
+        return [], 0
+    decoder = json.JSONDecoder()
+    events: list[Event] = []
+    position = end = start + 1
+    while True:
+        while position < len(content) and content[position] in ", \r\n\t":
+            position += 1
+        try:
+            event, position = decoder.raw_decode(content, position)
+        except json.JSONDecodeError:
+            return events, end
+        end = position
+        if isinstance(event, dict):
+            events.append(event)
+
+
+def read_trace(path: Path) -> list[Event]:
+    """Events of a trace file, also without the closing bracket or with a cut last event. Absent: none."""
+    try:
+        return _scan(path.read_text())[0]
+    except FileNotFoundError:
+        return []
+
+
+def trace_origin(events: list[Event]) -> float | None:
+    """Unix seconds of time zero of a trace that `TraceWriter` wrote; None for others and for an empty one."""
+    for event in events:
+        if event.get("name") == "process_name":
+            value = event.get("args", {}).get(_ORIGIN_KEY)
+            return float(value) if value is not None else None
+    return None
+
+
+class TraceWriter:
+    """Writes a trace as it happens. One writer per file."""
+
+    def __init__(self, path: Path, origin: float | None = None) -> None:
+        """Opens a new or an existing file.
+
+        Args:
+            path: the trace file; what it holds is kept.
+            origin: unix seconds of a new file's time zero (the run's start); default: now.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._tracks: dict[str, int] = {}
+        self._origin: float | None = None
+        self._empty = True
+        self._wanted_origin, self._made = origin, time.time()
+        self._open_existing(path)
+        self._file = path.open("ab", buffering=0)
+        if self._file.tell() == 0:
+            self._file.write(b"[")
+
+    def _open_existing(self, path: Path) -> None:
+        if not path.exists():
+            return
+        # Everything written here is ASCII, so character offsets are byte offsets.
+        events, end = _scan(path.read_text(encoding="ascii", errors="replace"))
+        os.truncate(path, end)
+        self._empty = not events
+        self._origin = trace_origin(events)
+        for event in events:
+            if event.get("name") == "thread_name":
+                self._tracks[event["args"]["name"]] = event["tid"]
+
+    def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
+        """One piece of work (unix seconds) on a track where spans nest or do not overlap."""
+        ts = self._microseconds(start)
+        duration = max(0, self._microseconds(end) - ts)
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": ts,
+            "dur": duration,
+            "pid": PID,
+            "tid": self._tid(track),
+            "args": args,
+        }
+        self._write(event)
+
+    def async_span(self, track: str, name: str, start: float, end: float, id: str | int, **args: Any) -> None:
+        """One of several pieces of work at a time on a track; `id` is unique among those under way on it."""
+        begin = self._microseconds(start)
+        common = {"name": f"{track} {name}", "cat": track, "id": str(id), "pid": PID, "tid": self._tid(track)}
+        self._write(common | {"ph": "b", "ts": begin, "args": args})
+        self._write(common | {"ph": "e", "ts": max(begin, self._microseconds(end)), "args": {}})
+
+    def counter(self, track: str, name: str, time: float, values: Mapping[str, float]) -> None:
+        """Numbers that are drawn as curves over time, e.g. running and waiting requests of an instance."""
+        ts = self._microseconds(time)
+        event = {"name": f"{track} {name}", "ph": "C", "ts": ts, "pid": PID, "tid": self._tid(track)}
+        self._write(event | {"args": dict(values)})
+
+    def close(self) -> None:
+        """Writes the closing bracket; a later writer takes it away again."""
+        if not self._file.closed:
+            self._file.write(b"\n]\n")
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _microseconds(self, moment: float) -> int:
+        if self._origin is None:
+            # Spans are written when they have ended, so the first one written need not be the first in time.
+            self._origin = min(moment, self._made) if self._wanted_origin is None else self._wanted_origin
+            args = {"name": "streamrl", _ORIGIN_KEY: self._origin}
+            self._write({"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": args})
+        return max(0, round((moment - self._origin) * 1e6))
+
+    def _tid(self, track: str) -> int:
+        tid = self._tracks.get(track)
+        if tid is None:
+            tid = self._tracks[track] = max(self._tracks.values(), default=0) + 1
+            common = {"ph": "M", "pid": PID, "tid": tid}
+            self._write({"name": "thread_name", "args": {"name": track}} | common)
+            self._write({"name": "thread_sort_index", "args": {"sort_index": tid}} | common)
+        return tid
+
+    def _write(self, event: Event) -> None:
+        separator = "\n" if self._empty else ",\n"
+        # One unbuffered write per event: a kill leaves whole events.
+        self._file.write((separator + json.dumps(finite(event), allow_nan=False, default=str)).encode())
+        self._empty = False

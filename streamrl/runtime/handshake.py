@@ -1,0 +1,68 @@
+"""What the sites of a run must agree on before one is let in: the files that it was started with, and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.machine.model_files import resolve_model
+
+OWN_RUN_KEYS = ("name", "steps", "ranker.path", "model.path")
+"""Of the run file, what each site may have differently: where things lie, and what only the trainer's site uses."""
+OWN_CLUSTER_KEYS = ("security.keys", "emulation")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+MOST_NAMED = 5
+
+
+def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
+    """What a site sends with its hello: flat keys and plain values."""
+    values = {
+        **_flat("cluster", cluster.model_dump(mode="json"), OWN_CLUSTER_KEYS),
+        **_flat("run", run.model_dump(mode="json"), OWN_RUN_KEYS),
+        "streamrl version": version("streamrl"),
+    }
+    folder = Path(resolve_model(run.model.path))
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            values[f"model's {name} (BLAKE3)"] = blake3((folder / name).read_bytes()).hexdigest()[:16]
+    return values
+
+
+def disagreement(here: Mapping[str, Any], there: object) -> str | None:
+    """The first differences between two sites' agreements, in words; None: there is none.
+
+    Args:
+        here: this site's.
+        there: what the other one sent, whatever it is.
+    """
+    if not isinstance(there, dict):
+        return "it does not say what it was started with"
+    differing = [key for key in sorted(here.keys() | there.keys()) if here.get(key) != there.get(key)]
+    if not differing:
+        return None
+    named = [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing[:MOST_NAMED]]
+    more = f"; and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return f"it was started with other files: {'; '.join(named)}{more}"
+
+
+def _flat(prefix: str, value: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        f"{prefix} {path}": leaf
+        for path, leaf in _leaves(value, "")
+        if not any(path == key or path.startswith(f"{key}.") for key in left_out)
+    }
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list) and value:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

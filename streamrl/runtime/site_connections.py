@@ -1,0 +1,203 @@
+"""How the processes of a run are connected: plainly inside a site; encrypted, measured and patient over a link.
+
+Only the trainer's site is connected to. Its controller and its publisher each have two addresses: one for the processes
+of their own site, one for those of others, who are let in by their keys and by what they were started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from streamrl.config.cluster import SiteLink
+from streamrl.generation.site.sample_batches import CompressionChoice, SampleBatcher
+from streamrl.generation.site.uplink import Uplink
+from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.handshake import disagreement
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.processes import this_host
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link
+from streamrl.transport.flow import Flow
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.site_relay import WeightRelay
+from streamrl.weights.store import WeightStore
+
+CONTROLLER, PUBLISHER = "controller", "publisher"
+"""Names of the hubs of the trainer's site."""
+OPERATOR = "operator"
+"""How the names of commands begin that a person gives a running job; they come and go."""
+BATCH_S = 0.05
+"""Seconds that a sample waits for others before it goes over a link."""
+BATCH_BYTES = 256 * 1024
+BATCH_SAMPLES = 256
+CHUNK_S = 0.25
+"""A chunk of weights takes a link no longer than this, so that a sample behind it does not wait long."""
+MIN_CHUNK_BYTES = 64 * 1024
+
+
+def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
+    """A connection of a site's process to controller or publisher; not yet connected."""
+    link = context.link
+    about: dict[str, Any] = {"site": context.site}
+    if link is None:
+        return Link(context.name, role, waits, about, flow=context.near)
+    about["agreement"] = context.agreement
+    return Link(context.name, role, waits, about, flow=context.far(link, BATCH_BYTES))
+
+
+async def connect_home(context: RoleContext, link: Link, address: str) -> None:
+    """Connects what `to_home` has made.
+
+    Raises:
+        DeadlineExpired: no answer in time.
+        Refused: the trainer's site does not let this one in.
+        UserError: a key is missing, or others can read the secret one.
+    """
+    await link.connect(address, context.startup_s, context.client_security())
+
+
+def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -> Hub:
+    """A hub of the trainer's site, not yet bound.
+
+    Args:
+        context: of the process.
+        name: CONTROLLER or PUBLISHER.
+        waits: where its waits are registered.
+        near: flow to processes of its own site.
+    """
+
+    def far(link: SiteLink) -> Flow:
+        if name == PUBLISHER:
+            return context.far(link, weight_chunk(context, link))
+        return Flow(lost_after_s=context.cluster.absence_s)
+
+    return _hub(context, name, waits, near, far, context.cluster.remote_sites)
+
+
+def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
+    """The hub at which other sites get weights from this one, which does not train; not yet bound."""
+
+    def far(link: SiteLink) -> Flow:
+        return context.far(link, weight_chunk(context, link))
+
+    linked = [site for site in context.cluster.remote_sites if context.cluster.link_between(site, context.site)]
+    return _hub(context, f"relay-{context.site}", waits, context.near, far, linked)
+
+
+def _hub(
+    context: RoleContext,
+    name: str,
+    waits: WaitRegistry,
+    near: Flow,
+    far: Callable[[SiteLink], Flow],
+    others: Collection[str],
+) -> Hub:
+    """A hub that lets in processes of other sites that are in the plan and were started with the same files."""
+    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    mine = context.agreement if others else {}
+
+    def flow_to(peer: str) -> Flow:
+        link = context.cluster.link_between(sites.get(peer, context.site), context.site)
+        return near if link is None else far(link)
+
+    def admit(peer: str, role: str, meta: dict[str, Any], key_site: str | None) -> str | None:
+        site = meta["site"]
+        if site not in others:
+            return f"the cluster file has no site {site!r} that would connect"
+        if sites.get(peer) != site:
+            return f"site {site} has no process {peer!r}"
+        return disagreement(mine, meta.get("agreement"))
+
+    hub = Hub(name, waits, flow=near, flows=flow_to)
+    hub.admit = admit
+    return hub
+
+
+def bind_home(context: RoleContext, hub: Hub, address: str, outside: str) -> None:
+    """Opens a hub of the trainer's site to its own processes and, if there are any, to other sites."""
+    hub.bind(address)
+    if outside:
+        bind_outside(context, hub, outside)
+
+
+def bind_outside(context: RoleContext, hub: Hub, address: str) -> None:
+    """Opens a hub to other sites that have their keys.
+
+    Raises:
+        RunFailed: the address cannot be bound.
+        UserError: a key is missing, or others can read the secret one.
+    """
+    hub.bind_outside(address, context.server_security())
+
+
+def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
+    """Bytes of weights in one message."""
+    most = int(context.run.weights.chunk_mb * 2**20)
+    return most if link is None else int(min(most, max(MIN_CHUNK_BYTES, link.bytes_per_s * CHUNK_S)))
+
+
+def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
+    """What sends weights to relays, within each link's budget: the trainer's, or that of a relay that passes them on.
+    The latter makes deltas from the start: a site may come to it at any version.
+    """
+    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+
+    def link_to(peer: str) -> SiteLink | None:
+        return context.cluster.link_between(sites.get(peer, context.site), context.site)
+
+    def rate(peer: str) -> float | None:
+        link = link_to(peer)
+        return None if link is None else link.bytes_per_s * link.weight_share
+
+    return WeightPublisher(
+        hub,
+        weight_chunk(context, None),
+        anchor_every=context.run.weights.anchor_every,
+        rate_of=rate,
+        chunk_of=lambda peer: weight_chunk(context, link_to(peer)),
+        eager=context.remote,
+    )
+
+
+async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
+    """Connects what `to_relay` has made; raises as `connect_home`."""
+    await link.connect(context.addresses.relays[site], context.startup_s, context.client_security(site))
+
+
+def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
+    """A connection to the relay of another site that does not train either; not yet connected."""
+    link = context.cluster.link_between(context.site, site)
+    assert link is not None
+    about = {"site": context.site, "agreement": context.agreement}
+    return Link(context.name, "relay", waits, about, flow=context.far(link, BATCH_BYTES))
+
+
+def make_relay(context: RoleContext, link: Link) -> WeightRelay:
+    """A site's side of the weights. Over a link they must be those of this site's model, which it has to begin with."""
+    chosen = context.run.weights.encoding
+    encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
+    limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
+    store = WeightStore(context.weights_folder, context.one_machine)
+    if not context.remote:
+        return WeightRelay(link, store, limit_s, encoding, host=this_host())
+    from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
+
+    model = resolve_model(context.run.model.path)
+    types = context.wire_type, context.run.weights.generation_dtype
+    expected = expected_tensors(model, *types)
+    relay = WeightRelay(link, store, limit_s, encoding, expected)
+    if encoding == "delta" and (known := initial_version(model, expected, *types)) is not None:
+        relay.seed(*known)
+    return relay
+
+
+def make_uplink(context: RoleContext, controller: Link) -> Uplink:
+    """A site's finished samples on their way to the controller: one by one inside a site, in batches over a link."""
+    link = context.link
+    bandwidth = None if link is None else link.bytes_per_s
+    batcher: SampleBatcher[Any] = SampleBatcher(0.0 if link is None else BATCH_S, BATCH_BYTES, BATCH_SAMPLES)
+    mark = Uplink.marks(bandwidth, link.rtt_s if link else 0.0)
+    patience = context.cluster.absence_s if link else context.run.deadlines.heartbeat_s
+    return Uplink(controller, batcher, CompressionChoice(bandwidth), mark, max(300.0, patience))

@@ -1,0 +1,86 @@
+"""The rewards process of a site: scores completions in worker processes with a time limit each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import connect_home, to_home
+from streamrl.tasks.reward_pool import RewardPool
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+
+log = logging.getLogger(__name__)
+
+
+class RewardWorker:
+    """Wires a `RewardPool` to the controller."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        rewards = context.cluster.sites[context.site].rewards
+        run = context.run
+        held_out = run.evaluation.held_out(run.tasks) if run.evaluation else []
+        self.pool = RewardPool(
+            [*run.tasks, *held_out],
+            context.run.seed,
+            workers=rewards.workers if rewards else 1,
+            timeout_s=context.run.deadlines.reward_s,
+            log_file=context.run_dir / "logs" / f"{context.name}-workers.log",
+        )
+        self.scoring = 0
+        self.scored = 0
+        self._life = 0
+        """Of the controller."""
+
+    async def run(self) -> None:
+        """Serves until the process is ended."""
+        limits = self.context.run.deadlines
+        waits = WaitRegistry(self.context.name)
+        try:
+            self.context.say("starting the reward workers")
+            async with waits.deadline("reward workers to start", limits.startup_s):
+                await self.pool.start()
+            link = to_home(self.context, "rewards", waits)
+            link.state = lambda: {
+                "state": "scoring" if self.scoring else "idle",
+                "running": self.scoring,
+                "detail": f"{self.scored} scored",
+            }
+            link.on_new_hub = lambda: self._new_controller(link)
+            self.context.say(waiting_for(["the controller"]))
+            await connect_home(self.context, link, self.context.addresses.controller)
+            self.context.say(READY)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while True:
+                        tasks.create_task(self._score(link, await link.receive()))
+            finally:
+                await link.close()
+        finally:
+            self.pool.close()
+
+    def _new_controller(self, link: Link) -> None:
+        """Rewards of samples that an earlier one has sent are of no use: it may make them again, and otherwise."""
+        self._life += 1
+        link.forget_sent()
+
+    async def _score(self, link: Link, delivery: Delivery) -> None:
+        if delivery.kind != "score":
+            log.warning("rewards ignores %r", delivery.kind)
+            delivery.ack()
+            return
+        body, life = delivery.body, self._life
+        delivery.ack()  # at once: a reward may take long, and requests under way must not use up the credits
+        self.scoring += 1
+        try:
+            result = await self.pool.score(body["task"], body["completion"], body["reward_input"])
+        finally:
+            self.scoring -= 1
+        self.scored += 1
+        if life != self._life:
+            return
+        answer = {"sample_id": body["sample_id"], "reward": result.reward, "error": result.error}
+        await link.send("scored", answer | {"seconds": result.seconds})

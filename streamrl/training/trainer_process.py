@@ -1,0 +1,247 @@
+"""The trainer process (one per rank): takes micro-batches from the controller, publishes weights.
+
+Commands of the controller, each answered when done: prepare, train, step, publish, checkpoint, resources. Every rank
+gets the same commands in the same order, so collectives always meet. Computing runs in a thread, always the same; the
+event loop stays free for heartbeats and for sending weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from streamrl.config.algorithm import PPOConfig
+from streamrl.errors import RunFailed
+from streamrl.generation.instance.engine_config import weight_backend
+from streamrl.machine.compute_type import TypeChoice
+from streamrl.machine.model_files import resolve_model
+from streamrl.rollouts.micro_batch import from_wire
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub, make_publisher
+from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.training.learner import Division, agreed_type
+from streamrl.training.trainer import Trainer
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+from streamrl.transport.wire import Arrays
+
+log = logging.getLogger(__name__)
+
+PUBLISHER_CREDITS = 16
+"""Chunks of weights under way to the relay of the same site."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TrainerWorker:
+    """Wires one rank to the controller."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.run_config = context.run
+        self.cuda = context.cluster.hardware == "cuda"
+        self.rank = int(os.environ["RANK"])
+        self.name = f"trainer-{self.rank}"
+        self.limits = context.run.deadlines
+        self.waits = WaitRegistry(self.name)
+        self.state = "loading"
+        self.version = 0
+        self.threads = 1
+        """CPU threads to compute with."""
+        self.computing = ThreadPoolExecutor(1, "compute")
+        """One thread for all of torch's work: the current CUDA device is a thread's own, and so is its team of OpenMP
+        threads, of which several wait for each other more slowly than one."""
+        self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
+        self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
+        self.publisher = make_publisher(context, self.hub)
+        self.several_sites = bool(context.cluster.remote_sites)
+
+    async def run(self) -> None:
+        """Serves until the process is ended."""
+        async with asyncio.TaskGroup() as tasks:
+            if self.rank == 0:
+                addresses = self.context.addresses
+                bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
+                if weight_backend(self.run_config, self.cuda, self.several_sites) != "nccl":
+                    tasks.create_task(self.publisher.serve())
+            await self._compute(self._load)
+            link = Link(self.name, "trainer", self.waits, flow=self.context.near)
+            link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
+            self._say(waiting_for(["the controller"]))
+            await link.connect(self.context.addresses.controller, self.limits.startup_s)
+            self._say(READY)
+            try:
+                while True:
+                    await self._handle(link, await link.receive())
+            finally:
+                await link.close()
+                await self.hub.close()
+
+    def _say(self, stage: str) -> None:
+        """Rank 0 speaks for all."""
+        if self.rank == 0:
+            self.context.say(stage)
+
+    def _load(self) -> None:
+        """Joins the process group, loads model and, on resume, the checkpoint."""
+        if self.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        else:
+            trainer = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
+            assert trainer is not None
+            self.threads = trainer.threads
+            torch.set_num_threads(self.threads)
+            device = torch.device("cpu")
+        if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
+            self._say(f"joining {ranks} ranks")
+        dist.init_process_group("nccl" if self.cuda else "gloo")
+        self._agree_on_type()
+        torch.manual_seed(self.run_config.seed)
+        algorithm = self.run_config.algorithm
+        own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
+        critic_path = resolve_model(own_critic) if own_critic else None
+        pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
+        assert pool is not None
+        division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
+        model = resolve_model(self.run_config.model.path)
+        published = getattr(torch, self.context.wire_type)
+        self._say("loading the model")
+        self.trainer = Trainer(self.run_config, model, device, critic_path, division, published)
+        if self.context.resume and (step := self.checkpoints.latest()) is not None:
+            self._say(f"loading the checkpoint of step {step}")
+            self.trainer.load(self.checkpoints.path(step))
+            self.version = step
+        gc.freeze()  # what has been imported and loaded stays: looking through it again took 2 % of a step
+        self.state = "idle"
+
+    def _agree_on_type(self) -> None:
+        """Ranks on unlike devices may have decided differently."""
+        choice = self.context.type_choice
+        assert choice is not None
+        if (agreed := agreed_type(choice.dtype)) != choice.dtype:
+            self.context = self.context.computing_in(
+                TypeChoice("float32", f"other ranks cannot do better; here {choice}")
+            )
+            self.run_config = self.context.run
+            log.info("computes in %s, like the other ranks", agreed)
+
+    async def _handle(self, link: Link, delivery: Delivery) -> None:
+        body = delivery.body
+        started = time.time()
+        arrays: Arrays = {}
+        match delivery.kind:
+            case "prepare":
+                self.state = "preparing"
+                groups = from_wire(body, delivery.arrays)
+                arrays = {"reference_logprobs": await self._compute(self.trainer.prepare, groups)}
+                answer: dict[str, Any] = {}
+            case "train":
+                self.state = "training"
+                groups = from_wire(body, delivery.arrays)
+                stats = await self._compute(
+                    self.trainer.accumulate, groups, bool(body["is_last"]), bool(body["reference_given"])
+                )
+                answer = {"stats": asdict(stats)}
+            case "step":
+                self.state = "optimizer step"
+                result = await self._compute(
+                    self.trainer.step, int(body["step"]), float(body["normalizer"]), bool(body["skip"])
+                )
+                self.version = int(body["step"]) + 1
+                answer = asdict(result)
+            case "resources":
+                self._move_to({int(core) for core in body["cores"]})
+                answer = {}
+            case "publish":
+                self.state = "publishing weights"
+                answer = await self._publish(link)
+                await self._compute(self.trainer.mark_published)
+            case "checkpoint":
+                self.state = "saving"
+                await self._compute(self._checkpoint, int(body["step"]), body["state"], body["pending"])
+                answer = {"step": body["step"]}
+            case other:
+                log.warning("trainer ignores %r", other)
+                delivery.ack()
+                return
+        self.state = "idle"
+        delivery.ack()
+        about = {"rank": self.rank, "started": started, "finished": time.time()}
+        await link.send(f"{delivery.kind}_done", answer | about, arrays)
+
+    async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the trainer's work in its thread, on the OpenMP threads that it has now."""
+
+        def run() -> R:
+            if not self.cuda:
+                torch.set_num_threads(self.threads)
+            return work(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self.computing, run)
+
+    def _move_to(self, cores: set[int]) -> None:
+        """From now on this process computes on these CPU cores, with a thread on each."""
+        self.threads = len(cores)
+        for thread in psutil.Process().threads():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread.id, cores)
+
+    async def _publish(self, link: Link) -> dict[str, Any]:
+        """Makes the current weights version available to the relays, or pushes it by NCCL.
+
+        Raises:
+            RunFailed: it cannot be laid out; NCCL was to send 8-bit weights.
+        """
+        if weight_backend(self.run_config, self.cuda, self.several_sites) == "nccl":
+            from streamrl.weights.backends.nccl import NcclSender
+
+            if (kind := self.run_config.weights.generation_dtype) != "same":
+                raise RunFailed(f"NCCL does not send weights.generation_dtype: {kind}; set weights.backend: stream")
+            if not hasattr(self, "nccl"):
+                self.nccl = NcclSender(self.trainer, self.context, link)
+            await self._compute(self.nccl.send, self.version)
+            return {"number": self.version, "content_hash": "", "bytes": self.nccl.nbytes}
+        manifest, buffer = await self._compute(self.trainer.lay_out, self.version)
+        if self.rank == 0:
+            await self.publisher.publish(manifest, buffer)
+        return {
+            "number": self.version,
+            "content_hash": manifest.version.content_hash,
+            "bytes": manifest.nbytes,
+        }
+
+    def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
+        """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it. Checkpoints of `pending`
+        steps are being evaluated and stay."""
+        if self.rank == 0:
+            self.checkpoints.begin(step)
+        dist.barrier()
+        partial = self.checkpoints.directory / f".partial_step_{step}"
+        try:
+            self.trainer.save(partial)
+            if self.rank == 0:
+                from transformers import AutoTokenizer
+
+                AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path)).save_pretrained(partial)
+                (partial / "state.json").write_text(json.dumps(state | {"step": step}))
+        except OSError as error:
+            raise RunFailed(f"cannot write checkpoint {partial}: {error}") from error
+        dist.barrier()
+        if self.rank == 0:
+            self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)

@@ -1,0 +1,377 @@
+"""A site's side: fetches each version once from the publisher, verifies it, and keeps it for the site's instances.
+
+With `encoding: delta` the publisher sends what leads from the newest version in the store to the wanted one. That file
+is copied, and the deltas are applied to the copy. Two checks stand between bytes from a link and a version's name:
+
+- every payload has its checksum; of those that do not match, only they are fetched again;
+- every tensor that results has its checksum in the manifest. One that does not match although the payloads did was made
+  from a wrong base: the version is fetched anew, as by a relay that holds nothing.
+
+Only then does the file get its name, and only then does the publisher hear of it. So a base never advances unverified,
+and no delta is skipped. A relay that starts on what an earlier one left verifies that before it says that it holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from streamrl.errors import RunFailed
+from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.codec.delta import decode_tensor
+from streamrl.weights.store import WeightStore
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, kind_of
+
+log = logging.getLogger(__name__)
+
+FETCH_TRIES = 3
+"""Corrupt this often in a row is no accident."""
+
+DECODING_THREADS = 2
+"""As many as the publisher codes with."""
+
+Encoding = Literal["raw", "delta"]
+
+
+class NotPublished(RunFailed):
+    """The publisher does not have that version (any more, or not yet)."""
+
+
+class WrongBase(CorruptWeights):
+    """Deltas did not fit what they were applied to."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one fetch cost."""
+
+    number: int
+    nbytes: int
+    """Payload bytes, repeated ones too."""
+    kind: str
+    """complete, packed, delta, packed+delta, or nothing (`kind_of`)."""
+    seconds: float
+    """From the request until the version was verified and stored."""
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    """A part and where its stream (uint8 [nbytes]) arrives."""
+
+    part: Part
+    stream: np.ndarray
+
+
+class WeightRelay:
+    """Fetches versions over a link to the publisher into a store."""
+
+    def __init__(
+        self,
+        link: Link,
+        store: WeightStore,
+        limit_s: float,
+        encoding: Encoding = "raw",
+        expected: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        host: str = "",
+    ) -> None:
+        """
+        Args:
+            link: to the publisher's hub.
+            store: of the site.
+            limit_s: for one fetch.
+            encoding: raw for complete weights as they are, delta for the fewest bytes.
+            expected: type (torch's name) and shape of every tensor of the site's model; None: not known.
+            host: `this_host()` inside the publisher's site: if it is there, too, its file is copied.
+        """
+        self.link = link
+        self.store = store
+        self.limit_s = limit_s
+        self.encoding = encoding
+        self.expected = expected
+        self._request = self._first = 0
+        """Numbers of the current request, and of the one that began the transfer."""
+        self._early: list[Delivery] = []
+        """Chunks of the current request that came before its manifest."""
+        self.corrupt = 0
+        """Payloads, and answers as a whole, that failed verification and were fetched again."""
+        self.wrong_bases = 0
+        """Times that deltas did not fit their base, and complete weights were fetched instead."""
+        self.bytes_received = 0
+        """Payload bytes since the start."""
+        self.version: int | None = None
+        """Newest version that this relay knows to be in the store, verified (no file is looked at)."""
+        self.host = host
+        """Told to the publisher; "" for weights to be sent."""
+        self.last: Received | None = None
+        """The last fetch."""
+
+    async def fetch(self, number: int, content_hash: str, newest: bool = False) -> Manifest:
+        """Brings a version into the store and returns its manifest.
+
+        Args:
+            number: of the version.
+            content_hash: of that version's weights.
+            newest: whether a newer one may come instead, if the publisher has one by now.
+
+        Raises:
+            DeadlineExpired: it was not there in time.
+            RunFailed: it was corrupt `FETCH_TRIES` times; the publisher does not have it; it is of another model.
+        """
+        started, received = time.monotonic(), self.bytes_received
+        base = await asyncio.to_thread(self._base) if self.encoding == "delta" else None
+        for _ in range(FETCH_TRIES):
+            try:
+                manifest, kind = await self._transfer(number, content_hash, newest, base)
+            except WrongBase as error:
+                self.wrong_bases += 1
+                log.warning("fetching complete weights: %s", error)
+                assert base is not None
+                self.store.distrust(base.version.number)
+                base = None
+            except CorruptWeights as error:
+                self.corrupt += 1
+                log.warning("fetching again: %s", error)
+            else:
+                await self.link.send("have", {"number": manifest.version.number})
+                nbytes = self.bytes_received - received
+                self.version = manifest.version.number
+                self.last = Received(manifest.version.number, nbytes, kind, time.monotonic() - started)
+                return manifest
+        raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
+
+    def beside(self, link: Link) -> WeightRelay:
+        """Another relay into the same store, over another link; not to be used at the same time as this one."""
+        return WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
+
+    def seed(self, manifest: Manifest, buffer: np.ndarray) -> None:
+        """Puts a version that this site has already (its model's own files) into the store, if that is empty: what is
+        fetched first can then be a delta. It takes a while; the publisher goes by its hash.
+
+        Raises:
+            CorruptWeights: manifest and buffer do not match.
+        """
+        if self.store.newest_verified() is None:
+            target = self.store.begin(manifest)
+            target[:] = buffer
+            self.store.commit(manifest, target)
+
+    def _base(self) -> Manifest | None:
+        number = self.store.newest_verified()
+        return None if number is None else self.store.open(number)[0]
+
+    async def _transfer(
+        self, number: int, content_hash: str, newest: bool, base: Manifest | None
+    ) -> tuple[Manifest, str]:
+        self._request += 1  # what still arrives of an earlier, failed request is told apart by it
+        self._first = self._request
+        self._early.clear()
+        ask: dict[str, Any] = {"number": number, "newest": newest, "encoding": self.encoding, "host": self.host}
+        if base is not None:
+            ask |= {"holds": base.version.number, "holds_hash": base.version.content_hash}
+        begun: int | None = None
+        try:
+            async with self.link.waits.deadline(f"the publisher to send weight version {number}", self.limit_s):
+                await self.link.send("fetch", ask | {"request": self._request})
+                answer = await self._next("manifest", number)
+                manifest = Manifest.from_dict(answer.body["manifest"])
+                parts = self._check(manifest, answer.body.get("parts"), number, content_hash, newest, base)
+                if not parts:
+                    return manifest, kind_of(parts)
+                begun, first = manifest.version.number, parts[0].base
+                file = answer.body.get("file") if self.host else None
+                try:
+                    target = await asyncio.to_thread(self.store.begin, manifest, first, file)
+                except (FileNotFoundError, PermissionError) as error:
+                    if file is not None:
+                        raise self._sent_instead(error) from error
+                    if isinstance(error, PermissionError):
+                        raise
+                    raise WrongBase(f"version {first} is gone: {error}") from error
+                incoming = [_Incoming(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
+                if file is None:
+                    await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
+                else:
+                    self.bytes_received += manifest.nbytes
+                await self._complete(manifest, target, incoming)
+                begun = None
+                return manifest, kind_of(parts)
+        finally:
+            if begun is not None:
+                self.store.abandon(begun)
+
+    def _sent_instead(self, error: OSError) -> CorruptWeights:
+        """The publisher's file cannot be read from here: from now on weights are to be sent."""
+        self.host = ""
+        return CorruptWeights(f"the publisher's file cannot be copied: {error}")
+
+    def _check(
+        self,
+        manifest: Manifest,
+        parts: Any,
+        number: int,
+        content_hash: str,
+        newest: bool,
+        base: Manifest | None,
+    ) -> list[Part]:
+        """Whether an answer is what was asked for; its parts."""
+        version = manifest.version
+        if version.number == number:
+            if version.content_hash != content_hash:
+                raise CorruptWeights(f"version {number} is not the one that was announced")
+        elif not newest or version.number < number:
+            raise CorruptWeights(f"version {version.number} came instead of {number}")
+        self._check_model(manifest)
+        if not isinstance(parts, list):
+            raise CorruptWeights("an answer has no list of parts")
+        way = [Part.from_dict(values, manifest) for values in parts]
+        at = None if base is None else base.version.number
+        for part in way:
+            if part.base is not None and part.base != at:
+                raise CorruptWeights(f"a delta starts from version {part.base}, not from {at}")
+            if not part.coded and len(way) > 1:
+                raise CorruptWeights(f"complete weights of version {part.number} are not the whole way")
+            at = part.number
+        if at != version.number or (base is not None and not way and base.version != version):
+            raise CorruptWeights(f"the parts lead to version {at}, not to {version.number}")
+        if base is not None and way and way[0].base is not None and not base.like(manifest):
+            raise WrongBase(f"version {version.number} has other tensors than {base.version.number}, its base")
+        return way
+
+    def _check_model(self, manifest: Manifest) -> None:
+        if self.expected is None:
+            return
+        number, found = manifest.version.number, {t.name: (t.dtype, t.shape) for t in manifest.tensors}
+        for name in dict.fromkeys([*self.expected, *found]):
+            here, there = self.expected.get(name), found.get(name)
+            if here != there:
+                raise RunFailed(
+                    f"weight version {number} does not fit this site's model: tensor {name!r} is "
+                    f"{_described(there)}, expected {_described(here)}"
+                )
+
+    async def _next(self, kind: str, number: int) -> Delivery:
+        """The next message of this kind that belongs to the current request. After a reconnect messages may come in
+        another order than they were sent: chunks that come before their manifest wait."""
+        while kind != "chunk" or not self._early:
+            delivery = await self.link.receive()
+            delivery.ack()
+            if delivery.body.get("request") != self._request:
+                log.debug("relay ignores %r of another request", delivery.kind)
+            elif delivery.kind == "no_version":
+                raise NotPublished(
+                    f"the publisher has no weight version {number} ({delivery.body.get('reason')}); "
+                    f"it has {delivery.body.get('available')}"
+                )
+            elif delivery.kind == kind:
+                return delivery
+            elif delivery.kind == "chunk":
+                self._early.append(delivery)
+            else:
+                raise CorruptWeights(f"{delivery.kind!r} came instead of {kind!r}")
+        return self._early.pop()
+
+    async def _receive(self, incoming: list[_Incoming], ranges: list[tuple[int, int, int]], number: int) -> None:
+        """Waits for (part, offset, bytes) of the streams."""
+        missing = sum(nbytes for _, _, nbytes in ranges)
+        while missing > 0:
+            chunk = await self._next("chunk", number)
+            data, part, at = chunk.arrays.get("data"), chunk.body.get("part"), chunk.body.get("offset")
+            if data is None or data.dtype != np.uint8 or data.ndim != 1 or data.size == 0:
+                raise CorruptWeights(f"a chunk of version {number} has no bytes")
+            if not isinstance(part, int) or not isinstance(at, int):
+                raise CorruptWeights(f"a chunk of version {number} has no place")
+            if not any(part == i and o <= at and at + data.size <= o + nbytes for i, o, nbytes in ranges):
+                raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not asked for")
+            incoming[part].stream[at : at + data.size] = data
+            self.bytes_received += data.nbytes
+            missing -= data.nbytes
+
+    async def _again(
+        self, incoming: list[_Incoming], corrupt: list[tuple[int, tuple[int, ...]]], tries: int, number: int
+    ) -> None:
+        """Has payloads sent again, (part, tensors), after they came `tries` times.
+
+        Raises:
+            RunFailed: that was `FETCH_TRIES` times.
+        """
+        count = sum(len(indexes) for _, indexes in corrupt)
+        self.corrupt += count
+        if tries == FETCH_TRIES:
+            raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
+        log.warning("weight version %d: fetching %d corrupt payloads again", number, count)
+        self._request += 1
+        self._early.clear()
+        again = {"request": self._request, "of": self._first, "tensors": [[i, list(js)] for i, js in corrupt]}
+        await self.link.send("again", again)
+        payloads = [(i, incoming[i].part.payloads[j]) for i, indexes in corrupt for j in indexes]
+        await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
+
+    async def _complete(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
+        """Verifies, decodes and commits, and has sent again what is corrupt. Threads do it: heartbeats go on."""
+        number = manifest.version.number
+        if not incoming[0].part.coded:
+            await self._commit_raw(manifest, target, incoming)
+            return
+        tries, todo = 1, [(i, tuple(range(len(one.part.payloads)))) for i, one in enumerate(incoming)]
+        while corrupt := await asyncio.to_thread(_corrupt_of, incoming, todo):
+            await self._again(incoming, corrupt, tries, number)
+            tries, todo = tries + 1, corrupt
+        try:
+            await asyncio.to_thread(_decode, manifest, target, [(one.part, one.stream) for one in incoming])
+            await asyncio.to_thread(self.store.commit, manifest, target)
+        except CorruptWeights as error:  # although every payload is what was sent
+            if (base := incoming[0].part.base) is None:
+                raise
+            raise WrongBase(f"version {number} does not follow from version {base}: {error}") from error
+
+    async def _commit_raw(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
+        """Commits what came as it is: its payloads are the tensors, so they are verified but once."""
+        tries = 1
+        while True:
+            try:
+                await asyncio.to_thread(self.store.commit, manifest, target)
+                return
+            except CorruptTensors as error:
+                await self._again(incoming, [(0, error.indexes)], tries, manifest.version.number)
+            tries += 1
+
+
+def _corrupt_of(
+    incoming: list[_Incoming], todo: list[tuple[int, tuple[int, ...]]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """(part, tensors) of which payloads do not match, of those in `todo`."""
+    found = [(i, incoming[i].part.corrupt(incoming[i].stream, indexes)) for i, indexes in todo]
+    return [(i, indexes) for i, indexes in found if indexes]
+
+
+def _decode(manifest: Manifest, target: np.ndarray, streams: list[tuple[Part, np.ndarray]]) -> None:
+    """Applies coded parts in order to a buffer (uint8 [nbytes]) that holds what the first one starts from.
+
+    Raises:
+        CorruptDelta: a payload cannot be decoded.
+    """
+    buffer = np.asarray(target)
+
+    def one(index: int) -> None:
+        t = manifest.tensors[index]
+        for part, stream in streams:
+            payload = part.payloads[index]
+            decode_tensor(
+                stream[payload.offset : payload.offset + payload.nbytes],
+                buffer[t.offset : t.offset + t.nbytes],
+                t.dtype,
+            )
+
+    with ThreadPoolExecutor(DECODING_THREADS) as pool:
+        list(pool.map(one, range(len(manifest.tensors))))
+
+
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "not there" if tensor is None else f"{tensor[0]} {list(tensor[1])}"

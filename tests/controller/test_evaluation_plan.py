@@ -1,0 +1,254 @@
+"""Evaluations: when, on what, and the figures; nothing of them can be mistaken for training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from streamrl.config.evaluation import EvaluationConfig, plain_name
+from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
+from streamrl.controller.evaluation_plan import Evaluations, pass_at
+from streamrl.errors import UserError
+from streamrl.rollouts.types import Group, IntArray
+from streamrl.run_dir.evaluations import EvaluationRow, EvaluationWriter, best, evaluation_line, read_evaluations
+from streamrl.tasks.source import Prompt, PromptSource
+
+
+class Held:
+    """A source of prompts 'question i', of two tasks in turn; `count` different ones each."""
+
+    def __init__(self, count: int = 10**9) -> None:
+        self.count = count
+
+    def prompt(self, index: int) -> Prompt:
+        task, item = ("eval-0/sums", "eval-0/words")[index % 2], index // 2
+        return Prompt(f"{task}/{item}", task, f"question {index}", item // self.count, {"index": item})
+
+
+def tokenize(text: str) -> IntArray:
+    return np.arange(len(text), dtype=np.int32)
+
+
+def make(source: Held | None = None, last_step: int = 100, longest: int = 50, **config: Any) -> Evaluations:
+    settings = {"every": 10, "prompts": 4, "samples": 4} | config
+    return Evaluations(EvaluationConfig(**settings), 7, source or Held(), tokenize, longest, last_step)
+
+
+def finish_all(
+    evaluations: Evaluations, groups: Iterable[Group], passes: dict[int, int], length: int = 10, greedy: float = 1.0
+) -> EvaluationRow:
+    """Finishes everything: group i's greedy reward is `greedy`, and its first `passes[i]` samples pass."""
+    row = None
+    for index, group in enumerate(groups):
+        for number, (sample_id, _, temperature) in enumerate(evaluations.samples(group)):
+            assert row is None
+            first = number - evaluations.config.greedy
+            reward = greedy if temperature == 0 else float(first < passes.get(index, 0))
+            row = evaluations.finish(sample_id, reward, None, length, np.full(length, group.step), 120.0)
+    assert row is not None
+    return row
+
+
+def test_an_evaluation_is_due_every_so_many_steps_at_the_start_and_at_the_end() -> None:
+    evaluations = make(last_step=25)
+    due = []
+    for step in range(26):
+        if evaluations.due(step):
+            due.append(step)
+            evaluations.begin(step, 0.0)
+            assert not evaluations.due(step)
+    assert due == [0, 10, 20, 25]
+    assert not make(at_start=False).due(0)
+    with pytest.raises(ValueError, match="already"):
+        evaluations.begin(20, 0.0)
+
+
+def test_a_due_version_that_is_never_served_is_made_up_for_by_the_next_one_that_is() -> None:
+    evaluations = make(last_step=40, every=5)
+    due = []
+    for step in range(0, 41, 4):  # weights are published every four steps
+        if evaluations.due(step):
+            due.append(step)
+            evaluations.begin(step, 0.0)
+    assert due == [0, 8, 12, 16, 20, 28, 32, 36, 40]
+
+
+def test_after_a_resume_what_is_recorded_is_not_done_again_and_what_was_under_way_is() -> None:
+    before = make()
+    rows = [finish_all(before, before.begin(step, 0.0), {}) for step in (0, 10)]
+    before.begin(20, 0.0)
+    after = make()
+    after.restore(rows)
+    assert [step for step in (0, 10, 20) if after.due(step)] == [20]
+
+
+def test_every_version_is_asked_the_same_with_the_same_seeds_under_ids_of_its_own() -> None:
+    evaluations = make()
+    first, second = evaluations.begin(0, 0.0), evaluations.begin(10, 0.0)
+    assert [group.prompt for group in first] == [group.prompt for group in second]
+    assert [group.group_id for group in second] == [f"eval-10-{index}" for index in range(4)]
+    samples = [evaluations.samples(group) for group in (first[1], second[1])]
+    assert [sample_id for sample_id, _, _ in samples[1]] == [
+        "eval-10-1.g",
+        *(f"eval-10-1.{number:03d}" for number in range(4)),
+    ]
+    assert [(seed, t) for _, seed, t in samples[0]] == [(seed, t) for _, seed, t in samples[1]]
+    assert [t for _, _, t in samples[0]] == [0.0, None, None, None, None]
+    seeds = [seed for group in first for _, seed, t in evaluations.samples(group) if t != 0]
+    assert len(set(seeds)) == 16 and max(seeds) < 2**31
+    assert {group.size for group in first} == {5}
+    assert evaluations.pending == [0, 10] and evaluations.unfinished == 40
+
+
+def test_the_row_has_the_figures_of_every_task_and_of_all_in_any_order_of_arrival() -> None:
+    evaluations = make(prompts=3, samples=2)
+    groups = evaluations.begin(10, 100.0)  # sums, words, sums
+    rewards = {"eval-10-0": [1.0, 1.0, 0.5], "eval-10-1": [0.0, 0.0, 0.0], "eval-10-2": [0.5, 1.0, 1.0]}
+    arriving = [
+        (sample_id, rewards[group.group_id][number], group)
+        for group in groups
+        for number, (sample_id, _, _) in enumerate(evaluations.samples(group))
+    ]
+    row = None
+    for sample_id, reward, group in reversed(arriving):
+        assert row is None and evaluations.awaits(sample_id) and evaluations.group_of(sample_id) is group
+        versions = np.array([10, 10, 11, 12] if sample_id.endswith(".g") else [10] * 4)
+        error = "timed out" if group.task == "eval-0/words" else None
+        row = evaluations.finish(sample_id, reward, error, 4, versions, 130.0)
+        assert not evaluations.awaits(sample_id)
+    assert row is not None and evaluations.pending == []
+    assert (row.step, row.seconds) == (10, 30.0)
+    assert row.other_version_share == pytest.approx(6 / 36)
+    assert list(row.by_task) == ["sums", "words"]
+    overall, sums, words = row.overall, row.by_task["sums"], row.by_task["words"]
+    assert (overall.prompts, overall.samples, overall.reward_errors, overall.length_mean) == (3, 9, 3, 4.0)
+    assert (sums.prompts, sums.reward_errors, words.reward_errors) == (2, 0, 3)
+    assert sums.reward_greedy == 0.75 and sums.pass_greedy == 0.5 and sums.reward_sampled == 0.875
+    assert sums.pass_at == pytest.approx([(0.5 + 1) / 2, 1.0])
+    assert words.pass_at == [0.0, 0.0]
+    assert overall.pass_at == pytest.approx([0.5, 2 / 3])
+
+
+def test_pass_at_k_is_the_share_of_draws_without_replacement_that_hold_a_pass() -> None:
+    for n in range(1, 7):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+            assert pass_at(k, n, c) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+    assert pass_at(1, 4, 1) == 0.25
+
+
+def test_the_threshold_decides_what_passes() -> None:
+    evaluations = make(prompts=1, samples=1, threshold=0.5)
+    (group,) = evaluations.begin(0, 0.0)
+    for sample_id, _, _ in evaluations.samples(group):
+        row = evaluations.finish(sample_id, 0.5, None, 1, np.zeros(1, int), 1.0)
+    assert row is not None and row.overall.pass_greedy == 1.0 and row.overall.pass_at == [1.0]
+
+
+def test_without_greedy_or_without_samples_the_rest_is_measured() -> None:
+    evaluations = make(greedy=False)
+    row = finish_all(evaluations, evaluations.begin(0, 0.0), {0: 2, 1: 4})
+    assert row.overall.reward_greedy is None and row.score == row.overall.reward_sampled == 6 / 16
+    evaluations = make(samples=0)
+    row = finish_all(evaluations, evaluations.begin(0, 0.0), {})
+    assert row.overall.reward_sampled is None and row.overall.pass_at == [] and row.score == 1.0
+    with pytest.raises(ValidationError, match="would generate nothing"):
+        EvaluationConfig(samples=0, greedy=False)
+
+
+def test_a_sample_counts_once_and_a_training_sample_not_at_all() -> None:
+    evaluations = make()
+    (group, *_) = evaluations.begin(0, 0.0)
+    evaluations.finish(f"{group.group_id}.g", 1.0, None, 1, np.zeros(1, int), 1.0)
+    for sample_id in (f"{group.group_id}.g", "00000003.001"):
+        assert not evaluations.awaits(sample_id)
+        with pytest.raises(KeyError):
+            evaluations.finish(sample_id, 1.0, None, 1, np.zeros(1, int), 1.0)
+    assert evaluations.unfinished == 19
+
+
+def test_prompts_that_do_not_fit_are_passed_over_and_too_few_are_an_error() -> None:
+    class Growing(Held):
+        def prompt(self, index: int) -> Prompt:
+            prompt = super().prompt(index)
+            return Prompt(prompt.prompt_id, prompt.task, "x" * (60 if index < 3 else 10), prompt.epoch, {})
+
+    (first, *_) = make(Growing()).begin(0, 0.0)
+    assert first.prompt_index == 3
+    with pytest.raises(UserError, match="more than 5 tokens"):
+        make(longest=5)
+    with pytest.raises(UserError, match=r"prompts is 9, but after 8 in all, task sums has no more"):
+        make(Held(count=4), prompts=9)
+
+
+def test_the_best_is_the_highest_greedy_reward_and_of_equals_the_earliest() -> None:
+    evaluations = make()
+    rows = [
+        finish_all(evaluations, evaluations.begin(step, 0.0), {}, greedy=greedy)
+        for step, greedy in ((0, 0.25), (10, 0.5), (20, 0.5), (30, 0.25))
+    ]
+    assert best([]) is None
+    assert best(rows) == best(reversed(rows)) == rows[1]
+    assert evaluation_line(rows[1], rows[:2]) == "eval@10: greedy 0.50 pass@4 0.00 (best)"
+    assert evaluation_line(rows[2], rows[:3]) == "eval@20: greedy 0.50 pass@4 0.00"
+
+
+def test_rows_survive_a_kill_and_are_rewound_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    evaluations = make()
+    rows = [finish_all(evaluations, evaluations.begin(step, 0.0), {0: 3}) for step in (0, 10, 20)]
+    with EvaluationWriter(path) as writer:
+        for row in rows:
+            writer.append(row)
+    assert read_evaluations(path) == rows
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_evaluations(path) == rows[:2]
+    with EvaluationWriter(path) as writer:
+        assert writer.rewind(9) == 1
+        writer.append(rows[1])
+    assert read_evaluations(path) == rows[:2]
+    assert read_evaluations(tmp_path / "none.jsonl") == []
+
+
+def test_held_out_items_are_others_than_those_trained_on_and_others_with_another_seed() -> None:
+    tasks: list[Task] = [ReasoningGymTask(name="chain_sum", config={"min_digits": 4, "max_digits": 4})]
+    sources: list[list[Task]] = [tasks, *(EvaluationConfig(seed=seed).held_out(tasks) for seed in (0, 1))]
+    texts = [{PromptSource(some, 5).prompt(index).text for index in range(50)} for some in sources]
+    for ours, theirs in itertools.combinations(texts, 2):
+        assert not ours & theirs
+
+
+def test_held_out_tasks_have_names_of_their_own_and_are_never_a_file_that_is_trained_on() -> None:
+    train = FileTask(kind="file", name="gsm", path="train.jsonl")
+    run: list[Task] = [*default_tasks(), train]
+    names = [task.key for task in EvaluationConfig().held_out(run)]
+    assert names == ["eval-0/chain_sum", "eval-0/letter_counting", "eval-0/count_bits"]
+    assert [plain_name(name) for name in (*names, "chain_sum")] == [
+        *["chain_sum", "letter_counting", "count_bits", "chain_sum"]
+    ]
+    test = FileTask(kind="file", name="gsm", path="test.jsonl")
+    assert [task.key for task in EvaluationConfig(tasks=[test]).held_out(run)] == ["eval-0/gsm"]
+    with pytest.raises(ValueError, match=r"reads train.jsonl \(train\), which is trained on"):
+        EvaluationConfig(tasks=[train]).held_out(run)
+    with pytest.raises(ValueError, match="no task of the run is procedural"):
+        EvaluationConfig().held_out([train])
+    with pytest.raises(ValueError, match="different names"):
+        EvaluationConfig(tasks=[test, test]).held_out(run)
+
+
+def test_held_out_prompts_are_scored_under_their_own_names_beside_those_of_training() -> None:
+    from streamrl.tasks.rewards import Scorer
+
+    config, trained = EvaluationConfig(prompts=6), default_tasks()
+    held_out = config.held_out(trained)
+    scorer = Scorer([*trained, *held_out], 5)
+    evaluations = Evaluations(config, 5, PromptSource(held_out, 5), tokenize, 500, 10)
+    for group in evaluations.begin(0, 0.0):
+        assert group.task.startswith("eval-0/")
+        assert scorer.score(group.task, "no number here", group.reward_input) == 0.0

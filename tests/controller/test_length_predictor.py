@@ -1,0 +1,116 @@
+"""Output lengths in a run: predicted, trusted only when they were right, learned from, restored."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.run import RunConfig
+from streamrl.controller.length_predictor import COLUMNS, Lengths, places
+from streamrl.errors import UserError
+from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.types import Group
+from tests.rollouts.test_rollouts import make_sample
+
+FLEET = [SimulatedInstance(name, StepCurve((1, 32), (0.01, 0.1)), 32) for name in ("a", "b")]
+RUN = RunConfig.model_validate({"sampling": {"max_tokens": 400}, "batch": {"samples_per_prompt": 4}})
+
+
+def step_of(number: int, right: bool = True) -> list[Group]:
+    """24 groups whose length is told by the count of words; or by nothing."""
+    rng = np.random.default_rng(number)
+    groups = []
+    for index in range(24):
+        words = int(rng.integers(1, 12))
+        group = Group(
+            f"{number}-{index}", number, index, "p", "words", 0, "word " * words, np.arange(3, dtype=np.int32), 4
+        )
+        groups.append(group)
+    told = rng.permutation([len(group.prompt) for group in groups]) if not right else None
+    for index, group in enumerate(groups):
+        length = 6 * (len(group.prompt) if told is None else int(told[index]))
+        for sample in range(4):
+            drawn = make_sample(f"{group.group_id}.{sample:03d}", length=length + sample)
+            group.scored[drawn.sample_id] = _scored(drawn)
+    return groups
+
+
+def _scored(sample: object) -> object:
+    from streamrl.rollouts.types import Scored
+
+    return Scored(sample, 1.0, None, 5.0)  # type: ignore[arg-type]
+
+
+def play(lengths: Lengths, number: int, right: bool = True) -> tuple[list[Group], object]:
+    groups = step_of(number, right)
+    lengths.predict(groups)
+    return groups, asyncio.run(lengths.learn(groups, FLEET))
+
+
+def test_places_are_shared_by_equal_scores() -> None:
+    assert places([3.0, 1.0, 2.0]).tolist() == [1.0, 0.0, 0.5]
+    assert places([1.0, 1.0, 5.0]).tolist() == [0.25, 0.25, 1.0]
+    assert places([7.0]).tolist() == [0.0] and places([]).tolist() == []
+
+
+def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
+    lengths = Lengths(RUN)
+    first, told = play(lengths, 1)
+    assert told.measured is None and told.saving.saved == 0.0  # nothing known: dispatch by load
+    assert all(group.predicted_rank is None and group.forecast is None for group in first)
+    assert not lengths.state()["trusted"] and lengths.note == ""
+    second, told = play(lengths, 2)
+    assert told.measured.recall_at_20 > 0.6
+    assert all(group.predicted_rank is not None and group.forecast is None for group in second)  # not trusted yet
+    third, told = play(lengths, 3)
+    assert lengths.state()["trusted"] and lengths.note.startswith("length predictions are trusted after step 2")
+    assert all(group.forecast is not None and len(group.forecast.lengths) == 16 for group in third)
+    assert max(max(group.forecast.lengths) for group in third) <= 400
+    longest = max(third, key=lambda group: len(group.prompt))
+    assert longest.predicted_rank > 0.8
+    assert told.saving.oracle <= told.saving.least_loaded and told.saving.saved > 0.02
+    for number in (4, 5, 6):
+        play(lengths, number, right=False)
+    assert not lengths.state()["trusted"]
+    assert lengths.note.startswith("length predictions are not trusted any more after step")
+
+
+def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    for number in (1, 2, 3):
+        store.write(number, step_of(number))
+    lengths = Lengths(RUN)
+    lengths.restore(store.newest(COLUMNS, 10_000))
+    groups = step_of(4)
+    lengths.predict(groups)
+    rank = np.array([group.predicted_rank for group in groups])
+    truth = np.array([len(group.prompt) for group in groups])
+    assert np.corrcoef(rank, truth)[0, 1] > 0.8
+    assert [row["step"] for row in store.newest(COLUMNS, 1)] == [3] * 96  # the newest step, whole
+
+
+def test_a_fresh_start_without_rollouts_is_restored_as_nothing(tmp_path: Path) -> None:
+    lengths = Lengths(RUN)
+    lengths.restore(RolloutStore(tmp_path / "rollouts").newest(COLUMNS, 100))
+    groups = step_of(1)
+    lengths.predict(groups)
+    assert groups[0].predicted_rank is None
+
+
+def test_refits_can_be_switched_off() -> None:
+    lengths = Lengths(RUN.model_copy(update={"ranker": RUN.ranker.model_copy(update={"refit_every": 0})}))
+    play(lengths, 1)
+    groups, _ = play(lengths, 2)
+    assert groups[0].predicted_rank is None
+
+
+def test_a_file_that_is_no_ranker_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ranker.lgb"
+    path.write_text("no")
+    with pytest.raises(UserError, match=r"ranker\.path: .*ranker\.lgb: broken ranker file"):
+        Lengths(RunConfig.model_validate({"ranker": {"path": str(path)}}))

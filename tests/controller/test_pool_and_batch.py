@@ -1,0 +1,334 @@
+"""Pool, batches, prompts and step metrics: the controller's pure parts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ranker.online import Trust
+from scheduler.schedule.schedules import State, make_schedule
+from scheduler.simulation.saving import Saving
+from streamrl.config.run import RunConfig
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.group_source import GroupSource, samples_of
+from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_metrics import step_metrics
+from streamrl.controller.step_times import Interval, Span, Traffic
+from streamrl.errors import RunFailed
+from streamrl.rollouts.length_audit import LengthAudit
+from streamrl.rollouts.types import Group
+from streamrl.tasks.source import PromptSource
+from tests.rollouts.test_rollouts import make_sample
+
+
+def empty_group(group_id: str, size: int = 2) -> Group:
+    return Group(group_id, 1, 0, "task/0", "task", 0, "p", np.arange(3, dtype=np.int32), size)
+
+
+def config(prompts: int = 3, samples: int = 2, **algorithm: object) -> RunConfig:
+    batch = {"prompts_per_step": prompts, "samples_per_prompt": samples}
+    return RunConfig.model_validate({"batch": batch, "algorithm": {"name": "grpo"} | algorithm})
+
+
+def finish(pool: GroupPool, group_id: str, rewards: Sequence[float], reason: str = "stop") -> Group:
+    """All samples of a group come with their rewards."""
+    for number, reward in enumerate(rewards):
+        sample = replace(make_sample(f"{group_id}.{number}", length=2 + number), finish_reason=reason)
+        pool.finish(sample, 5.0)
+        _, group = pool.score(sample.sample_id, reward, None)
+    return group
+
+
+def pool_of(names: Iterable[str], size: int = 2, batch: int = 3, steps: int = 9) -> GroupPool:
+    pool = GroupPool(batch, steps)
+    pool.issue([empty_group(name, size) for name in names], 0)
+    return pool
+
+
+def taken(run: RunConfig, rewards: dict[str, Sequence[float]]) -> Batch:
+    """A batch of groups with these rewards."""
+    pool, batch = pool_of(rewards, len(next(iter(rewards.values())))), Batch(run, 1)
+    for name, values in rewards.items():
+        finish(pool, name, values)
+        batch.take(pool.take())
+    return batch
+
+
+def test_a_group_is_complete_with_its_last_reward_and_leaves_the_pool_when_it_is_taken() -> None:
+    pool = pool_of("ab")
+    assert (pool.issued, pool.generated, pool.running) == (2, 0, 4)
+    pool.finish(make_sample("a.0"), 1.0)
+    pool.finish(make_sample("a.1"), 1.0)
+    assert (pool.generated, pool.running, pool.complete, pool.first()) == (1, 2, 0, None)
+    pool.score("a.1", 0.0, None)
+    assert pool.first() is None
+    _, group = pool.score("a.0", 1.0, "late")
+    assert pool.first() is group and group.complete and group.scored["a.0"].error == "late"
+    assert pool.take() is group
+    assert (list(pool.groups), pool.complete, pool.issued) == (["b"], 0, 2)
+
+
+def test_groups_wait_in_the_order_of_their_version_then_of_their_completion() -> None:
+    pool = pool_of("ab")
+    pool.issue([empty_group("c"), empty_group("d")], 1)
+    for name in "dcba":
+        finish(pool, name, [0.0, 1.0])
+    assert [pool.take().group_id for _ in range(4)] == ["b", "a", "d", "c"]
+
+
+def test_a_dropped_group_counts_as_if_it_had_not_been_issued() -> None:
+    pool = pool_of("abc")
+    finish(pool, "b", [1.0, 1.0])
+    finish(pool, "a", [1.0, 0.0])
+    assert pool.drop("b").group_id == "b"
+    assert (pool.issued, pool.generated, pool.complete, list(pool.groups)) == (2, 1, 1, ["a", "c"])
+    assert pool.take().group_id == "a"
+
+
+def test_a_schedule_is_told_what_is_due() -> None:
+    pool = pool_of("abcd", batch=2)
+    finish(pool, "c", [0.0, 1.0])
+    pool.take()
+    pool.issue([empty_group("e")], 1)
+    state = pool.state(version=1, step=1, taken=1, max_staleness=2)
+    assert state == State(2, 5, 1, 1, 1, 1, 0, due=(0, 3), steps=9)  # a, b, d within two steps, e within three
+
+
+def test_a_resumed_pool_counts_what_is_trained() -> None:
+    pool = GroupPool(3, 9)
+    pool.resume_at(4)
+    assert make_schedule("sync").may_issue(pool.state(4, 4, 0, 0))
+    assert not make_schedule("sync").may_issue(pool.state(3, 4, 0, 0))
+
+
+def test_a_reward_for_nobody_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        pool_of("a").score("a.0", 1.0, None)
+
+
+def test_flat_groups_are_counted_and_not_sent() -> None:
+    run, pool = config(aggregation="token"), pool_of("abc")
+    batch = Batch(run, 4)
+    finish(pool, "a", [1.0, 0.0])
+    batch.take(pool.take())
+    micro = batch.next_micro_batch(1000, ranks=1)
+    assert micro is not None
+    shares, is_last = micro
+    assert [g.group_id for g in shares[0]] == ["a"] and not is_last
+    assert batch.groups["a"].step == 4  # the step that trains on it
+    batch.micro_batch_done([{}])
+    finish(pool, "b", [1.0, 1.0])
+    batch.take(pool.take())
+    assert (batch.no_gradient, batch.samples_trained) == (1, 4)
+    assert batch.next_micro_batch(1000, ranks=1) is None  # a flat group is not sent
+    finish(pool, "c", [0.5, 0.5])
+    batch.take(pool.take())
+    shares, is_last = batch.next_micro_batch(1000, ranks=1) or ([], False)
+    assert (shares, is_last) == ([[]], True)  # nothing is left to train on, but the batch must be closed
+    assert not batch.trained
+    batch.micro_batch_done([{}])
+    assert batch.trained
+    assert batch.next_micro_batch(1000, ranks=1) is None
+    assert batch.normalizer == 3 * (2 + 3)  # flat groups count in the normalisation
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("advantage", ["group_std", "batch"])
+def test_every_gradient_reaches_the_trainer_once_and_the_last_micro_batch_is_last(
+    ranks: int, seed: int, advantage: str
+) -> None:
+    rng = random.Random(seed)
+    names = [f"g{i}" for i in range(9)]
+    pool, batch = pool_of(names, 3, batch=9), Batch(config(9, 3, advantage=advantage), 1)
+    waiting = list(names)
+    rng.shuffle(waiting)
+    sent: list[str] = []
+    for _ in range(100):
+        if waiting and rng.random() < 0.6:
+            finish(pool, waiting.pop(), [rng.random() for _ in range(3)])
+            batch.take(pool.take())
+        if not batch.in_flight and (micro := batch.next_micro_batch(25, ranks)) is not None:
+            shares, is_last = micro
+            assert len(shares) == ranks
+            assert advantage != "batch" or batch.full  # its advantages need the whole batch
+            sent += [g.group_id for share in shares for g in share]
+            assert not batch.trained
+            batch.micro_batch_done([{}] * ranks)
+            assert batch.trained == is_last
+    assert batch.trained
+    assert sorted(set(sent)) == sorted(batch.groups)
+    assert batch.samples_trained == 27
+
+
+def test_advantages_are_the_algorithms() -> None:
+    rewards = {"a": (1.0, 0.0), "b": (1.0, 1.0), "c": (3.0, 0.0)}
+
+    def advantages(**algorithm: object) -> list[float]:
+        batch = taken(config(**algorithm), rewards)
+        return [value for group in batch.groups.values() for value in group.advantages.values()]
+
+    assert advantages(advantage="group_mean") == [0.5, -0.5, 0.0, 0.0, 1.5, -1.5]
+    assert advantages(advantage="leave_one_out") == [1.0, -1.0, 0.0, 0.0, 3.0, -3.0]
+    assert advantages(advantage="batch") == pytest.approx([0.0, -1.0, 0.0, 0.0, 2.0, -1.0], abs=1e-5)
+    assert advantages(name="ppo", advantage="gae", critic={}) == [1.0, 0.0, 1.0, 1.0, 3.0, 0.0]
+
+
+def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
+    pool, batch = pool_of("a"), Batch(config(1, mask_truncated=True, aggregation="token"), 1)
+    finish(pool, "a", [1.0, 0.0], reason="length")
+    batch.take(pool.take())
+    assert batch.next_micro_batch(1000, 1) == ([[]], True)
+    assert batch.normalizer == 1
+    penalised = config(1, overlong={"margin_tokens": 126, "penalty": 1.0})  # max_tokens is 128: grows from 2 on
+    assert taken(penalised, {"a": (1.0, 1.0)}).no_gradient == 0
+
+
+def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
+    run = config(2, name="dapo", max_replaced=1.0)
+    pool, batch = pool_of("abcde", batch=2), Batch(run, 1)
+    assert not batch.may_replace(finish(pool, "a", [1.0, 0.0]))
+    for name in "bc":
+        group = finish(pool, name, [1.0, 1.0])
+        assert batch.may_replace(group)
+        batch.dropped.append(pool.drop(name))
+    assert not batch.may_replace(finish(pool, "d", [1.0, 1.0]))  # as many as the batch has: it is kept
+
+
+def test_sample_ids_and_seeds_depend_on_the_run_and_the_prompt_only() -> None:
+    group = empty_group("00000007", size=8)
+    samples = samples_of(group, seed=1)
+    assert samples == samples_of(group, seed=1)
+    assert len({seed for _, seed, _ in samples}) == len({sample_id for sample_id, *_ in samples}) == 8
+    assert all(0 <= seed < 2**31 and temperature is None for _, seed, temperature in samples)
+    assert {seed for _, seed, _ in samples_of(group, seed=2)}.isdisjoint(seed for _, seed, _ in samples)
+
+
+def group_source(tmp_path: Path, max_tokens: int, context: int) -> GroupSource:
+    from transformers import AutoTokenizer
+
+    from tests.tiny_model import save_tiny_model
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(save_tiny_model(tmp_path / "model")), "max_context": context},
+            "sampling": {"max_tokens": max_tokens},
+            "batch": {"prompts_per_step": 3, "samples_per_prompt": 2},
+            "tasks": [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 6}}],
+        }
+    )
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return GroupSource(config, PromptSource(config.tasks, config.seed), tokenizer)
+
+
+def prompts(source: GroupSource, count: int) -> list[str]:
+    return [source.group(1).prompt for _ in range(count)]
+
+
+def test_groups_continue_after_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    expected = prompts(group_source(tmp_path, 100, 400), 12)
+    first = group_source(tmp_path, 100, 400)
+    groups = [first.group(1) for _ in range(8)]
+    resumed = group_source(tmp_path, 100, 400)
+    resumed.restore(json.loads(json.dumps(first.state([groups[3], groups[6]]))))  # two were not trained
+    again = [resumed.group(1) for _ in range(6)]
+    assert [g.prompt for g in again] == [expected[3], expected[6], *expected[8:]]
+    assert [g.group_id for g in again[:2]] == [groups[3].group_id, groups[6].group_id]
+    assert len(set(expected)) == 12
+
+
+def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_error(tmp_path: Path) -> None:
+    roomy = group_source(tmp_path, 100, 400)
+    every = [roomy.group(1) for _ in range(24)]
+    limit = int(np.median([len(g.prompt_tokens) for g in every]))
+    tight = group_source(tmp_path, 100, 100 + limit)
+    fitting = [tight.group(1) for _ in range(9)]
+    assert all(len(g.prompt_tokens) <= limit for g in fitting)
+    assert tight.too_long > 0
+    expected = [g.prompt for g in every if len(g.prompt_tokens) <= limit]
+    assert [g.prompt for g in fitting] == expected[: len(fitting)]
+    with pytest.raises(RunFailed, match=r"prompts in a row have more than 10 tokens"):
+        group_source(tmp_path, 100, 110).group(1)
+
+
+def test_chat_template_is_applied_with_the_system_prompt(tmp_path: Path) -> None:
+    source = group_source(tmp_path, 100, 400)
+    source.run = source.run.model_copy(
+        update={"model": source.run.model.model_copy(update={"system_prompt": "Be brief"})}
+    )
+    group = source.group(1)
+    text = source.tokenizer.decode(group.prompt_tokens)
+    assert text == f"<|system|>Be brief<|user|>{group.prompt}<|assistant|>"
+
+
+def test_step_metrics_are_what_they_say() -> None:
+    batch = taken(config(2, aggregation="token"), {"a": (1.0, 0.0), "b": (1.0, 1.0)})
+    batch.next_micro_batch(1000, 1)
+    batch.micro_batch_done(
+        [
+            {
+                "tokens": 5,
+                "row_tokens": 9,
+                "flops": 8e12,
+                "sequences": 2,
+                "loss_sum": 2.0,
+                "clipped": 1.0,
+                "kl_sum": 0.0,
+                "entropy_sum": 3.0,
+                "entropy_tokens": 2,
+                "gap_sum": 0.5,
+                "ratio_sum": 6.0,
+                "ratio_max": 1.5,
+                "weight_sum": 5.0,
+                "weight_sq_sum": 6.25,
+                "seq_weight_sum": 2.0,
+                "seq_weight_sq_sum": 2.0,
+                "masked": 1.0,
+                "truncated": 2.0,
+            }
+        ]
+    )
+    spans = {"here-regular-0": ((2.0, 4.0),), "idle": ()}
+    nothing: dict[str, tuple[Span, ...]] = {"here-regular-0": (), "idle": ()}
+    present = dict.fromkeys(spans, (0.0, 10.0))
+    times = Interval(
+        0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present, ((5.0, 7.0),)
+    )
+    result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
+    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
+    audit = LengthAudit(128).end_step(1)
+    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11, 16.0)
+    assert row.step_time_s == 10
+    assert (row.train_tokens_per_s, row.train_tflops, row.mfu) == (4.5, 4.0, 0.25)
+    assert row.generate_time_s == pytest.approx(2.0)
+    assert row.bubble_fraction_generation == pytest.approx(1 - (2 / 10 + 0) / 2)  # one instance never worked
+    assert (row.train_time_s, row.bubble_fraction_training) == (4.0, pytest.approx(0.6))
+    assert row.weight_sync_exposed_s == 1.0
+    assert row.reward_mean == 0.75
+    assert row.usd == pytest.approx(36.0 * 10 / 3600 + 0.01)  # 10 s of the processes, and the links' traffic
+    assert row.usd_per_1k_samples == pytest.approx(1000 * row.usd / 4)
+    free = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    assert (free.usd, free.usd_per_1k_samples) == (None, None)  # a cluster file without prices
+    assert (free.train_tflops, free.mfu) == (4.0, None)  # a device whose peak is not known
+    assert row.loss == pytest.approx(2.0 / 10)  # tokens of the whole batch
+    assert (row.entropy, row.logprob_gap_mean, row.clip_fraction) == (1.5, 0.1, 0.2)
+    assert (row.groups_no_gradient, row.groups_total, row.samples_total) == (1, 2, 4)
+    assert (row.staleness_mean, row.staleness_max) == (0, 0)
+    assert (row.output_length_p50, row.output_length_max) == (2.5, 3)
+    assert (row.kl_mean, row.prompts_too_long, row.weight_bytes_sent, row.weight_transfer_s) == (None, 2, 7, 2.5)
+    assert (row.importance_ratio_mean, row.importance_ratio_max) == (1.2, 1.5)
+    assert (row.ess_token, row.ess_sequence) == (pytest.approx(0.8), 1.0)  # 5^2 / (5 * 6.25)
+    assert (row.masked_fraction, row.truncated_weight_fraction) == (0.2, 0.4)
+    assert (row.value_loss, row.step_skipped, row.groups_dropped) == (None, False, 0)
+    assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
+    assert row.reward_by_task == {"task": 0.75}
+    assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
+    assert row.dispatch_by_prediction is False  # none of its groups has a forecast
+    assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))

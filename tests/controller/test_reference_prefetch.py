@@ -1,0 +1,219 @@
+"""What an idle trainer prepares: groups that wait, each sample once, and nothing where there is no reference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.trainer_client import Trainers
+from streamrl.rollouts.micro_batch import TrainGroup, deal, from_wire
+from streamrl.rollouts.types import FloatArray, Group
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery
+from tests.controller.test_pool_and_batch import config, empty_group, finish, pool_of
+from tests.training.conftest import random_groups
+
+KL = {"kl": {"coef": 0.1}}
+ROOM = 1000
+"""Tokens, more than all groups of a test have."""
+
+
+def names(shares: Sequence[list[TrainGroup]] | None) -> list[list[str]]:
+    return [[group.group_id for group in share] for share in shares or []]
+
+
+def reference_of(tokens: np.ndarray) -> FloatArray:
+    """What the trainer of these tests answers for a completion."""
+    return (-1.0 - tokens).astype(np.float32)
+
+
+def answers(shares: Sequence[list[TrainGroup]]) -> list[FloatArray]:
+    """Each rank's."""
+    empty = np.zeros(0, dtype=np.float32)
+    return [
+        np.concatenate([empty, *(reference_of(s.completion_tokens) for group in share for s in group.sequences)])
+        for share in shares
+    ]
+
+
+def work_ahead(preparation: Preparation, batch: Batch, pool: GroupPool, room: int, ranks: int) -> list[list[list[str]]]:
+    """All that is prepared until nothing is left: by request and rank, the groups."""
+    asked = []
+    while (shares := preparation.next(batch, pool, room, ranks)) is not None:
+        assert len(shares) == ranks and len(asked) < 99
+        asked.append(names(shares))
+        preparation.done(answers(shares))
+    return asked
+
+
+def test_complete_groups_of_the_pool_are_prepared_once_in_the_order_in_which_they_are_due() -> None:
+    pool, batch, preparation = pool_of("abcd"), Batch(config(4, **KL), 1), Preparation()
+    pool.issue([empty_group("e")], 1)
+    assert preparation.next(batch, pool, ROOM, 1) is None  # nothing is complete
+    for name in "ecb":
+        finish(pool, name, [0.0, 1.0])
+    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["c", "b", "e"]]]
+    finish(pool, "a", [1.0, 1.0])  # no signal, but a KL term has a gradient
+    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["a"]]]
+
+
+def test_groups_that_wait_for_the_rewards_of_the_whole_batch_come_first() -> None:
+    pool, batch, preparation = pool_of("abc"), Batch(config(2, advantage="batch", **KL), 1), Preparation()
+    finish(pool, "a", [0.0, 1.0])
+    batch.take(pool.take())
+    finish(pool, "b", [0.0, 1.0])
+    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["a", "b"]]]
+    batch.take(pool.take())
+    assert batch.full and not batch.held_back
+    shares, _ = batch.next_micro_batch(ROOM, 1) or ([], False)
+    assert [group.has_reference for group in shares[0]] == [True, True]
+
+
+def test_what_is_being_trained_is_not_prepared() -> None:
+    pool, batch, preparation = pool_of("ab"), Batch(config(2, **KL), 1), Preparation()
+    finish(pool, "a", [0.0, 1.0])
+    batch.take(pool.take())
+    assert batch.next_micro_batch(ROOM, 1) is not None
+    assert preparation.next(batch, pool, ROOM, 1) is None
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "batch"}, {"kl": {"coef": 0.0}}])
+def test_nothing_is_prepared_without_a_reference(algorithm: dict[str, Any]) -> None:
+    pool, batch = pool_of("ab"), Batch(config(2, **algorithm), 1)
+    finish(pool, "a", [0.0, 1.0])
+    batch.take(pool.take())
+    finish(pool, "b", [0.0, 1.0])
+    assert Preparation().next(batch, pool, ROOM, 1) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("room", [9, 14, 40, ROOM])  # the least cuts groups: prompt 3, completions 2 .. 5
+def test_each_sample_is_prepared_once_and_its_values_travel_with_it(ranks: int, room: int) -> None:
+    pool, batch, preparation = pool_of("abcde", 4), Batch(config(5, 4, **KL), 1), Preparation()
+    for name in "dbeca":
+        finish(pool, name, [0.0, 1.0, 0.5, 0.25])
+    groups = pool.waiting
+    prepared = 0
+    while (asked := preparation.next(batch, pool, room, ranks)) is not None:
+        prepared += sum(len(group.sequences) for share in asked for group in share)
+        preparation.done(answers(asked))
+    assert prepared == 5 * 4
+    for group in groups:
+        assert sorted(group.reference_logprobs) == sorted(group.scored)
+        for sample_id, values in group.reference_logprobs.items():
+            np.testing.assert_array_equal(values, reference_of(group.scored[sample_id].sample.completion_tokens))
+    while pool.first():
+        batch.take(pool.take())
+    shares, _ = batch.next_micro_batch(room, ranks) or ([], False)
+    for sequence in (s for share in shares for group in share for s in group.sequences):
+        np.testing.assert_array_equal(sequence.reference_logprobs, reference_of(sequence.completion_tokens))
+
+
+def test_a_request_is_no_larger_than_a_micro_batch() -> None:
+    pool, batch = pool_of("abcde", 4), Batch(config(5, 4, **KL), 1)
+    for name in "abcde":
+        finish(pool, name, [0.0] * 4)
+    preparation = Preparation()
+    shares = preparation.next(batch, pool, 40, 2)
+    assert names(shares) == [["a", "b"], ["c", "d"]]
+    assert [sum(group.tokens for group in share) for share in shares or []] == [34, 34]
+
+
+def test_samples_without_a_loss_are_not_prepared_and_hold_nothing_up() -> None:
+    pool, batch, preparation = pool_of("ab"), Batch(config(2, mask_truncated=True, **KL), 1), Preparation()
+    finish(pool, "a", [0.0, 1.0], reason="length")
+    assert preparation.next(batch, pool, ROOM, 1) is None
+    finish(pool, "b", [0.0, 1.0])
+    assert work_ahead(preparation, batch, pool, ROOM, 1) == [[["b"]]]
+
+
+def test_an_answer_of_another_length_is_refused() -> None:
+    pool, batch, preparation = pool_of("a"), Batch(config(1, **KL), 1), Preparation()
+    finish(pool, "a", [0.0, 1.0])
+    assert preparation.next(batch, pool, ROOM, 1)
+    with pytest.raises(ValueError, match="4 reference log-probabilities for 5 tokens"):
+        preparation.done([np.zeros(4, dtype=np.float32)])
+
+
+def test_shares_are_equal_or_full_and_never_larger() -> None:
+    groups = random_groups(1, samples=12)
+    room = groups[0].tokens // 2
+    shares, rest = deal(groups, room, ranks=5)  # one group, larger than a rank may get, and more ranks than pieces
+    assert len(shares) == 5 and not rest
+    assert sum(len(group.sequences) for share in shares for group in share) == 12
+    assert all(sum(group.tokens for group in share) <= room for share in shares)
+    assert deal([], 10, ranks=2) == ([[], []], [])
+
+
+class _Hub:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str, dict[str, Any], dict[str, np.ndarray]]] = []
+
+    async def send(self, *message: Any) -> None:
+        self.sent.append(message)
+
+
+def test_ranks_that_share_layers_get_the_same_groups_and_answer_once() -> None:
+    hub = _Hub()
+    trainers = Trainers(hub, WaitRegistry("test"), ranks=4, limit_s=60.0, sharing=2)  # type: ignore[arg-type]
+    first, second = random_groups(2)
+
+    async def play() -> None:
+        await trainers.train([[first], [second]], is_last=True)
+        for rank, name in enumerate(trainers.names):
+            assert trainers.busy
+            answer = trainers.answered(Delivery(name, "train_done", {"stats": rank}, {}, lambda: None))
+        assert answer == [{"stats": 0}, {"stats": 2}]
+        with pytest.raises(ValueError, match="4 shares for 2 workers"):
+            await trainers.train([[], [], [], []], is_last=True)
+
+    asyncio.run(play())
+    assert [(name, body["groups"][0][0]) for name, _, body, _ in hub.sent] == [
+        ("trainer-0", first.group_id),
+        ("trainer-1", first.group_id),
+        ("trainer-2", second.group_id),
+        ("trainer-3", second.group_id),
+    ]
+
+
+def test_all_ranks_compute_the_reference_or_none_does() -> None:
+    hub = _Hub()
+    trainers = Trainers(hub, WaitRegistry("test"), ranks=2, limit_s=60.0)  # type: ignore[arg-type]
+    pool, batch, preparation = pool_of("abc"), Batch(config(3, **KL), 1), Preparation()
+
+    async def play() -> None:
+        for name in "ab":
+            finish(pool, name, [0.0, 1.0])
+        shares = preparation.next(batch, pool, ROOM, 2)
+        assert shares is not None
+        await trainers.prepare(shares)
+        assert trainers.busy
+        for name, values in zip(reversed(trainers.names), reversed(answers(shares)), strict=True):
+            answer = trainers.answered(Delivery(name, "prepare_done", {}, {"reference_logprobs": values}, lambda: None))
+        assert answer is not None and not trainers.busy
+        preparation.done([one["reference_logprobs"] for one in answer])
+        finish(pool, "c", [0.0, 1.0])
+        groups: list[Group] = [pool.take() for _ in range(3)]
+        for group in groups:
+            batch.take(group)
+        a, b, c = batch.queue
+        await trainers.train([[a], [b]], is_last=False)
+        await trainers.train([[a, b], []], is_last=False)
+        await trainers.train([[a, b], [c]], is_last=True)
+
+    asyncio.run(play())
+    assert [(name, kind) for name, kind, *_ in hub.sent] == [
+        (name, kind) for kind in ("prepare", "train", "train", "train") for name in trainers.names
+    ]
+    assert [body["reference_given"] for _, kind, body, _ in hub.sent if kind == "train"] == [True] * 4 + [False] * 2
+    _, _, body, arrays = hub.sent[2]
+    assert from_wire(body, arrays)[0].has_reference

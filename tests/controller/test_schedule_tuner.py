@@ -1,0 +1,139 @@
+"""`schedule: auto` in a run: which setups there are, what is profiled, what is chosen, with hand-made steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.run import RunConfig
+from streamrl.controller.schedule_tuner import Auto, Setup, setups
+from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_times import Interval
+from streamrl.rollouts.types import Group, Scored
+from tests.rollouts.test_rollouts import make_sample
+
+RUN = RunConfig.model_validate(
+    {
+        "schedule": {"name": "auto", "max_staleness": 1},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "dispatch": {"policy": "least-loaded"},
+    }
+)
+FLEET = [SimulatedInstance(name, StepCurve((1, 8), (0.1, 0.1)), 8) for name in ("a", "b")]
+
+
+def labels(found: list[Setup]) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    return [(s.label, s.instances, s.trainer_cores) for s in found if s.schedule.name in ("colocated", "stream")]
+
+
+def test_cores_that_are_shared_may_be_taken_in_turns_or_split() -> None:
+    assert labels(setups({"a": (0,), "b": (1,)}, (0, 1), True, 1)) == [
+        ("colocated", ("a", "b"), (0, 1)),
+        ("stream, 1 of 2 instances", ("a",), (1,)),
+    ]
+
+
+def test_roles_with_devices_of_their_own_keep_them() -> None:
+    assert labels(setups({"a": (0,), "b": (1,)}, (2, 3), False, 1)) == [("stream", ("a", "b"), (2, 3))]
+    assert labels(setups({"a": (), "b": ()}, (), False, 1)) == [("stream", ("a", "b"), ())]  # CUDA
+
+
+def test_without_pinning_all_share_everything() -> None:
+    assert labels(setups({"a": (), "b": ()}, (), True, 1)) == [
+        ("colocated", ("a", "b"), ()),
+        ("stream", ("a", "b"), ()),
+    ]
+
+
+def test_of_many_splits_some_are_tried() -> None:
+    found = setups({f"i{n:02d}": (n,) for n in range(16)}, tuple(range(16)), True, 2)
+    counts = [len(s.instances) for s in found if s.schedule.name == "async"]
+    assert counts == [1, 6, 10, 15]
+    assert all(s.schedule.max_staleness == 2 for s in found if s.schedule.name == "async")
+
+
+def step(length: int) -> Batch:
+    batch = Batch(RUN, 1)
+    for name in "wxyz":
+        group = Group(name, 1, 0, "t/0", "t", 0, "p", np.arange(10, dtype=np.int32), 2)
+        for number in range(2):
+            sample = make_sample(f"{name}.{number}", length=length)
+            group.scored[sample.sample_id] = Scored(sample, float(number), None, 0.0)
+        batch.take(group)
+    return batch
+
+
+def play(auto: Auto, length: int, generate_s: float, train_s: float) -> None:
+    """A step in which generation and training took so long."""
+    end = generate_s + train_s
+    spans = {"a": ((0.0, generate_s),), "b": ((0.0, generate_s),)}
+    training = (generate_s, end)
+    times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, (), {"a": (0.0, end), "b": (0.0, end)})
+    auto.step_done(step(length), times, [("train", *training), ("step", end, end)])
+
+
+def profiled(auto: Auto, length: int, shared: tuple[float, float], split: tuple[float, float]) -> None:
+    """Two steps and one for warming up under each division: (generating, training) seconds."""
+    for number, times in enumerate((shared, split)):
+        assert not auto.wants_choice()
+        for _ in range(3):
+            assert auto.next_setup() is None
+            play(auto, length, *times)
+        setup = auto.next_setup()
+        assert (setup is None) == (number == 1)
+    assert auto.wants_choice()
+
+
+def make_auto() -> Auto:
+    return Auto(RUN, setups({"a": (0,), "b": (1,)}, (0, 1), True, 1), FLEET, steps=2)
+
+
+def test_it_profiles_turns_then_a_split_and_overlaps_what_takes_equally_long() -> None:
+    auto = make_auto()
+    assert auto.setup.label == "colocated"
+    # two instances take 5 s for 50 tokens, one as well (all fit its batch); training 5 s on one core, 4.8 s on two
+    profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
+    setup = auto.decided(auto.choice_job(6)())
+    assert setup is not None and setup.schedule.name == "async"
+    assert auto.setup is setup and setup.label in auto.note and "overlap" in auto.note
+    assert auto.decided(auto.choice_job(7)()) is None  # it runs already
+
+
+def test_all_devices_in_turns_win_where_both_are_faster_with_all_of_them() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(5.0, 20.0), split=(5.0, 40.0))
+    setup = auto.decided(auto.choice_job(6)())
+    assert setup is not None and setup.label == "colocated" and setup.trainer_cores == (0, 1)
+
+
+def test_a_profile_that_drifts_is_predicted_anew() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
+    auto.decided(auto.choice_job(6)())
+    assert not auto.wants_choice()
+    for _ in range(8):
+        play(auto, 200, 20.0, 5.0)
+    assert auto.wants_choice()
+
+
+def test_a_choice_that_a_lucky_step_has_made_is_corrected_by_what_is_measured_afterwards() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(2.5, 2.0), split=(5.0, 5.0))  # in turns: 4.5 s, overlapped: 5 s
+    setup = auto.decided(auto.choice_job(6)())
+    assert setup is not None and setup.label == "colocated"
+    for _ in range(4):
+        assert not auto.wants_choice()
+        play(auto, 50, 5.0, 4.8)
+    assert auto.wants_choice()
+    setup = auto.decided(auto.choice_job(10)())
+    assert setup is not None and setup.schedule.name == "async"
+
+
+def test_generation_that_is_slower_than_measured_alone_is_predicted_slower() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(10.0, 1.0), split=(10.0, 1.0))  # its step times say 5 s
+    decision = auto.choice_job(6)()
+    stream = next(p for p in decision.predictions if p.option.schedule.name == "sync")
+    assert stream.step_s == pytest.approx(11.0, rel=0.05)

@@ -1,0 +1,266 @@
+"""Weights spread to each site at its own pace; work goes to sites that can take it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.controller.site_services import Services
+from streamrl.controller.step_times import Traffic
+from streamrl.protocol.samples import fleet_to_wire
+from streamrl.rollouts.types import Group
+from streamrl.transport.deadlines import WaitRegistry
+
+CLUSTER = ClusterConfig.model_validate(
+    {
+        "hardware": "cpu",
+        "absence_s": 500,
+        "sites": {
+            "home": {"port": 5600, "trainer": {}, "generation": [{}]},
+            "far": {"generation": [{}]},
+        },
+        "links": [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30, "price_per_gb": 0.05}],
+    }
+)
+
+
+HOME = {"source": None, "transfer_s": 0.5}
+QUICK, SLOW = {"started": 10.0, "fetched": 11.0} | HOME, {"started": 10.0, "fetched": 15.0} | HOME
+
+
+class Wire:
+    """What services need of a hub: it keeps what is sent."""
+
+    def __init__(self, *names: str) -> None:
+        curve = StepCurve((1, 8), (0.01, 0.02), 0.0, 0.0)
+        self.peers = {
+            name: SimpleNamespace(
+                meta={"fleet": fleet_to_wire([SimulatedInstance(f"{name}-0", curve, 8, "regular")])},
+                state={},
+                bytes_in=0,
+                bytes_out=0,
+            )
+            for name in names
+        }
+        self.sent: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+        self.silent: dict[str, float] = {}
+
+    async def send(self, peer: str, kind: str, body: dict[str, Any], arrays: object = None, **options: Any) -> None:
+        self.sent[peer].append((kind, body))
+
+    def silent_for(self, name: str) -> float:
+        return self.silent.get(name, 0.1)
+
+    def weights(self, peer: str) -> list[int]:
+        return [body["number"] for kind, body in self.sent[peer] if kind == "weights"]
+
+    def groups(self, peer: str) -> list[str]:
+        return [group["group_id"] for kind, body in self.sent[peer] if kind == "generate" for group in body["groups"]]
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire("service-home", "service-far")
+
+
+@pytest.fixture
+def services(wire: Wire) -> Services:
+    sites = {"service-home": "home", "service-far": "far"}
+    made = Services(wire, WaitRegistry("test"), sites, CLUSTER, RunConfig())  # type: ignore[arg-type]
+    made.joined()
+    return made
+
+
+def version(number: int) -> dict[str, Any]:
+    return {"number": number, "content_hash": f"hash {number}", "bytes": 100}
+
+
+def some_groups(first: int, count: int) -> tuple[list[Group], list[list[tuple[str, int, float | None]]]]:
+    tokens = np.arange(5, dtype=np.int32)
+    groups = [Group(f"g{n}", 1, n, f"p{n}", "t", 0, "", tokens, 2) for n in range(first, first + count)]
+    return groups, [[(f"{group.group_id}/{k}", k, None) for k in range(2)] for group in groups]
+
+
+def test_a_slow_site_skips_versions_and_the_run_goes_by_the_oldest_that_is_served(
+    wire: Wire, services: Services
+) -> None:
+    async def play() -> None:
+        assert services.version == -1
+        await services.spread(version(0))
+        assert not services.can_take_version
+        assert not await services.ready("service-home", {"number": 0, "bytes": 100} | QUICK)
+        assert services.version == -1 and services.can_take_version
+        await services.spread(version(1))
+        await services.ready("service-home", {"number": 1, "bytes": 100} | QUICK)
+        await services.spread(version(2))
+        assert wire.weights("service-home") == [0, 1, 2]
+        assert wire.weights("service-far") == [0]
+        assert not await services.ready("service-far", {"number": 0, "bytes": 90} | SLOW)
+        assert services.version == 0
+        assert wire.weights("service-far") == [0, 2]  # version 1 is skipped
+        assert not await services.ready("service-home", {"number": 2, "bytes": 100} | QUICK)
+        assert await services.ready("service-far", {"number": 2, "bytes": 7} | QUICK)
+        assert services.version == 2 and not services.updating
+        wire.peers["service-far"].bytes_in, wire.peers["service-far"].bytes_out = 30_000_000, 10_000_000
+        wire.peers["service-home"].bytes_in = 10**9  # inside the trainer's site: no link
+        traffic = services.traffic()
+        assert (traffic.nbytes, traffic.seconds) == (100 + 100 + 90 + 100 + 7, 5.0)
+        assert traffic.usd == pytest.approx(0.05 * (0.04 + (90 + 7) / 1e9))
+        assert services.traffic() == Traffic(0, None, 0.0)
+
+    asyncio.run(play())
+
+
+def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(wire: Wire, services: Services) -> None:
+    async def play() -> None:
+        await services.spread(version(0))
+        for name in ("service-home", "service-far"):
+            await services.ready(name, {"number": 0, "bytes": 100} | QUICK)
+        groups, samples = some_groups(0, 6)
+        await services.generate(groups, samples)
+        had = wire.groups("service-far")
+        assert had
+        await services.spread(version(1))
+        assert wire.weights("service-far") == [0, 1]
+        peer = wire.peers.pop("service-far")  # it says goodbye
+        services.gone("service-far")
+        await services.tell("use", {"instances": []})  # who is away is told nothing, and that is no error
+        wire.peers["service-far"] = peer
+        assert await services.returned("service-far") == had
+        assert wire.weights("service-far") == [0, 1, 1]
+        assert not await services.ready("service-home", {"number": 1, "bytes": 1} | QUICK)
+        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
+        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)  # of the one before: no news
+        again = [(group, some) for group, some in zip(groups, samples, strict=True) if group.group_id in had]
+        await services.again("service-far", [g for g, _ in again], [s for _, s in again], None)
+        assert wire.groups("service-far") == had + had
+
+    asyncio.run(play())
+
+
+def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services: Services) -> None:
+    async def play() -> None:
+        await services.spread(version(0))
+        await services.ready("service-far", {"number": 0, "bytes": 1} | QUICK)
+        await services.ready("service-home", {"number": 1, "bytes": 1} | QUICK)  # made, but not yet told here
+        assert services.version == 0
+        assert not await services.spread(version(1))
+        assert wire.weights("service-home") == [0] and wire.weights("service-far") == [0, 1]
+        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
+        assert services.version == 1
+
+    asyncio.run(play())
+
+
+def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_holds() -> None:
+    cluster = ClusterConfig.model_validate(
+        {
+            "hardware": "cpu",
+            "sites": {
+                "home": {"port": 5600, "trainer": {}},
+                "near": {"port": 5700, "generation": [{}]},
+                "far": {"generation": [{}]},
+            },
+            "links": [
+                {"between": ["home", "near"], "bandwidth_gbit_s": 1, "rtt_ms": 10},
+                {"between": ["home", "far"], "bandwidth_gbit_s": 0.01, "rtt_ms": 100},
+                {"between": ["near", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 10},
+            ],
+        }
+    )
+    wire = Wire("service-near", "service-far")
+    wire.peers["service-near"].meta["passes_weights_on"] = True
+    services = Services(
+        wire,  # type: ignore[arg-type]
+        WaitRegistry("test"),
+        {"service-near": "near", "service-far": "far"},
+        cluster,
+        RunConfig(),
+    )
+    services.joined()
+    near, far = {"started": 0.0, "fetched": 1.0, "source": None}, {"started": 0.0, "fetched": 9.0, "source": None}
+
+    def sources(peer: str) -> list[str | None]:
+        return [body["source"] for kind, body in wire.sent[peer] if kind == "weights"]
+
+    async def play() -> None:
+        for number in (0, 1):
+            await services.spread(version(number))
+            await services.ready("service-near", {"number": number, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+            await services.ready("service-far", {"number": number, "bytes": 2_000_000, "transfer_s": 2.0} | far)
+        assert sources("service-near") == [None, None]
+        assert sources("service-far") == [None, "near"]  # at first it held nothing that `near` had served
+        wire.silent["service-near"] = 60.0
+        await services.spread(version(2))
+        assert sources("service-far")[-1] is None  # `near` is away
+        await services.ready("service-near", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+        # a link that turns out to be fast is used from then on
+        await services.ready("service-far", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.001} | far)
+        wire.silent.clear()
+        await services.spread(version(3))
+        assert sources("service-far")[-1] is None
+
+    asyncio.run(play())
+
+
+def test_the_wait_for_weights_is_longer_for_a_site_that_may_be_away(services: Services) -> None:
+    async def play() -> None:
+        await services.spread(version(0))
+        limits = {wait["waiting_for"]: wait["limit_s"] for wait in services._waits.snapshot()}
+        assert limits == {"weights 0 to reach service-home": 300, "weights 0 to reach service-far": 800}
+
+    asyncio.run(play())
+
+
+def test_a_site_that_is_away_or_congested_gets_nothing_new_while_another_can_work(
+    wire: Wire, services: Services
+) -> None:
+    async def play() -> None:
+        await services.generate(*some_groups(0, 20))
+        both = wire.groups("service-home"), wire.groups("service-far")
+        assert sorted(both[0] + both[1]) == sorted(f"g{n}" for n in range(20))
+        assert min(map(len, both)) > 4
+        wire.silent["service-far"] = 60.0
+        await services.generate(*some_groups(20, 6))
+        assert {f"g{n}" for n in range(20, 26)} <= set(wire.groups("service-home"))
+        wire.silent.clear()
+        wire.peers["service-home"].state = {"congested": True}
+        await services.generate(*some_groups(26, 6))
+        assert {f"g{n}" for n in range(26, 32)} <= set(wire.groups("service-far"))
+        wire.silent["service-far"] = 60.0  # nobody is left that can: it is better to wait in a queue than nowhere
+        await services.generate(*some_groups(32, 6))
+        placed = wire.groups("service-home") + wire.groups("service-far")
+        assert sorted(placed) == sorted(f"g{n}" for n in range(38))
+
+    asyncio.run(play())
+
+
+def test_what_is_known_of_a_remote_site(wire: Wire, services: Services) -> None:
+    wire.peers["service-far"].state = {
+        "rtt_s": 0.031,
+        "clock_offset_s": -2.5,
+        "uplink": {"backlog_samples": 3, "compressing": True, "ratio": 0.4},
+        "congested": True,
+        "weights_refetched": 1,
+    }
+    wire.silent["service-far"] = 12.0
+    assert services.remote() == {
+        "far": {
+            "silent_s": 12.0,
+            "rtt_ms": pytest.approx(31.0),
+            "clock_offset_s": -2.5,
+            "samples_waiting": 3,
+            "compression": pytest.approx(2.5),
+            "congested": True,
+            "weights_refetched": 1,
+        }
+    }

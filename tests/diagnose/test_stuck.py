@@ -1,0 +1,448 @@
+"""Why a run does not go on: judged from facts alone; and the command, on folders made for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from streamrl.cli.why_stuck import busy_threads, command
+from streamrl.diagnose.facts import (
+    FINAL,
+    SILENT_AFTER_S,
+    Alive,
+    ChildFacts,
+    Facts,
+    ProcessFacts,
+    RunFacts,
+    SiteFacts,
+    WaitFacts,
+    innermost,
+)
+from streamrl.diagnose.stuck import judge, targets
+from streamrl.run_dir import status
+from tests.report.synthetic import RunMaker, make_status
+
+NOW = 10_000.0
+STEPS = (20.0, 21.3, 30.0)
+THREADS = (
+    "Thread 0x01 (most recent call first):",
+    '  File "/usr/lib/python3.11/threading.py", line 331 in wait',
+    '  File "/usr/lib/python3.11/threading.py", line 629 in wait',
+    "",
+    "Current thread 0x02 (most recent call first):",
+    '  File "/repo/streamrl/controller/length_predictor.py", line 71 in predict',
+    '  File "/repo/streamrl/controller/controller.py", line 225 in _generate',
+)
+
+
+def process(name: str, role: str, pid: int, **changes: Any) -> ProcessFacts:
+    values: dict[str, Any] = {"alive": "sleeping", "cpu": 0.01, "loop": "answers", "site": "here"}
+    return ProcessFacts(name, role, pid, **(values | changes))
+
+
+def family(**changes: dict[str, Any]) -> tuple[ProcessFacts, ...]:
+    """A run's processes, in which the instances and the trainer compute; changes by name, with _ for -."""
+    ordinary = [
+        process("controller", "controller", 4701),
+        process("trainer-0", "trainer", 4702, cpu=1.9),
+        process("service-here", "service", 4703),
+        process("here-regular-0", "instance", 4710, cpu=0.9, running=4),
+        process("here-tail-0", "instance", 4711, cpu=0.9, running=12),
+        process("rewards-here", "rewards", 4704),
+        process("launcher", "launcher", 4700),
+    ]
+    return tuple(replace(one, **changes.get(one.name.replace("-", "_"), {})) for one in ordinary)
+
+
+def waits(*found: tuple[str, str, float, float]) -> tuple[WaitFacts, ...]:
+    """(owner, for what, since how many seconds, limit)"""
+    return tuple(WaitFacts(owner, what, NOW - since, limit) for owner, what, since, limit in found)
+
+
+def facts(
+    *found: tuple[str, str, float, float],
+    processes: tuple[ProcessFacts, ...] | None = None,
+    into_step_s: float = 12.1,
+    age_s: float = 0.4,
+    step_times: tuple[float, ...] = STEPS,
+    silent_s: dict[str, float] | None = None,
+    **run: Any,
+) -> Facts:
+    values: dict[str, Any] = {"state": "running", "step": 6, "steps": 40, "started_at": NOW - 300}
+    told = RunFacts(**(values | run), updated_at=NOW - age_s, waits=waits(*found), silent_s=silent_s or {})
+    return Facts(
+        now=NOW,
+        run=told,
+        processes=family() if processes is None else processes,
+        step_times=step_times,
+        step_began=NOW - into_step_s,
+        addresses={"tcp://127.0.0.1:7001": "controller", "tcp://127.0.0.1:7002": "trainer-0"},
+    )
+
+
+SAMPLES = ("controller", "12 samples of 3 groups", 84.0, 600.0)
+TRAINER = ("controller", "trainer-0 to answer 'train'", 6.0, 900.0)
+WEIGHTS = ("controller", "weights 6 to reach service-here", 40.0, 300.0)
+
+
+def test_an_ordinary_step_is_healthy_and_says_how_far_it_is() -> None:
+    verdict = judge(facts(TRAINER, ("controller", "12 samples of 3 groups", 2.0, 600.0)))
+    assert verdict.state == "healthy" and verdict.exit_code == 0
+    assert verdict.sentence == (
+        "healthy: step 7 of 40, 12.1 s into a step that takes 21.3 s (median); the longest wait is controller's, "
+        "6 s of 900 s, for trainer-0 to answer 'train'"
+    )
+
+
+def test_a_trainer_in_a_long_step_is_slow_and_not_stuck() -> None:
+    verdict = judge(facts(("controller", "trainer-0 to answer 'train'", 55.0, 900.0), into_step_s=61.0))
+    assert verdict.state == "slow" and verdict.exit_code == 0
+    assert "61.0 s into a step that takes 21.3 s (median)" in verdict.sentence
+    assert "controller has waited 55 s (limit 900 s) for trainer-0 to answer 'train'" in verdict.sentence
+    assert verdict.sentence.endswith("trainer-0 (pid 4702) computes (190 % CPU)")
+
+
+def test_a_wait_near_its_limit_is_slow_even_in_the_first_step() -> None:
+    wait = ("controller", "trainer-0 to answer 'train'", 750.0, 900.0)
+    verdict = judge(facts(wait, into_step_s=750.0, step_times=()))
+    assert verdict.state == "slow"
+    assert "nears its limit: controller, 750 s of 900 s" in verdict.details[0]
+
+
+def test_a_wait_past_its_limit_is_stuck_whatever_the_other_one_does() -> None:
+    verdict = judge(facts(("controller", "trainer-0 to answer 'train'", 950.0, 900.0)))
+    assert verdict.state == "stuck" and "(limit 900 s, which has passed)" in verdict.sentence
+
+
+def test_a_stopped_instance_is_named_with_the_way_to_continue_it() -> None:
+    processes = family(here_tail_0={"alive": "stopped", "cpu": 0.0, "loop": "unknown"})
+    verdict = judge(facts(SAMPLES, TRAINER, processes=processes))
+    assert verdict.state == "stuck" and verdict.exit_code == 3
+    assert verdict.sentence == (
+        "stuck: controller has waited 84 s (limit 600 s) for 12 samples of 3 groups; here-tail-0 (pid 4711), which "
+        "has 12 of them, is stopped (SIGSTOP): continue it with kill -CONT 4711"
+    )
+    assert [(edge.waiter, edge.target) for edge in verdict.edges] == [("controller", "here-tail-0")]
+    assert verdict.involved == ["controller", "here-tail-0"]
+
+
+def test_the_chain_goes_on_through_who_waits_itself() -> None:
+    processes = family(here_regular_0={"alive": "stopped"})
+    apply = ("service-here", "here-regular-0 to answer apply_weights with applied", 38.0, 300.0)
+    verdict = judge(facts(WEIGHTS, apply, processes=processes))
+    assert [edge.waiter for edge in verdict.edges] == ["controller", "service-here"]
+    assert verdict.edges[-1].target == "here-regular-0"
+    assert "service-here waits 38 s for here-regular-0 to answer apply_weights" in verdict.sentence
+    assert verdict.sentence.endswith("kill -CONT 4710")
+
+
+def test_a_stopped_process_is_found_before_anybody_waits_for_it() -> None:
+    verdict = judge(facts(TRAINER, processes=family(here_tail_0={"alive": "stopped"})))
+    assert verdict.state == "stuck"
+    assert verdict.sentence.startswith("stuck: here-tail-0 (pid 4711) is stopped")
+    assert verdict.sentence.endswith("nobody has waited for it so far")
+
+
+def test_an_instance_whose_engine_process_is_stopped_is_named_with_it() -> None:
+    engine = ChildFacts("VLLM::EngineCore", 4799, "stopped")
+    verdict = judge(facts(SAMPLES, processes=family(here_tail_0={"children": (engine,)})))
+    assert "here-tail-0 (pid 4711), which has 12 of them, needs its process VLLM::EngineCore" in verdict.sentence
+    assert verdict.sentence.endswith("kill -CONT 4799")
+
+
+@pytest.mark.parametrize("alive", ["gone", "zombie"])
+def test_a_dead_process_that_a_stopped_launcher_has_not_noticed(alive: Alive) -> None:
+    processes = family(here_tail_0={"alive": alive, "cpu": None}, launcher={"alive": "stopped"})
+    verdict = judge(facts(SAMPLES, processes=processes))
+    assert verdict.state == "stuck"
+    assert "the launcher has not noticed: it is stopped itself" in verdict.sentence
+    assert any(detail.startswith("launcher (pid 4700) is stopped") for detail in verdict.details)
+
+
+def test_a_process_that_has_ended_is_told_with_its_last_words() -> None:
+    words = "here-tail-0 was killed by SIGKILL (out of memory, or somebody's kill -9): no room\n  more"
+    processes = family(here_tail_0={"alive": "unknown", "exit_code": -9, "last_words": words})
+    assert judge(facts(SAMPLES, processes=processes)).sentence.endswith(
+        "here-tail-0 (pid 4711), which has 12 of them, was killed by SIGKILL (out of memory, or somebody's kill -9): "
+        "no room"
+    )
+
+
+def test_a_dead_trainer_is_named_where_its_ranks_are_gone_with_it() -> None:
+    elastic = process("trainer", "elastic", 4709, alive="zombie", cpu=0.0)
+    processes = (elastic, *(one for one in family() if one.role != "trainer"))
+    assert "trainer (pid 4709) has died" in judge(facts(TRAINER, processes=processes)).sentence
+    assert "trainer (pid 4709) has died" in judge(facts(processes=processes)).sentence  # though nobody waits
+
+
+def test_a_process_whose_end_is_known_is_named_before_those_that_it_takes_along() -> None:
+    processes = family(service_here={"alive": "zombie"}, rewards_here={"exit_code": 1, "last_words": ""})
+    assert judge(facts(processes=processes)).sentence.startswith(
+        "stuck: rewards-here (pid 4704) ended with exit code 1"
+    )
+
+
+def test_an_instance_that_was_told_to_leave_is_no_fault() -> None:
+    left = family(here_tail_0={"alive": "unknown", "exit_code": 0, "running": 0, "cpu": None})
+    verdict = judge(facts(TRAINER, processes=left))
+    assert verdict.state == "healthy" and not verdict.details
+
+
+def test_an_instance_that_has_requests_and_computes_nothing_is_stuck_only_after_a_while() -> None:
+    idle = family(here_tail_0={"cpu": 0.0}, here_regular_0={"running": 0})
+    assert judge(facts(("controller", "12 samples of 3 groups", 20.0, 600.0), processes=idle)).state == "healthy"
+    verdict = judge(facts(SAMPLES, processes=idle))
+    assert verdict.state == "stuck" and "computes nothing (0 % CPU), but answers" in verdict.sentence
+
+
+def test_an_idle_process_is_not_to_blame_while_another_one_works() -> None:
+    idle = family(here_tail_0={"cpu": 0.0})
+    assert judge(facts(SAMPLES, processes=idle)).state == "healthy"
+
+
+def test_on_gpus_little_cpu_time_is_no_sign() -> None:
+    idle = family(here_tail_0={"cpu": 0.0}, here_regular_0={"running": 0})
+    assert judge(facts(SAMPLES, processes=idle, cuda=True)).state == "healthy"
+
+
+def test_a_rank_whose_event_loop_is_blocked_without_computing_hangs_where_its_stack_says() -> None:
+    hung = family(trainer_0={"cpu": 0.0, "loop": "blocked", "threads": THREADS})
+    wait = ("controller", "trainer-0 to answer 'step'", 12.0, 900.0)
+    verdict = judge(facts(wait, processes=hung))
+    assert verdict.state == "stuck"
+    assert verdict.sentence.endswith("computes nothing (0 % CPU), in predict (controller/length_predictor.py:71)")
+    assert judge(facts(TRAINER, processes=hung)).state == "healthy"  # 6 s
+
+
+def test_one_long_call_is_slow_at_first() -> None:
+    busy = family(trainer_0={"cpu": 1.0, "loop": "blocked", "threads": THREADS})
+    long = ("controller", "trainer-0 to answer 'step'", 41.0, 900.0)
+    assert judge(facts(long, processes=busy)).state == "healthy"
+    verdict = judge(facts(("controller", "trainer-0 to answer 'step'", 45.0, 900.0), processes=busy))
+    assert verdict.state == "stuck" and "is busy in one call" in verdict.sentence
+
+
+def test_a_process_that_waits_for_a_disk_is_named() -> None:
+    disk = family(trainer_0={"alive": "disk-sleep", "cpu": 0.0, "loop": "blocked"})
+    verdict = judge(facts(("controller", "trainer-0 to answer 'checkpoint'", 12.0, 900.0), processes=disk))
+    assert verdict.state == "stuck" and "waits for a disk or a network file system" in verdict.sentence
+
+
+def test_two_that_wait_for_each_other() -> None:
+    back = ("service-here", "the hub at tcp://127.0.0.1:7001 to acknowledge messages", 50.0, 300.0)
+    ours = ("controller", "service-here to acknowledge messages", 60.0, 300.0)
+    verdict = judge(facts(ours, back))
+    assert verdict.state == "stuck" and "waits for service-here in turn" in verdict.sentence
+    assert [edge.target for edge in verdict.edges] == ["service-here", "controller"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"alive": "stopped"}, "it is stopped (SIGSTOP): continue it with kill -CONT 4701"),
+        ({"loop": "blocked", "threads": THREADS, "cpu": 1.0}, "in predict (controller/length_predictor.py:71)"),
+        ({"loop": "blocked", "cpu": 0.0}, "it hangs"),
+        ({"loop": "answers"}, "it answers, so it cannot write status.json"),
+    ],
+)
+def test_a_controller_that_does_not_write_is_the_first_to_be_named(change: dict[str, Any], text: str) -> None:
+    stopped_too = family(controller=change, here_tail_0={"alive": "stopped"})
+    verdict = judge(facts(SAMPLES, processes=stopped_too, age_s=31.0))
+    assert verdict.state == "stuck"
+    assert verdict.sentence.startswith("stuck: the controller (pid 4701) has not written for 31 s; it ")
+    assert text in verdict.sentence
+
+
+def test_a_pause_of_the_controller_is_no_standstill() -> None:
+    assert judge(facts(TRAINER, processes=family(controller={"loop": "blocked"}), age_s=4.0)).state == "healthy"
+
+
+def remote(**service: Any) -> tuple[ProcessFacts, ...]:
+    """As `family`, with a site b on another machine."""
+    away: dict[str, Any] = {"alive": "unknown", "cpu": None, "loop": "unknown", "site": "b"}
+    return (
+        *family(here_tail_0={"running": 0}, here_regular_0={"running": 0}),
+        replace(process("service-b", "service", 1, **away), **({"pid": None} | service)),
+        replace(process("b-regular-0", "instance", 1, **away, running=9, doing="generating"), pid=None),
+    )
+
+
+def test_waiting_for_a_site_that_is_away() -> None:
+    verdict = judge(facts(SAMPLES, processes=remote(), silent_s={"b": 80.0}, into_step_s=90.0))
+    assert verdict.state == "stuck"
+    assert "b-regular-0, which has 9 of them, is out of reach: its site has been silent for 80 s" in verdict.sentence
+
+
+def test_a_site_that_is_away_while_the_step_is_in_its_ordinary_time_is_only_told() -> None:
+    verdict = judge(facts(SAMPLES, processes=remote(), silent_s={"b": 80.0}))
+    assert verdict.state == "healthy" and verdict.details == ["site b has been silent for 80 s"]
+
+
+def test_the_stopped_service_of_an_emulated_site_explains_its_silence() -> None:
+    stopped = remote(alive="stopped", pid=4720)
+    verdict = judge(facts(SAMPLES, processes=stopped, silent_s={"b": 80.0}, into_step_s=90.0))
+    assert "service-b (pid 4720) is stopped" in verdict.sentence and "12 samples" in verdict.sentence
+
+
+def test_the_stopped_proxy_of_an_emulated_network_explains_the_silence_of_a_site() -> None:
+    proxy = process("proxy", "proxy", 4730, alive="stopped", loop="unknown")
+    verdict = judge(facts(SAMPLES, processes=(*remote(), proxy), silent_s={"b": 80.0}))
+    assert "the proxy that stands for the links is stopped (SIGSTOP)" in verdict.sentence
+    assert "kill -CONT 4730" in verdict.sentence
+
+
+def test_processes_of_another_machine_are_not_taken_for_dead() -> None:
+    gone = tuple(replace(one, alive="gone", cpu=None) for one in family())
+    assert judge(facts(TRAINER, processes=gone)).state == "healthy"
+
+
+def test_a_run_that_starts_says_for_whom() -> None:
+    wait = ("controller", "service-here, trainer-0 to start", 40.0, 300.0)
+    starting = facts(wait, state="starting", step=0, step_times=())
+    verdict = judge(starting)
+    assert verdict.state == "starting" and verdict.exit_code == 0
+    assert "controller has waited 40 s (limit 300 s) for service-here, trainer-0 to start" in verdict.sentence
+
+
+def test_a_start_that_cannot_end_is_stuck_on_the_instance_behind_the_service() -> None:
+    wait = ("controller", "service-here to start", 40.0, 300.0)
+    stopped = family(here_regular_0={"alive": "stopped"})
+    verdict = judge(facts(wait, state="starting", processes=stopped))
+    assert verdict.state == "stuck" and "here-regular-0 (pid 4710) is stopped" in verdict.sentence
+
+
+def test_a_controller_that_loads_libraries_is_starting() -> None:
+    loading = family(controller={"loop": "blocked", "cpu": 0.9})
+    assert judge(facts(state="starting", processes=loading, age_s=25.0)).state == "starting"
+    before = judge(Facts(NOW, None, family(controller={"loop": "none", "cpu": 0.9})))
+    assert before.sentence == "starting: the controller has not reported yet; it computes (90 % CPU)"
+
+
+def test_a_process_that_starts_is_told_with_its_stage() -> None:
+    stages = {"stage": "importing vLLM", "stage_s": 12.0}
+    early = judge(Facts(NOW, None, family(controller={"loop": "none", "cpu": 0.9}, here_regular_0=stages)))
+    assert "here-regular-0: importing vLLM (12 s)" in early.details
+    wait = ("controller", "service-here to start", 40.0, 300.0)
+    known = judge(facts(wait, state="starting", processes=family(here_regular_0=stages | {"cpu": 0.9})))
+    assert "here-regular-0 (pid 4710) computes (90 % CPU), in its start (importing vLLM, 12 s)" in known.sentence
+    dead = family(here_regular_0=stages | {"exit_code": 1})
+    assert "in its start (importing vLLM" in judge(facts(wait, state="starting", processes=dead)).sentence
+
+
+@pytest.mark.parametrize(("state", "code"), [("done", 0), ("interrupted", 1), ("failed", 1)])
+def test_a_run_that_has_ended_says_how(state: str, code: int) -> None:
+    error = None if state == "done" else "a disk was full\nwith a traceback"
+    processes = tuple(replace(one, alive="gone") for one in family())
+    verdict = judge(facts(SAMPLES, processes=processes, state=state, error=error, age_s=900.0))
+    assert (verdict.state, verdict.exit_code) == ("ended", code)
+    assert verdict.sentence.startswith(f"ended: {state} at step 6 of 40")
+    assert ("a disk was full" in verdict.sentence) == (state != "done")
+    assert verdict.details == ([] if state == "done" else ["with a traceback"])
+
+
+def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
+    gone = tuple(replace(one, alive="gone", cpu=None) for one in family())
+    verdict = judge(facts(SAMPLES, processes=gone, age_s=90.0))
+    assert verdict.state == "ended" and verdict.exit_code == 1
+    assert verdict.sentence.startswith("ended: at step 6 of 40, 90 s ago, without saying so")
+
+
+@pytest.mark.parametrize(
+    ("owner", "text", "found"),
+    [
+        ("controller", "trainer-0 to answer 'train'", ["trainer-0"]),
+        ("controller", "here-regular-0, here-tail-0 to leave", ["here-regular-0", "here-tail-0"]),
+        ("controller", "3 samples of 3 groups", ["here-regular-0", "here-tail-0"]),
+        ("controller", "3 rewards of 3 groups", ["rewards-here"]),
+        ("controller", "the ranker to learn from step 3", ["controller"]),
+        ("service-here", "the hub at tcp://127.0.0.1:7002 to acknowledge all messages", ["trainer-0"]),
+        ("service-here", "the publisher to send weight version 3", ["trainer-0"]),
+        ("service-here", "weights 3 from here", ["service-here"]),
+        ("trainer-0", "all instances to answer finish_weight_update", ["here-regular-0", "here-tail-0"]),
+        ("controller", "the answer to everything", []),
+    ],
+)
+def test_the_text_of_a_wait_names_who_is_waited_for(owner: str, text: str, found: list[str]) -> None:
+    assert targets(WaitFacts(owner, text, NOW, 1.0), facts()) == found
+
+
+def test_a_wait_that_names_nobody_is_told_with_who_computes() -> None:
+    verdict = judge(facts(("controller", "something else", 55.0, 900.0), into_step_s=90.0))
+    assert "computing now: trainer-0 (190 % CPU), here-regular-0 (90 % CPU)" in verdict.sentence
+
+
+def test_a_site_with_a_launcher_of_its_own_is_judged_by_what_it_hears() -> None:
+    site = SiteFacts("b", "serving", NOW - 0.5, 0.2, 3)
+    service = (process("service-b", "service", 51),)
+    assert judge(Facts(NOW, None, service, site=site)).state == "healthy"
+    deaf = judge(Facts(NOW, None, service, site=replace(site, trainer_silent_s=80.0)))
+    assert deaf.state == "stuck" and "has heard nothing of the trainer's site for 80 s" in deaf.sentence
+    stopped = (replace(service[0], alive="stopped"),)
+    assert "kill -CONT 51" in judge(Facts(NOW, None, stopped, site=site)).sentence
+
+
+def test_a_full_disk_is_told() -> None:
+    assert judge(replace(facts(TRAINER), disk_free_gb=0.01)).details == ["the run's disk is full: 0.01 GB free"]
+
+
+def test_the_stack_of_the_main_thread_is_the_last_one() -> None:
+    assert innermost(THREADS) == "predict (controller/length_predictor.py:71)"
+    assert innermost(()) == ""
+
+
+def test_threads_that_wait_for_work_are_left_out() -> None:
+    assert busy_threads(THREADS) == list(THREADS[4:])
+
+
+def test_the_bounds_are_those_of_the_status_file() -> None:
+    assert SILENT_AFTER_S == status.STALE_AFTER_S == status.ABSENT_AFTER_S
+    assert FINAL == status.FINAL_STATES
+
+
+# -- the command
+
+
+def test_the_command_on_a_run_that_is_done(make_run: RunMaker) -> None:
+    result = CliRunner().invoke(command, [str(make_run(20, rollouts=False, trace=False, state="done"))])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[0].startswith("ended: done at step 20 of 20")
+
+
+def test_the_command_begins_with_one_sentence_and_shows_the_waits(tmp_path: Path) -> None:
+    now = time.time()
+    wait = {"owner": "controller", "waiting_for": "trainer-0 to answer 'x'", "since": now - 8, "limit_s": 60}
+    status.write_status(tmp_path, make_status(3, 20, now, waits=[wait]))
+    result = CliRunner().invoke(command, [str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    first, *rest = result.output.splitlines()
+    assert first.startswith("healthy: step 4 of 20")
+    assert any("trainer-0 to answer 'x'" in line and "60 s" in line for line in rest)
+    assert any(line.startswith("here-regular-1") and "13 requests" in line for line in rest)
+
+
+def test_a_wait_past_its_limit_ends_the_command_with_3(tmp_path: Path) -> None:
+    now = time.time()
+    wait = {"owner": "controller", "waiting_for": "3 rewards of 1 groups", "since": now - 90, "limit_s": 60}
+    status.write_status(tmp_path, make_status(3, 20, now, waits=[wait]))
+    result = CliRunner().invoke(command, [str(tmp_path), "--stacks"])
+    assert result.exit_code == 3, result.output
+    assert result.output.startswith("stuck: controller has waited ")
+    assert "(limit 60 s, which has passed) for 3 rewards" in result.output.splitlines()[0]
+
+
+def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, [str(tmp_path / "nothing")])
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert "no such run folder" in str(result.exception)
+    (tmp_path / "status.json").write_text("{")
+    assert "cannot be read" in str(CliRunner().invoke(command, [str(tmp_path)]).exception)
+
+
+def test_help_has_an_example_and_the_exit_codes() -> None:
+    output = CliRunner().invoke(command, ["--help"]).output
+    assert "streamrl why-stuck runs/demo --stacks" in output and "3 the run is stuck" in output

@@ -1,0 +1,64 @@
+"""`streamrl calibrate` on a tiny model and real vLLM: the curve that it writes is one that the simulator reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from streamrl.generation.instance.calibration import batch_sizes
+from tests import warm
+from tests.tiny_model import save_tiny_model
+from tests.waiting import scaled
+
+CLUSTER = """
+hardware: cpu
+sites:
+  here:
+    trainer: {ranks: 1}
+    generation: [{name: regular, max_batch: 6, kv_cache_gb: 0.05}]
+"""
+
+
+def test_batch_sizes_are_powers_of_two_and_the_largest() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(32) == [1, 2, 4, 8, 16, 32]
+
+
+def calibrate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER)
+    command = [sys.executable, "-m", "streamrl.cli.main", "calibrate", "--cluster", str(cluster), *arguments]
+    return warm.run(command, scaled(280))
+
+
+def test_a_real_instance_is_measured(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    out = tmp_path / "curve.json"
+    wanted = (f"model.path={model}", "model.dtype=float32", "model.max_context=128", "sampling.max_tokens=24")
+    settings = [word for one in wanted for word in ("--set", one)]
+    done = calibrate(tmp_path, *settings, "--repeats", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "batch 6:" in done.stdout and "prefill" in done.stdout
+    values = json.loads(out.read_text())
+    curve = StepCurve.from_json(values)
+    assert curve.batches == (1, 2, 4, 6) and values["model"] == str(model)
+    assert all(1e-5 < seconds < 5 for seconds in curve.seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--pool", "tail"], "--pool tail: "),
+        (["--out", "nowhere/curve.json"], "--out nowhere/curve.json: its folder does not exist"),
+    ],
+)
+def test_bad_input_starts_nothing(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    done = calibrate(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,111 @@
+"""The token journal: what it was told it gives back, also to the next service; what has ended is forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.protocol.samples import progress_from_wire, progress_to_wire
+from streamrl.rollouts.types import PartialSample
+
+
+def part(sample_id: str, first: int, count: int) -> PartialSample:
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    return PartialSample(sample_id, tokens, (-tokens / 7).astype(np.float32), tokens // 4, 10.0, 11.0)
+
+
+def assert_holds(journal: TokenJournal, sample_id: str, count: int) -> None:
+    kept, whole = journal.kept(sample_id), part(sample_id, 0, count)
+    assert kept is not None
+    assert kept.completion_tokens.tolist() == whole.completion_tokens.tolist()
+    assert kept.logprobs.tobytes() == whole.logprobs.tobytes()
+    assert kept.token_versions.tolist() == whole.token_versions.tolist()
+    assert (kept.t_dispatched, kept.t_first_token) == (10.0, 11.0)
+
+
+def test_parts_add_up_and_what_comes_twice_counts_once(tmp_path: Path) -> None:
+    journal = TokenJournal(tmp_path / "journal.sqlite")
+    assert journal.kept("a") is None
+    assert journal.add(0, part("a", 0, 5)) and journal.add(3, part("a", 3, 6))
+    assert not journal.add(20, part("a", 20, 2))  # of no use: what lies before it is missing
+    assert journal.add(0, part("a", 0, 4))
+    assert_holds(journal, "a", 9)
+    assert journal.tokens == 9
+
+
+def test_the_next_service_finds_what_was_written_and_not_what_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for name in ("a", "b", "c"):
+        journal.add(0, part(name, 0, 3))
+    journal.flush()
+    journal.add(3, part("a", 3, 4))
+    journal.forget(["b", "unknown"])
+    journal.add(0, part("d", 0, 2))
+    journal.forget(["d"])
+    journal.flush()
+    journal.add(7, part("a", 7, 1))  # not written: lost with the process
+    found = TokenJournal(path)
+    assert_holds(found, "a", 7)
+    assert_holds(found, "c", 3)
+    assert found.kept("b") is None and found.kept("d") is None
+    assert found.tokens == 10
+
+
+def test_a_request_that_is_made_again_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 8))
+    journal.flush()
+    journal.forget_all()
+    journal.add(0, part("a", 0, 2))
+    journal.close()
+    assert_holds(TokenJournal(path), "a", 2)
+
+
+def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"no database at all" * 300)
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 2))
+    journal.close()
+    assert_holds(TokenJournal(path), "a", 2)
+
+
+def test_progress_over_the_wire_is_what_was_sent() -> None:
+    sent = [(0, part("a", 0, 3)), (5, part("b", 5, 1)), (2, part("c", 2, 4))]
+    found = progress_from_wire(*progress_to_wire(sent))
+    assert [start for start, _ in found] == [0, 5, 2]
+    for (_, one), (_, other) in zip(sent, found, strict=True):
+        assert one.sample_id == other.sample_id
+        assert one.completion_tokens.tolist() == other.completion_tokens.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.token_versions.tolist() == other.token_versions.tolist()
+        assert (one.t_dispatched, one.t_first_token) == (other.t_dispatched, other.t_first_token)
+
+
+def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
+    wrong = 0
+    for seed in range(30):
+        path = tmp_path / f"{seed}.sqlite"
+        journal = TokenJournal(path)
+        for name in "abcdefgh":
+            for first in (0, 50, 100):
+                journal.add(first, part(name, first, 50))
+                journal.flush()
+        journal.close()
+        noise = np.random.default_rng(seed)
+        content = bytearray(path.read_bytes())
+        for start in noise.integers(200, len(content) - 64, size=4).tolist():
+            content[start : start + 64] = noise.bytes(64)
+        path.write_bytes(content)
+        found = TokenJournal(path)
+        for name in "abcdefgh":
+            if (kept := found.kept(name)) is not None:
+                assert_holds(found, name, len(kept.completion_tokens))
+                wrong += len(kept.completion_tokens) < 150
+            else:
+                wrong += 1
+    assert wrong > 0  # damage was done, and noticed

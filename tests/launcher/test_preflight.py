@@ -1,0 +1,98 @@
+"""What is checked before anything starts: each problem is found, and a sound run has none."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.launcher import preflight
+
+GIB = 2**30
+
+
+def cluster(hardware: str = "cpu", **pool: object) -> ClusterConfig:
+    site = {"trainer": {"ranks": 2, "threads": 3}, "generation": [{"replicas": 2, **pool}]}
+    return ClusterConfig.model_validate({"hardware": hardware, "sites": {"here": site}})
+
+
+def make_model(folder: Path, megabytes: int = 1, **config: object) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(megabytes * 2**20)
+    return RunConfig.model_validate({"model": {"path": str(folder)}})
+
+
+def test_more_gpus_than_there_are() -> None:
+    asked = cluster("cuda", gpus_per_replica=4)
+    assert list(preflight.check_gpus(asked, RunConfig(), 9)) == ["the cluster asks for 10 GPUs, this machine has 9"]
+    assert list(preflight.check_gpus(asked, RunConfig(), 10)) == []
+    in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
+    assert list(preflight.check_gpus(asked, in_turns, 8)) == []
+    assert list(preflight.check_gpus(asked, in_turns, 7)) == ["the cluster asks for 8 GPUs, this machine has 7"]
+    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), 0)) == []
+
+
+def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m", max_position_embeddings=512)
+    assert "has 512 positions, 1024 are asked for" in "".join(preflight.check_model(run))
+    run = make_model(tmp_path / "m", text_config={"max_position_embeddings": 1023})
+    assert "has 1023 positions" in "".join(preflight.check_model(run))
+    for config in ({"max_position_embeddings": 1024}, {"n_positions": 7}):
+        assert list(preflight.check_model(make_model(tmp_path / "m", **config))) == []
+
+
+def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=2)
+    assert list(preflight.check_heads(cluster(gpus_per_replica=8), run)) == []
+    values = cluster(gpus_per_replica=3).model_dump()
+    values["sites"]["here"]["trainer"] = {"ranks": 4, "tensor_parallel": 4}
+    several = ClusterConfig.model_validate(values)
+    assert list(preflight.check_heads(several, run)) == [
+        f"sites.here.generation (regular).gpus_per_replica is 3: expected a divisor of the 8 attention heads of "
+        f"{run.model.path}",
+        f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
+    ]
+
+
+def test_computing_threads_far_above_the_cores_are_warned_of() -> None:
+    eight = cluster(threads=1)  # 2 ranks of 3, 2 instances of 1
+    assert preflight.thread_warnings(eight, RunConfig(), cores=4) == []
+    assert "8 computing threads, this machine has 3 cores" in preflight.thread_warnings(eight, RunConfig(), cores=3)[0]
+
+
+def test_memory_counts_the_trainer_and_every_instance(tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m", megabytes=1024)
+    one = cluster(kv_cache_gb=1.5)
+    # trainer: 10 copies and 2 processes; two instances: weights, cache and process each
+    needed = (10 + 2 + 2 * (1 + 1.5 + 1)) * GIB
+    assert preflight.memory_warnings(one, run, needed) == []
+    (warning,) = preflight.memory_warnings(one, run, needed - 0.1 * GIB)
+    assert "about 19.0 GiB of memory, 18.9 GiB are free, 0.1 GiB are missing" in warning
+
+
+def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    run = make_model(tmp_path / "m", megabytes=1024)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(20 * GIB))
+    assert "21.0 GiB needed" in "".join(preflight.check_disk(run, tmp_path / "not" / "yet"))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(21 * GIB))
+    assert list(preflight.check_disk(run, tmp_path / "not" / "yet")) == []
+
+
+def test_an_address_that_is_not_this_machines() -> None:
+    site = {"address": "192.0.2.1", "trainer": {}, "generation": [{}]}
+    elsewhere = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
+    assert "cannot listen on 192.0.2.1" in "".join(preflight.check_ports(elsewhere, "here"))
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "vllm" else object())
+    [problem] = preflight.check_packages(cluster("cuda"))
+    assert problem == "not installed: vllm; install with: pip install 'streamrl[gpu,tasks]'"

@@ -1,0 +1,250 @@
+"""Processes of a launcher: instances follow their service's wishes, what dies is started again within its budget."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.config.run import RunConfig
+from streamrl.launcher.process_group import Family
+from streamrl.launcher.watchdog import Watchdog
+from streamrl.run_dir.instance_files import (
+    StartedProcess,
+    WantedInstance,
+    forget,
+    read_started,
+    read_wanted,
+    write_started,
+    write_wanted,
+)
+from streamrl.run_dir.status import write_status
+from streamrl.runtime.process_plan import ProcessSpec, Role
+from tests.waiting import scaled, wait_for
+
+QUICKLY = {"pause_s": 0.0, "restarts": 2}
+SLEEPS = "import time; time.sleep(600)"
+
+
+def spec(name: str, role: Role, code: str = SLEEPS, index: int = 0) -> ProcessSpec:
+    return ProcessSpec(name, role, "here", "regular", [sys.executable, "-S", "-c", code], index=index)
+
+
+@dataclass
+class Share:
+    """What a family needs of one."""
+
+    run_dir: Path
+    specs: list[ProcessSpec]
+    run: RunConfig = field(default_factory=lambda: RunConfig.model_validate({"recovery": QUICKLY}))
+    env: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, Any] = field(default_factory=dict)
+
+    def place(self) -> None:
+        """All of it is here."""
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        return {"here": self.run_dir}
+
+    def processes(self) -> list[ProcessSpec]:
+        return self.specs
+
+    def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
+        return {f"i-{n}": spec(f"i-{n}", "instance", index=n) for n in range(3)}
+
+    def namespace(self, site: str) -> None:
+        return None
+
+
+@pytest.fixture
+def families() -> Iterator[Callable[..., Family]]:
+    made: list[Family] = []
+
+    def make(folder: Path, *specs: ProcessSpec) -> Family:
+        (folder / "logs").mkdir(exist_ok=True)
+        family = Family(Share(folder, list(specs)), resume=False)  # type: ignore[arg-type]
+        made.append(family)
+        family.start()
+        return family
+
+    yield make
+    for family in made:
+        family.stop()
+
+
+def until(condition: Callable[[], object], family: Family) -> list[str]:
+    """Lets the family work until something holds; what it has told."""
+    told: list[str] = []
+
+    def work() -> None:
+        family.reconcile()
+        told.extend(family.revive())
+
+    wait_for(condition, 20, meanwhile=work, tell=lambda: told)
+    return told
+
+
+def alive(folder: Path) -> dict[str, tuple[int, int]]:
+    return {one.name: (one.pid, one.process) for one in read_started(folder) if one.exit_code is None}
+
+
+CORE = [spec("controller", "controller"), spec("trainer", "trainer"), spec("service-here", "service")]
+
+
+def test_instances_come_leave_and_are_replaced_as_the_service_wants(
+    tmp_path: Path, families: Callable[..., Family]
+) -> None:
+    family = families(tmp_path, *CORE, spec("i-0", "instance"))
+    first = alive(tmp_path)["i-0"]
+    write_wanted(tmp_path, [WantedInstance("i-0"), WantedInstance("i-1")])
+    until(lambda: "i-1" in alive(tmp_path), family)
+    assert alive(tmp_path)["i-0"] == first
+    write_wanted(tmp_path, [WantedInstance("i-0", process=2), WantedInstance("i-1", leaving=True)])
+    until(lambda: alive(tmp_path)["i-0"][1] == 2, family)
+    assert alive(tmp_path)["i-0"][0] != first[0] and "i-1" in alive(tmp_path)
+    write_wanted(tmp_path, [WantedInstance("i-0", process=2)])  # the other one has left, or is to
+    until(lambda: "i-1" not in alive(tmp_path), family)
+    os.kill(alive(tmp_path)["i-0"][0], signal.SIGKILL)
+    until(lambda: "i-0" not in alive(tmp_path), family)
+    [dead] = [one for one in read_started(tmp_path) if one.name == "i-0"]
+    assert dead.exit_code == -signal.SIGKILL and "was killed by SIGKILL" in dead.last_words
+    assert family.dead == []  # its service decides
+
+
+def test_a_service_comes_back_alone_until_its_budget_is_used_up(
+    tmp_path: Path, families: Callable[..., Family]
+) -> None:
+    family = families(tmp_path, *CORE)
+    others = {name: pid for name, pid in alive(tmp_path).items() if name != "service-here"}
+    told: list[str] = []
+    for _ in range(2):
+        before = alive(tmp_path)["service-here"]
+        os.kill(before[0], signal.SIGKILL)
+        told += until(lambda before=before: alive(tmp_path).get("service-here", before) != before, family)
+    killed = "service-here was killed by SIGKILL (out of memory, or somebody's kill -9)"
+    assert told == [f"{killed}; it is started again"] * 2
+    assert {name: alive(tmp_path)[name] for name in others} == others
+    os.kill(alive(tmp_path)["service-here"][0], signal.SIGKILL)
+    told = until(lambda: family.dead, family)
+    assert told == ["service-here has died 3 times; it is not started again"]
+
+
+@pytest.mark.parametrize("victim", ["controller", "trainer"])
+def test_everything_but_the_instances_goes_back_with_controller_and_trainer(
+    tmp_path: Path, families: Callable[..., Family], victim: str
+) -> None:
+    family = families(tmp_path, *CORE, spec("i-0", "instance"))
+    before = alive(tmp_path)
+    os.kill(before[victim][0], signal.SIGKILL)
+    [line] = until(lambda: len(alive(tmp_path)) == 4 and alive(tmp_path)[victim] != before[victim], family)
+    assert line.endswith("everything but the instances is started again")
+    after = alive(tmp_path)
+    assert after["i-0"] == before["i-0"]
+    assert all(after[name] != before[name] for name in ("controller", "trainer", "service-here"))
+    environment = Path(f"/proc/{after['controller'][0]}/environ").read_text()
+    assert "STREAMRL_RESUME=1" in environment
+    assert family.first.pid == after["controller"][0]
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [
+        ("import sys; print('LAST WORDS: no such model', file=sys.stderr); sys.exit(1)", False),
+        ("import sys; print('LAST WORDS, unexpected: KeyError', file=sys.stderr); sys.exit(1)", True),
+        ("import sys; print('LAST WORDS: another controller', file=sys.stderr); sys.exit(75)", True),
+        ("", True),
+    ],
+)
+def test_only_what_may_be_luckier_the_next_time_is_started_again(
+    tmp_path: Path, families: Callable[..., Family], code: str, again: bool
+) -> None:
+    family = families(tmp_path, *CORE, spec("rewards-here", "rewards", code))
+    told: list[str] = []
+    wait_for(lambda: told or family.dead, 20, meanwhile=lambda: told.extend(family.revive()))
+    assert bool(told) == again
+    assert bool(family.dead) != again
+    if not again:
+        assert family.dead[0].last_words() == "rewards-here ended with exit code 1: no such model"
+
+
+def test_who_gives_no_sign_of_life_is_found(tmp_path: Path) -> None:
+    now = time.time()
+    run = RunConfig.model_validate({"deadlines": {"heartbeat_s": 5, "startup_s": 50}})
+    cluster = SimpleNamespace(trainer_site="here")
+    share: Any = SimpleNamespace(run=run, folders={"here": tmp_path}, cluster=cluster)
+
+    def hanging(started: dict[str, float]) -> list[str]:
+        return sorted(Watchdog(share).hanging(started))
+
+    def write(age: float, **silences: float | None) -> None:
+        roles = {name: {"role": name, "state": "idle", "since": 0.0, "silent_s": s} for name, s in silences.items()}
+        write_status(
+            tmp_path,
+            {
+                "run": "x",
+                "state": "running",
+                "step": 1,
+                "steps": 2,
+                "started_at": 0.0,
+                "updated_at": 0.0,
+                "roles": roles,
+            },
+        )
+        os.utime(tmp_path / "status.json", (now - age, now - age))
+
+    assert hanging({"controller": now - 20}) == []  # it may still be starting
+    assert hanging({"controller": now - 60}) == ["controller"]
+    write(0.0, service=1.0, trainer=9.0, rewards=None, instance=99.0)
+    old = dict.fromkeys(("controller", "service", "trainer", "rewards", "instance"), now - 60)
+    assert hanging(old) == ["trainer"]  # instances are judged by their service
+    assert hanging(old | {"trainer": now - 3}) == []  # a new one, that has not said anything
+    assert hanging({name: then for name, then in old.items() if name != "trainer"}) == []  # dead: known to be
+    write(7.0, trainer=9.0)
+    assert hanging(old) == ["controller"]  # what it says of others is old
+    assert hanging(old | {"controller": now - 3}) == []
+
+
+def test_the_files_between_service_and_launcher_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert read_wanted(tmp_path) is None and read_started(tmp_path) == []
+    wanted = [WantedInstance("a", 3), WantedInstance("b", leaving=True)]
+    started = [StartedProcess("a", "instance", 77, 3, -9, "was killed")]
+    write_wanted(tmp_path, wanted)
+    write_started(tmp_path, started)
+    assert read_wanted(tmp_path) == wanted and read_started(tmp_path) == started
+    forget(tmp_path)
+    assert read_wanted(tmp_path) is None and read_started(tmp_path) == []
+
+
+def test_a_disk_that_is_full_is_no_reason_to_try_again(tmp_path: Path) -> None:
+    from streamrl.launcher.entry_point import DISK
+
+    code = "import errno; raise OSError(errno.ENOSPC, 'No space left on device')"
+    assert errno.ENOSPC in DISK
+    done = subprocess.run(
+        [sys.executable, "-c", ROLE_THAT_FAILS.format(code=code)], capture_output=True, text=True, timeout=scaled(60)
+    )
+    assert done.returncode == 1
+    assert "LAST WORDS: [Errno 28] No space left on device" in done.stderr
+
+
+ROLE_THAT_FAILS = """
+import sys
+from streamrl.launcher import entry_point
+async def fails():
+    {code}
+entry_point._role = lambda args: fails()
+role.answer_requests = role.say = lambda *args: None
+sys.argv = ["role", "controller", "--run-dir", "."]
+sys.exit(entry_point.main())
+"""

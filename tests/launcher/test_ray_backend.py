@@ -1,0 +1,60 @@
+"""What processes ask Ray for, and what is told when it does not have that."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from streamrl.launcher.ray_backend import demand, missing, versions
+from streamrl.runtime.process_plan import ProcessSpec
+
+
+def spec(role: str, gpu: str = "cpu", gpus: int = 0, threads: int = 1, ranks: int = 1) -> ProcessSpec:
+    ids = tuple(range(gpus))
+    return ProcessSpec(
+        role,
+        role,
+        "here",
+        None,
+        [sys.executable],
+        gpu=gpu,
+        gpu_ids=ids,
+        threads=threads,
+        ranks=ranks,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "known", "wanted"),
+    [
+        (spec("instance", threads=2), {}, {"CPU": 2.0}),
+        (
+            spec("instance", "H20", gpus=2),
+            {"accelerator_type:H20": 1.0},
+            {"CPU": 1, "GPU": 2, "accelerator_type:H20": 0.002},
+        ),
+        (spec("instance", "H20", gpus=2), {"H20": 8.0}, {"CPU": 1, "GPU": 2, "H20": 2}),
+        (spec("instance", "fast"), {}, {"CPU": 1, "fast": 1}),  # CPUs that somebody has given a name
+        (spec("trainer", "large", threads=3, ranks=2), {}, {"CPU": 6, "large": 2}),
+        (spec("rewards", threads=4), {"H20": 8.0}, {"CPU": 4}),
+    ],
+)
+def test_what_a_process_asks_for(one: ProcessSpec, known: dict[str, float], wanted: dict[str, float]) -> None:
+    assert demand(one, known) == pytest.approx(wanted)
+
+
+def test_what_is_missing_is_told_with_both_counts() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 8.0, "accelerator_type:H20": 1.0}, {"CPU": 4.0}]
+    fleet = [spec("instance", "H20", gpus=2)] * 4
+    assert missing(fleet, nodes) == []
+    assert missing([*fleet, fleet[0]], nodes) == [
+        "10 GPU asked for, 8 in Ray",
+        "10 H20 asked for, 8 in Ray; its GPUs: H20",
+    ]
+    assert "1 H800 asked for, 0 in Ray; its GPUs: H20" in missing([spec("trainer", "H800", gpus=1)], nodes)
+    assert missing([spec("rewards", threads=20)], nodes) == ["20 CPU asked for, 12 in Ray"]
+
+
+def test_versions_are_those_of_what_nodes_must_share() -> None:
+    assert {"streamrl", "torch"} <= versions().keys()

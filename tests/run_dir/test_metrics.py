@@ -1,0 +1,120 @@
+"""metrics.jsonl: what is written is what is read, NaN never gets in, kills and resumes leave whole rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from streamrl.run_dir.metrics import MetricsRow, MetricsWriter, read_metrics
+from tests.report.synthetic import audit_of, make_row
+
+CONTRACT_KEYS = [
+    "step",
+    "time",
+    "step_time_s",
+    "generate_time_s",
+    "train_time_s",
+    "bubble_fraction_generation",
+    "bubble_fraction_training",
+    "samples_per_s",
+    "tokens_per_s",
+    "reward_mean",
+    "reward_std",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "output_length_mean",
+    "output_length_p50",
+    "output_length_p90",
+    "output_length_max",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_gap_mean",
+    "importance_ratio_max",
+    "weight_version",
+    "weight_bytes_sent",
+    "weight_sync_exposed_s",
+    "ranker_recall_at_20",
+    "ranker_kendall_tau",
+]
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = [make_row(1), make_row(2, length_audit=audit_of(2, dropped=12), step_skipped=True), make_row(3)]
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for row in rows:
+            writer.append(row)
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows
+
+
+def test_every_line_has_all_keys_of_the_contract(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.append(MetricsRow(step=1, time=5.0))
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert set(CONTRACT_KEYS) <= set(written)
+    assert written["ranker_kendall_tau"] is None
+
+
+def test_a_row_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.append(make_row(1))
+    assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    writer.close()
+
+
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
+    row = make_row(1, loss=math.nan, grad_norm=math.inf, reward_by_task={"a": math.nan, "b": 0.5})
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.append(row)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (read.loss, read.grad_norm, read.reward_by_task) == (None, None, {"a": None, "b": 0.5})
+
+
+def test_a_misspelt_key_is_refused_when_writing() -> None:
+    with pytest.raises(ValidationError):
+        make_row(1, reward_meen=0.1)
+
+
+def test_keys_of_a_newer_version_do_not_lose_the_row(tmp_path: Path) -> None:
+    values = make_row(1).model_dump() | {"something_new": 3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(values) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [make_row(1)]
+
+
+@pytest.mark.parametrize("keep", [1, 40, 400])
+def test_a_cut_last_line_is_skipped_and_removed_before_appending(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.append(make_row(1))
+        whole = path.stat().st_size
+        writer.append(make_row(2))
+    path.write_bytes(path.read_bytes()[: whole + keep])
+    assert [row.step for row in read_metrics(path)] == [1]
+    with MetricsWriter(path) as writer:
+        writer.append(make_row(3))
+    assert [row.step for row in read_metrics(path)] == [1, 3]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(1, 8):
+            writer.append(make_row(step))
+    with MetricsWriter(path) as writer:
+        assert writer.rewind(5) == 2
+        writer.append(make_row(6, reward_mean=0.99))
+    rows = read_metrics(path)
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1].reward_mean == 0.99
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_no_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

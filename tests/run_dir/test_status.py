@@ -1,0 +1,112 @@
+"""status.json: replaced in one piece, checked on both sides, and a folder without a run is answered well."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from streamrl.cli.status import command
+from streamrl.errors import UserError
+from streamrl.run_dir.status import read_status, write_status
+from tests.report.synthetic import START, RunMaker, make_row, make_status
+
+
+def test_a_status_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    row = make_row(3)
+    write_status(tmp_path, make_status(3, 20, START + 5, latest=row.model_dump()))
+    status = read_status(tmp_path)
+    assert (status.run, status.state, status.step, status.steps) == ("demo", "running", 3, 20)
+    assert status.roles["here-regular-1"].running == 13
+    assert status.roles["trainer"].memory_gb is None
+    assert status.progress.lengths[-1] == 96
+    assert status.latest == row
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_nan_becomes_null(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START, eta_s=float("nan")))
+    assert json.loads((tmp_path / "status.json").read_text())["eta_s"] is None
+
+
+def test_a_status_that_readers_could_not_show_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START))
+    with pytest.raises(ValidationError):
+        write_status(tmp_path, make_status(4, 20, START, state="dancing"))
+    assert read_status(tmp_path).step == 3
+
+
+def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(0, 20, START))
+    ended = threading.Event()
+    failures: list[Exception] = []
+
+    def read() -> None:
+        while not ended.is_set():
+            try:
+                read_status(tmp_path)
+            except Exception as error:
+                failures.append(error)
+            time.sleep(0.0005)  # sleeps: the writer has its turns
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(200):
+        write_status(tmp_path, make_status(step, 300, START, error="x" * (step * 37 % 5000)))
+    ended.set()
+    reader.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("what", ["missing", "file", "empty", "broken"])
+def test_a_folder_that_is_no_run_gives_one_readable_message(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "nothing"
+    if what == "file":
+        path.touch()
+    elif what != "missing":
+        path.mkdir()
+    if what == "broken":
+        (path / "status.json").write_text('{"run": 3')
+    with pytest.raises(UserError, match="nothing") as caught:
+        read_status(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistyped_run_names_the_runs_that_there_are(make_run: RunMaker) -> None:
+    run_dir = make_run(1, rollouts=False, trace=False)
+    with pytest.raises(UserError, match=r"demo$"):
+        read_status(run_dir.parent / "dmeo")
+    with pytest.raises(UserError, match=r"demo$"):
+        read_status(run_dir.parent)
+
+
+def test_only_a_run_that_has_not_ended_can_be_stale(tmp_path: Path) -> None:
+    write_status(tmp_path, make_status(3, 20, START))
+    assert read_status(tmp_path).stale_for(START + 9) is None
+    assert read_status(tmp_path).stale_for(START + 42) == 42
+    write_status(tmp_path, make_status(3, 20, START, state="done"))
+    assert read_status(tmp_path).stale_for(START + 42) is None
+
+
+def test_the_status_command_shows_roles_and_steps(make_run: RunMaker) -> None:
+    result = CliRunner().invoke(command, [str(make_run(3, rollouts=False, trace=False))])
+    assert result.exit_code == 0, result.output
+    for part in ("step 3/20", "here-regular-0", "12+3", "micro-batch 3 of 8", "0.200", "eval@0: greedy 0.10"):
+        assert part in result.output
+    assert "no update for" in result.output  # the synthetic run's last update was in 2023
+
+
+def test_watching_ends_with_the_run(make_run: RunMaker) -> None:
+    run_dir = make_run(3, rollouts=False, trace=False, state="done")
+    result = CliRunner().invoke(command, [str(run_dir), "--watch"])
+    assert result.exit_code == 0, result.output
+    assert "demo: done" in result.output and "optimizer steps" in result.output
+
+
+def test_help_has_an_example() -> None:
+    assert "streamrl status runs/demo" in CliRunner().invoke(command, ["--help"]).output

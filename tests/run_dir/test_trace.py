@@ -1,0 +1,163 @@
+"""trace.json: valid for Perfetto at every moment, also after a kill and after a resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from streamrl.report.timeline import choose_windows, tracks
+from streamrl.run_dir.trace import Event, TraceWriter, read_trace, trace_origin
+from tests.report.synthetic import START, make_row
+
+
+def check_format(events: list[Event]) -> None:
+    """What the Chrome trace format asks of each event, and begin/end pairs that match."""
+    open_pairs: Counter[tuple[str, str, int]] = Counter()
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["ph"] in "MXbeC"
+        if event["ph"] == "M":
+            continue
+        assert event["tid"] in named
+        assert isinstance(event["ts"], int) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], int) and event["dur"] >= 0
+        if event["ph"] in "be":
+            assert event["cat"]
+            key = (event["name"], event["id"], event["pid"])
+            open_pairs[key] += 1 if event["ph"] == "b" else -1
+            assert open_pairs[key] in (0, 1)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+    assert not any(open_pairs.values())
+
+
+def write_some(path: Path) -> TraceWriter:
+    trace = TraceWriter(path)
+    trace.span("trainer", "micro-batch", START, START + 1.5, group="g1")
+    trace.async_span("here-0", "sample", START + 0.5, START + 3.0, "s1", tokens=12)
+    trace.async_span("here-0", "sample", START + 0.6, START + 2.0, "s2", loss=float("nan"))
+    trace.counter("here-0", "requests", START + 1, {"running": 2, "waiting": 0})
+    return trace
+
+
+def test_a_closed_trace_is_json_and_every_event_is_valid(tmp_path: Path) -> None:
+    write_some(tmp_path / "trace.json").close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check_format(events)
+    assert events == read_trace(tmp_path / "trace.json")
+    (span,) = (event for event in events if event["ph"] == "X")
+    assert (span["name"], span["ts"], span["dur"]) == ("micro-batch", 0, 1_500_000)
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert set(names) == {"trainer", "here-0"} and len(set(names.values())) == 2
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert order[names["trainer"]] < order[names["here-0"]]
+    assert events[0]["args"]["name"] == "streamrl"
+
+
+def test_samples_of_two_instances_do_not_share_a_perfetto_track(tmp_path: Path) -> None:
+    # Perfetto puts async events of one name in one group, whatever their thread.
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.async_span("here-0", "sample", START, START + 1, "s1")
+        trace.async_span("here-1", "sample", START, START + 1, "s1")
+    names = {event["name"] for event in read_trace(tmp_path / "trace.json") if event["ph"] == "b"}
+    assert len(names) == 2
+
+
+def test_a_killed_run_leaves_a_trace_that_opens(tmp_path: Path) -> None:
+    write_some(tmp_path / "trace.json")  # never closed
+    text = (tmp_path / "trace.json").read_text()
+    assert not text.rstrip().endswith(",")
+    events = json.loads(text + "]")
+    check_format(events)
+    assert read_trace(tmp_path / "trace.json") == events
+
+
+def test_a_trace_cut_anywhere_gives_its_whole_events(tmp_path: Path) -> None:
+    write_some(tmp_path / "whole.json").close()
+    content = (tmp_path / "whole.json").read_bytes()
+    whole = read_trace(tmp_path / "whole.json")
+    for size in range(0, len(content), 7):
+        (tmp_path / "cut.json").write_bytes(content[:size])
+        events = read_trace(tmp_path / "cut.json")
+        assert events == whole[: len(events)]
+        assert len(events) >= content[:size].count(b"},\n")
+
+
+@pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])
+def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "trace.json"
+    if ending == "empty":
+        path.touch()
+        write_some(path)
+    elif ending == "closed":
+        write_some(path).close()
+    else:
+        write_some(path)
+    if ending == "cut":
+        path.write_bytes(path.read_bytes()[:-10])
+    before = read_trace(path)
+    with TraceWriter(path) as trace:
+        trace.span("trainer", "micro-batch", START + 100, START + 101)
+        trace.span("here-9", "sleep", START + 101, START + 102)
+    events = json.loads(path.read_text())
+    check_format(events)
+    assert events[: len(before)] == before
+    added = [event for event in events[len(before) :] if event["ph"] == "X"]
+    assert [event["ts"] for event in added] == [100_000_000, 101_000_000]
+    assert len([event for event in events if event["args"].get("name") == "trainer"]) == 1
+    assert len({event["tid"] for event in events if event["name"] == "thread_name"}) == 3
+
+
+def test_an_event_before_the_origin_is_clipped_because_perfetto_drops_negative_times(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.json", origin=START) as trace:
+        trace.span("trainer", "load", START - 2, START + 3)
+    (span,) = (event for event in read_trace(tmp_path / "trace.json") if event["ph"] == "X")
+    assert (span["ts"], span["dur"]) == (0, 3_000_000)
+
+
+def test_spans_written_late_keep_their_start_when_no_origin_is_given(tmp_path: Path) -> None:
+    # The controller writes a step's trainer spans before the samples that started earlier.
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        now = time.time()
+        trace.span("trainer", "micro-batch", now + 5, now + 6)
+        trace.async_span("here-0", "sample", now + 1, now + 4, "s1")
+    events = read_trace(tmp_path / "trace.json")
+    trainer, instance = tracks(events, trace_origin(events))
+    assert [(bar.start, bar.end) for bar in (*trainer.bars, *instance.bars)] == [
+        pytest.approx((now + 5, now + 6), abs=1e-4),
+        pytest.approx((now + 1, now + 4), abs=1e-4),
+    ]
+
+
+def test_tracks_are_read_back_with_unix_times_and_overlaps_get_lanes(tmp_path: Path) -> None:
+    write_some(tmp_path / "trace.json").close()
+    events = read_trace(tmp_path / "trace.json")
+    assert trace_origin(events) == START
+    trainer, instance = tracks(events, trace_origin(events))
+    assert (trainer.name, instance.name) == ("trainer", "here-0")
+    assert [(bar.name, round(bar.start - START, 3), round(bar.end - START, 3)) for bar in instance.bars] == [
+        ("sample", 0.5, 3.0),
+        ("sample", 0.6, 2.0),
+    ]
+    assert [lane for _, lane in instance.lanes()] == [0, 1]
+
+
+def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.json", origin=START) as trace:
+        trace.span("trainer", "work", START, START + 200)
+    events = read_trace(tmp_path / "trace.json")
+    times = [60.0, 20.0, 18.0, 30.0]
+    rows = [
+        make_row(step + 1, time=START + sum(times[: step + 1]), step_time_s=value) for step, value in enumerate(times)
+    ]
+    (window,) = choose_windows(rows, tracks(events, START), True)
+    assert "step 2" in window.title
+    assert (window.start - START, window.end - START) == (60.0, 80.0)
+    (window,) = choose_windows([], tracks(events, START), True)
+    assert window.end - window.start == 200

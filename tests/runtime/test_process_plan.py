@@ -1,0 +1,119 @@
+"""The plan is what launch starts; GPUs are dealt without overlap; a process's last words are found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.launcher import preflight
+from streamrl.launcher.local_backend import LocalProcess, start
+from streamrl.launcher.supervisor import run
+from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
+from tests.waiting import scaled
+
+
+def cluster(hardware: str = "cuda") -> ClusterConfig:
+    return ClusterConfig.model_validate(
+        {
+            "hardware": hardware,
+            "sites": {
+                "here": {
+                    "trainer": {"ranks": 2, "gpu": "H100", "price_per_hour": 3.0},
+                    "generation": [
+                        {"name": "regular", "replicas": 2, "gpus_per_replica": 2, "gpu": "H100", "price_per_hour": 6.0},
+                        {"name": "tail", "replicas": 1, "gpus_per_replica": 1, "gpu": "L40S"},
+                    ],
+                }
+            },
+        }
+    )
+
+
+def test_every_process_is_planned_once_and_gpus_do_not_overlap() -> None:
+    specs = plan_processes(cluster(), RunConfig(), Path("runs/x"))
+    assert [spec.name for spec in specs] == [
+        "controller",
+        "trainer",
+        "service-here",
+        "here-regular-0",
+        "here-regular-1",
+        "here-tail-0",
+        "rewards-here",
+    ]
+    gpus = {spec.name: spec.gpu_ids for spec in specs if spec.gpu_ids}
+    assert gpus == {"trainer": (0, 1), "here-regular-0": (2, 3), "here-regular-1": (4, 5), "here-tail-0": (6,)}
+    instance = next(spec for spec in specs if spec.name == "here-regular-1")
+    assert instance.env["CUDA_VISIBLE_DEVICES"] == "4,5"
+    trainer = specs[1]
+    assert "--nproc-per-node=2" in trainer.command
+    assert sum(spec.price_per_hour for spec in specs) == 2 * 3.0 + 2 * 6.0
+
+
+def test_every_instance_that_may_come_has_its_gpus_from_the_start() -> None:
+    values = cluster().model_dump()
+    values["sites"]["here"]["generation"][0]["max_replicas"] = 3
+    grown = ClusterConfig.model_validate(values)
+    possible = {spec.name: spec.gpu_ids for spec in possible_instances(grown, RunConfig(), "here", Path("runs/x"))}
+    assert possible == {
+        "here-regular-0": (2, 3),
+        "here-regular-1": (4, 5),
+        "here-regular-2": (6, 7),
+        "here-tail-0": (8,),
+    }
+    begun = {spec.name: spec.gpu_ids for spec in plan_processes(grown, RunConfig(), Path("runs/x"))}
+    assert "here-regular-2" not in begun and begun["here-tail-0"] == (8,)
+
+
+@pytest.mark.parametrize("limits", [{"min_replicas": 3}, {"max_replicas": 1}, {"replicas": 5, "max_replicas": 4}])
+def test_replicas_lie_between_their_limits(limits: dict[str, int]) -> None:
+    values = cluster().model_dump()
+    values["sites"]["here"]["generation"][0] |= limits
+    with pytest.raises(ValueError, match="min_replicas <= replicas <= max_replicas"):
+        ClusterConfig.model_validate(values)
+
+
+def test_more_gpus_than_there_are_is_said() -> None:
+    assert list(preflight.check_gpus(cluster(), RunConfig(), present=7)) == []
+    (problem,) = preflight.check_gpus(cluster(), RunConfig(), present=4)
+    assert "asks for 7 GPUs" in problem
+    assert "has 4" in problem
+    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), present=0)) == []
+
+
+def started(tmp_path: Path, code: str) -> LocalProcess:
+    process = start(ProcessSpec("worker", "rewards", "here", None, [sys.executable, "-c", code]), tmp_path, False)
+    process.process.wait(timeout=scaled(30))
+    return process
+
+
+def test_last_words_are_the_cause_or_the_end_of_the_log(tmp_path: Path) -> None:
+    said = started(tmp_path, "print('LAST WORDS: out of luck'); print('noise'); raise SystemExit(1)")
+    assert said.last_words() == "worker ended with exit code 1: out of luck"
+    (tmp_path / "worker.log").unlink()
+    crashed = started(tmp_path, "print('before'); raise ValueError('deep down')")
+    assert "ValueError: deep down" in crashed.last_words()
+    (tmp_path / "worker.log").unlink()
+    killed = started(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert "was killed by SIGKILL (out of memory" in killed.last_words()
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
+    import fcntl
+
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use by another launcher"):
+            run(cluster("cpu"), RunConfig(), tmp_path, resume=False, plain=True)
+
+
+def test_a_role_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl.launcher.entry_point", "controller", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+    assert done.returncode == 1
+    assert any(line.startswith("LAST WORDS: ") for line in done.stderr.splitlines())

@@ -1,0 +1,137 @@
+"""What each site starts, listens on and must agree on: pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.load import load_cluster
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.launcher import preflight
+from streamrl.launcher.emulated_cluster import emulated
+from streamrl.launcher.site_setup import choose_addresses
+from streamrl.runtime.handshake import agreement, disagreement
+from streamrl.runtime.process_plan import plan_processes
+from tests.tiny_model import save_tiny_model
+
+FILES = Path(__file__).parents[2] / "cluster_configs"
+
+
+def cluster(**changes: Any) -> ClusterConfig:
+    values: dict[str, Any] = {
+        "hardware": "cuda",
+        "sites": {
+            "train": {"address": "localhost", "port": 5600, "trainer": {"ranks": 2, "gpu": "H800"}},
+            "generate": {"generation": [{"replicas": 3, "gpus_per_replica": 2, "gpu": "H20"}]},
+        },
+        "links": [{"between": ["train", "generate"], "bandwidth_gbit_s": 10, "rtt_ms": 5}],
+    }
+    return ClusterConfig.model_validate(values | changes)
+
+
+def test_each_site_starts_its_own_share_with_gpus_counted_from_its_own_first() -> None:
+    every = plan_processes(cluster(), RunConfig(), Path("runs/x"))
+    train = plan_processes(cluster(), RunConfig(), Path("runs/x"), ["train"])
+    generate = plan_processes(cluster(), RunConfig(), Path("runs/x"), ["generate"])
+    assert [spec.name for spec in train] == ["controller", "trainer", "rewards-train"]
+    assert [spec.name for spec in generate] == ["service-generate", *(f"generate-regular-{n}" for n in range(3))]
+    assert every == train + generate
+    assert [spec.gpu_ids for spec in generate[1:]] == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_sites_with_folders_of_their_own_get_them() -> None:
+    specs = plan_processes(cluster(), RunConfig(), Path("a"), None, {"train": Path("a"), "generate": Path("b")})
+    folders = {spec.name: spec.command[spec.command.index("--run-dir") + 1] for spec in specs}
+    assert folders["trainer"] == folders["controller"] == "a"
+    assert folders["service-generate"] == folders["generate-regular-0"] == "b"
+
+
+def test_only_the_trainers_site_listens_to_the_outside() -> None:
+    home = choose_addresses(cluster(), "train")
+    assert home.controller_outside == "tcp://127.0.0.1:5600"
+    assert home.publisher_outside == "tcp://127.0.0.1:5601"
+    assert home.controller.startswith("tcp://127.0.0.1:") and home.controller != home.controller_outside
+    away = choose_addresses(cluster(), "generate")
+    assert (away.controller, away.publisher) == ("tcp://localhost:5600", "tcp://localhost:5601")
+    assert away.controller_outside == "" and set(away.services) == {"generate"}
+
+
+@pytest.mark.parametrize("name", ["heterogeneous.yaml", "cross_datacenter.yaml"])
+def test_the_shipped_files_are_valid_and_can_be_emulated(name: str) -> None:
+    read = load_cluster(FILES / name)
+    small = emulated(read)
+    assert small.hardware == "cpu" and small.links == read.links
+    specs = [spec for spec in plan_processes(small, RunConfig(), Path("x")) if spec.role == "instance"]
+    assert len(specs) == sum(len(site.generation) for site in read.sites.values())
+    assert {spec.gpu for spec in specs} == {pool.gpu for site in read.sites.values() for pool in site.generation}
+    assert all(spec.gpu_ids == () for spec in specs)
+    assert emulated(small) == small
+    (problem,) = preflight.check_gpus(read, RunConfig(), 0, "train" if "train" in read.sites else "frankfurt")
+    assert "this machine has 0; --emulate runs all sites here on CPU" in problem
+
+
+def test_one_site_has_nothing_to_emulate() -> None:
+    with pytest.raises(UserError, match="this one has one"):
+        emulated(load_cluster(FILES / "local.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"links": []}, "no link between 'train' .* and 'generate'"),
+        ({"links": [{"between": ["train", "genrate"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]}, "no site 'genrate'"),
+        ({"links": [{"between": ["train", "train"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]}, "two different sites"),
+        ({"links": [{"between": ["train", "generate"], "bandwidth_gbit_s": 1, "rtt_ms": 1}] * 2}, "comes twice"),
+        ({"links": [{"between": ["train", "generate"], "bandwidth_gbit_s": 0, "rtt_ms": 1}]}, "greater than 0"),
+        ({"links": [{"between": ["train", "generate"], "bandwidth_gbit_s": 1, "rtt_ms": -1}]}, "greater than or equal"),
+        ({"sites": {"a": {"trainer": {}}, "b": {"trainer": {}, "generation": [{}]}}, "links": []}, "exactly one site"),
+        ({"sites": {"a": {"trainer": {}, "generation": [{}]}, "b": {}}, "links": []}, "a 'generation' pool, or both"),
+    ],
+)
+def test_links_and_sites_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cluster(**changes)
+
+
+def test_what_several_sites_cannot_do_is_said() -> None:
+    run = RunConfig.model_validate({"schedule": {"name": "auto"}, "weights": {"backend": "nccl"}})
+    no_port = cluster(
+        sites={"train": {"trainer": {}}, "generate": {"generation": [{}]}},
+    )
+    first, second, third = preflight.check_sites(no_port, run)
+    assert "expected one of sync, stream, one_step_off, async" in first
+    assert "works inside one site" in second
+    assert "sites.train.port" in third
+    assert list(preflight.check_sites(cluster(), RunConfig())) == []
+
+
+def test_missing_keys_are_told_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    security = {"keys": str(tmp_path)}
+    assert "streamrl keys" in "".join(preflight.check_keys(cluster(security=security), "generate"))
+    none = cluster(security=security | {"encryption": "none"})
+    assert list(preflight.check_keys(none, "generate")) == []
+
+
+def test_sites_agree_on_everything_but_where_things_lie(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "a")
+    save_tiny_model(tmp_path / "b")
+
+    def run(**changes: Any) -> RunConfig:
+        return RunConfig.model_validate({"model": {"path": str(tmp_path / "a")}} | changes)
+
+    mine = agreement(cluster(), run())
+    assert disagreement(mine, agreement(cluster(), run(steps=99, name="other"))) is None
+    elsewhere = run(model={"path": str(tmp_path / "b")})
+    assert disagreement(mine, agreement(cluster(security={"keys": "other"}), elsewhere)) is None
+    text = disagreement(mine, agreement(cluster(), run(sampling={"max_tokens": 7})))
+    assert text is not None and "run sampling.max_tokens is 7 there and 128 here" in text
+    text = disagreement(mine, agreement(cluster(), run(model={"path": str(tmp_path / "a"), "dtype": "float32"})))
+    assert text is not None and "model.dtype is 'float32' there and 'auto' here" in text
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    text = disagreement(mine, agreement(cluster(), elsewhere))
+    assert text is not None and "tokenizer.json" in text
+    assert "does not say" in (disagreement(mine, None) or "")

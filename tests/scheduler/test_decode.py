@@ -1,0 +1,125 @@
+"""Step curves and the exact time of an instance."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost.decode import (
+    PAPER_7B_H800,
+    QWEN_7B,
+    StepCurve,
+    context_time,
+    replica_time,
+    replica_time_with_refills,
+    roofline,
+)
+from scheduler.cost.hardware import CATALOGUE, device
+
+LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=30)
+
+
+def by_hand(lengths: list[int], curve: StepCurve, slots: int, prompt: int = 0) -> float:
+    """One decode step after the other."""
+    waiting, running, seconds = list(lengths), [], 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting.pop(0), 0])
+        context = sum(prompt + done for _, done in running)
+        seconds += float(curve.base(len(running))) + curve.per_context_token * context
+        for item in running:
+            item[1] += 1
+        running = [item for item in running if item[1] < item[0]]
+    return seconds
+
+
+@given(LENGTHS)
+@settings(max_examples=60, deadline=None)
+def test_replica_time_is_that_of_stepping_by_hand(lengths: list[int]) -> None:
+    assert replica_time(lengths, PAPER_7B_H800) == pytest.approx(by_hand(lengths, PAPER_7B_H800, len(lengths)))
+
+
+@given(LENGTHS, st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_refills_are_those_of_stepping_by_hand(lengths: list[int], slots: int) -> None:
+    expected = by_hand(lengths, PAPER_7B_H800, slots)
+    assert replica_time_with_refills(lengths, PAPER_7B_H800, slots) == pytest.approx(expected)
+
+
+def test_context_adds_the_same_whatever_the_order() -> None:
+    curve = StepCurve((1, 4), (1.0, 2.0), per_context_token=1e-3)
+    lengths = [30, 7, 12]
+    # the formula integrates, steps count: half a token per request and step apart
+    assert replica_time(lengths, curve, 10) == pytest.approx(by_hand(lengths, curve, 3, 10), rel=2e-3)
+    assert context_time(lengths, curve, 10) == context_time(lengths[::-1], curve, 10)
+
+
+def test_curve_between_below_and_beyond_its_points() -> None:
+    curve = StepCurve((2, 4, 8), (1.0, 2.0, 6.0))
+    assert curve.base([0, 1, 2, 3, 4, 6, 8, 10]).tolist() == [0.0, 1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_measurements_that_are_not_monotone_are_pooled() -> None:
+    curve = StepCurve.measured({1: 3.0, 2: 2.0, 4: 5.0, 8: 4.0, 16: 9.0})
+    assert curve.seconds == (2.5, 2.5, 4.5, 4.5, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "complaint"),
+    [
+        ((), (), "as many times"),
+        ((1, 2), (1.0,), "as many times"),
+        ((2, 1), (1.0, 2.0), "ascend"),
+        ((1,), (0.0,), "positive"),
+        ((1, 2), (2.0, 1.0), "must not fall"),
+    ],
+)
+def test_a_wrong_curve_is_refused(batches: tuple[int, ...], seconds: tuple[float, ...], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        StepCurve(batches, seconds)
+
+
+def test_a_calibration_file_gives_its_curve_back() -> None:
+    curve = StepCurve((1, 8), (0.02, 0.05), 1e-7, 2e-4)
+    assert StepCurve.from_json(json.loads(json.dumps(curve.to_json() | {"model": "m"}))) == curve
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ([], "step_seconds"),
+        ({"step_seconds": {}}, "step_seconds"),
+        ({"step_seconds": {"one": 0.1}}, "holds numbers"),
+        ({"step_seconds": {"1": None}}, "holds numbers"),
+        ({"step_seconds": {"1": -0.1}}, "positive"),
+        ({"step_seconds": {"1": 0.1}, "per_context_token": -1}, "negative"),
+    ],
+)
+def test_a_broken_calibration_is_refused(values: object, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        StepCurve.from_json(values)
+
+
+def test_roofline_has_the_shape_of_the_papers_measurement() -> None:
+    curve = roofline(QWEN_7B, device("H800"))
+    # memory-bound at small batches: the published step time at batch 1 to within a third, and hardly rising to 32
+    assert float(curve.base(1)) == pytest.approx(8.4e-3, rel=0.33)
+    assert float(curve.base(32)) < 1.3 * float(curve.base(1))
+    assert float(curve.base(512)) > 1.5 * float(curve.base(1))
+    assert np.all(np.diff(curve.table(1024)) >= -1e-12)
+
+
+def test_faster_memory_makes_small_batches_faster_and_compute_large_ones() -> None:
+    h20, h800 = roofline(QWEN_7B, device("H20")), roofline(QWEN_7B, device("H800"))
+    assert float(h20.base(1)) < float(h800.base(1))
+    assert float(h20.base(512)) > float(h800.base(512))
+
+
+def test_every_device_names_its_source() -> None:
+    assert all(entry.source and entry.bf16_tflops > 0 for entry in CATALOGUE.values())
+    with pytest.raises(ValueError, match="unknown device 'H21'; known: H20"):
+        device("H21")

@@ -1,0 +1,96 @@
+"""Group probes: one of each group first, and what it shows reaches its siblings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import PAPER_7B_H800
+from scheduler.cost.length_forecast import MIDPOINTS, Forecast
+from scheduler.dispatch.base import Request
+from scheduler.dispatch.group_probe import GroupProbe
+from scheduler.dispatch.registry import make_policy
+
+WIDE = Forecast.lognormal(np.log(200), 0.6)
+
+
+def policy(slots: int = 4, machines: str = "ab") -> GroupProbe:
+    made = make_policy("group-probe", longest=5000)
+    assert isinstance(made, GroupProbe)
+    for name in machines:
+        made.join(name, slots, PAPER_7B_H800)
+    return made
+
+
+def some(groups: int, size: int, forecast: Forecast | None = WIDE) -> list[Request]:
+    return [Request(f"g{g}.{n}", f"g{g}", forecast) for g in range(groups) for n in range(size)]
+
+
+@pytest.mark.parametrize("forecast", [WIDE, None], ids=["forecasts", "none"])
+def test_one_of_each_group_goes_first_on_the_emptiest_instance(forecast: Forecast | None) -> None:
+    probing = policy()
+    probing.submit(some(6, 4, forecast))
+    started = probing.decide()
+    assert [d.request_id for d in started[:6]] == [f"g{n}.0" for n in range(6)]
+    assert [d.instance for d in started[:6]] == list("ababab")
+    assert len(started) == 8, "slots that no probe needs take others"
+
+
+def test_a_probes_length_orders_its_waiting_siblings() -> None:
+    probing = policy(slots=1, machines="a")
+    probing.submit(some(3, 2))
+    order = []
+    lengths = {"g0": 100.0, "g1": 900.0, "g2": 300.0}
+    while decisions := probing.decide():
+        order += [d.request_id for d in decisions]
+        probing.finished(order[-1], lengths[order[-1].split(".")[0]])
+    assert order == ["g0.0", "g1.0", "g2.0", "g1.1", "g2.1", "g0.1"]
+
+
+def test_without_forecasts_siblings_learn_once_another_group_has_been_seen() -> None:
+    probing = policy(slots=1, machines="a")
+    probing.submit(some(3, 2, None))
+    order = []
+    lengths = {"g0": 100.0, "g1": 900.0, "g2": 300.0}
+    while decisions := probing.decide():
+        order += [d.request_id for d in decisions]
+        probing.finished(order[-1], lengths[order[-1].split(".")[0]])
+    assert order[3:] == ["g1.1", "g2.1", "g0.1"]
+
+
+def test_a_running_sibling_is_expected_to_be_as_long_as_the_probe() -> None:
+    probing = policy()
+    probing.submit(some(1, 3))
+    probing.decide()
+    before = probing.where["g0.1"].running["g0.1"].expected
+    probing.finished("g0.0", 2000.0)
+    probing.decide()
+    assert probing.where["g0.1"].running["g0.1"].expected > 1.5 * before
+
+
+def test_a_group_whose_probe_was_lost_gets_another() -> None:
+    probing = policy(slots=1)
+    probing.submit(some(2, 2))
+    where = {d.instance: d.request_id for d in probing.decide()}
+    assert probing.leave("a") == [where["a"]]
+    probing.finished(where["b"], 10.0)
+    probing.submit(some(2, 2)[:1] if where["a"] == "g0.0" else some(2, 2)[2:3])
+    assert [d.request_id for d in probing.decide()] == [where["a"]]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("likeness", [0.0, 0.3, 0.8])
+def test_forecasts_given_siblings_are_those_of_the_random_effects_model(likeness: float, count: int) -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal((400_000, 1)) * np.sqrt(likeness)
+    own = rng.standard_normal((400_000, count + 1)) * np.sqrt(1 - likeness)
+    logs = 5.0 + 0.8 * (shared + own)
+    alike = logs[np.abs(logs[:, :count].mean(axis=1) - 6.0) < 0.05, count]
+    told = Forecast.lognormal(5.0, 0.8).given_siblings([np.exp(6.0)] * count, likeness)
+    assert np.log(told.lengths).mean() == pytest.approx(alike.mean(), abs=0.03)
+    assert np.log(told.lengths) == pytest.approx(np.quantile(alike, MIDPOINTS), abs=0.12)
+
+
+def test_a_known_length_is_not_changed_by_siblings() -> None:
+    assert Forecast.exactly(70.0).given_siblings([1000.0], 0.5) == Forecast.exactly(70.0)
+    assert WIDE.given_siblings([], 0.5) == WIDE
