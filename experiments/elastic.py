@@ -36,7 +36,8 @@ from matplotlib.figure import Figure
 from running import HERE, ROOT, Job, Sheet, machine, run_job, runs_folder, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
-from streamrl.run_dir.metrics import FILE_NAME, MetricsRow, read_metrics
+from streamrl.run_dir import layout
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import read_status
 
 OUT = HERE / "results"
@@ -103,7 +104,7 @@ def by_hand(folder: Path, show: Any) -> dict[str, Any]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(30)
-    rows = read_metrics(run_dir / FILE_NAME)
+    rows = read_metrics(run_dir / layout.METRICS)
     return {
         "rows": [row.model_dump(include=COLUMNS) for row in rows],
         "said": said,
@@ -112,7 +113,7 @@ def by_hand(folder: Path, show: Any) -> dict[str, Any]:
 
 
 def _steps(run_dir: Path) -> int:
-    path = run_dir / FILE_NAME
+    path = run_dir / layout.METRICS
     return len(read_metrics(path)) if path.is_file() else 0
 
 
@@ -136,7 +137,7 @@ def _scale(run_dir: Path, replicas: int) -> str:
 
 def balance(run_dir: Path) -> dict[str, Any]:
     """What became of every sample of the steps that are done."""
-    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger = Ledger(run_dir / layout.LEDGER)
     steps = _steps(run_dir)
     rows = [row for path in sorted((run_dir / "rollouts").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     trained = [row for row in rows if row["t_trained"] is not None]

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import FILE_NAME, read_metrics
 
 OUT = HERE / "results"
@@ -111,7 +112,7 @@ def outcome(run_dir: Path, seconds: float, starts: int, at: list[int]) -> Outcom
     rows = [row for path in sorted((run_dir / "rollouts").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     trained = [row for row in rows if row["t_trained"] is not None]
     ids = Counter(row["sample_id"] for row in trained)
-    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger = Ledger(run_dir / layout.LEDGER)
     counts, metrics = ledger.counts(), read_metrics(run_dir / FILE_NAME)
     agree = ledger.trained_ids() == sorted(ids) and sum(row.samples_total or 0 for row in metrics) == len(trained)
     agree &= [row.step for row in metrics] == list(range(1, len(metrics) + 1))

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from streamrl.run_dir.metrics import FILE_NAME, MetricsRow, read_metrics
+from streamrl.run_dir import layout
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent
@@ -103,7 +104,7 @@ def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: flo
     mark = job.mark()
     if note.is_file() and (left := json.loads(note.read_text()))["mark"] == mark:
         on_step(job.steps)
-        return Outcome(read_metrics(run_dir / FILE_NAME), left["seconds"], None)
+        return Outcome(read_metrics(run_dir / layout.METRICS), left["seconds"], None)
     note.unlink(missing_ok=True)
     shutil.rmtree(run_dir, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,11 +117,11 @@ def run_job(job: Job, folder: Path, on_step: Callable[[int], None], limit_s: flo
         try:
             while process.poll() is None and not late:
                 time.sleep(POLL_S)
-                on_step(_lines(run_dir / FILE_NAME))
+                on_step(_lines(run_dir / layout.METRICS))
                 late = time.monotonic() - began > limit_s
         finally:
             _end(process)
-    rows, seconds = read_metrics(run_dir / FILE_NAME), time.monotonic() - began
+    rows, seconds = read_metrics(run_dir / layout.METRICS), time.monotonic() - began
     if late:
         return Outcome(rows, seconds, f"stopped after {limit_s:.0f} s")
     if process.returncode or len(rows) < job.steps:

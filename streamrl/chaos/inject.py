@@ -25,11 +25,10 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
-from streamrl.generation.instance.engine_config import weight_backend
-from streamrl.generation.instance.vllm_plugin import BACKEND
 from streamrl.launcher.site_setup import JOURNAL
+from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import site_folders
-from streamrl.weights.store import store_directory
+from streamrl.weights.backends.base import weight_path
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
 ELASTIC_MODULE = "torch.distributed.run"
@@ -102,11 +101,11 @@ class Injector:
             services=of.get("service", ()),
             rewards=of.get("rewards", ()),
             remote_sites=remote,
-            emulated_links=remote if (self.run_dir / "network").is_dir() else (),
+            emulated_links=remote if (self.run_dir / layout.NETWORK).is_dir() else (),
             trains_here="controller" in of,
             owns_launcher=self._kill_launcher is not None,
             limits_files=hasattr(resource, "prlimit"),
-            shares_weights=weight_backend(self.run, self.cluster.hardware == "cuda", several) == BACKEND,
+            shares_weights=weight_path(self.run, self.cluster.hardware == "cuda", several).fetched,
         )
 
     def inject(self, fault: Fault, seen: Seen) -> Injected:
@@ -189,7 +188,7 @@ class Injector:
         link = self.cluster.link(site)
         if link is None:
             raise NotPossible(f"no link to {site}")
-        folder, whole = self.run_dir / "network", link.bytes_per_s
+        folder, whole = self.run_dir / layout.NETWORK, link.bytes_per_s
 
         def undo() -> None:
             set_link_in(folder, site, down=False, bandwidth_bytes_per_s=whole, loss=link.loss)
@@ -213,7 +212,7 @@ class Injector:
         """Kills an instance, and damages every version of its site once it is some seconds old until another process
         is there in its place, which has to load one of them."""
         process = self._process(instance, seen)
-        store = store_directory(self._folder(instance, seen))
+        store = layout.weights_folder(self._folder(instance, seen))
         done = Injected(frozenset({instance}))
 
         def damage() -> None:
@@ -244,7 +243,7 @@ class Injector:
         """Lets no file of a process grow beyond what its log may need. Writing fails with EFBIG, where a full disk has
         ENOSPC; both are an OSError to whoever writes."""
         process = self._process(name, seen)
-        log = self.run_dir / "logs" / f"{name}.log"
+        log = self.run_dir / layout.LOGS / f"{name}.log"
         before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size + ROOM_BYTES, before[1]))
 

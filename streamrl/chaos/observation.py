@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow
 from streamrl.chaos.follow import Seen, SeenProcess, SeenRole
 from streamrl.errors import UserError
+from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import read_started, site_folders
-from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 
 TELLING = re.compile(
@@ -88,7 +89,7 @@ class Logs:
     """Follows a run's logs from now on."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "logs"
+        self._folder = run_dir / layout.LOGS
         self._read = {path: path.stat().st_size for path in self._paths()}
         self.lines: list[str] = []
         """That tell of a fault, oldest first."""
@@ -127,21 +128,23 @@ def read_account(run_dir: Path) -> Account:
         sqlite3.Error: the ledger cannot be read.
     """
     position = _position(run_dir)  # first: what is issued meanwhile is no fault then
-    ledger, sizes = _ledger(run_dir / "ledger.sqlite")
-    metrics = read_metrics(run_dir / FILE_NAME)
+    ledger, sizes = _ledger(run_dir / layout.LEDGER)
+    metrics = read_metrics(run_dir / layout.METRICS)
     newest = max((row.step for row in metrics), default=0)
     if sizes and newest < max(sizes):  # its row is being written
         time.sleep(0.5)
-        metrics = read_metrics(run_dir / FILE_NAME)
+        metrics = read_metrics(run_dir / layout.METRICS)
     metrics = [row for row in metrics if row.step in sizes or row.step < max(sizes, default=0)]
     too_long = max((row.prompts_too_long or 0 for row in metrics), default=0)
-    rollouts = [row for step in sorted(sizes) for row in _rollouts(run_dir / "rollouts" / f"step_{step:06d}.parquet")]
+    rollouts = [
+        row for step in sorted(sizes) for row in _rollouts(run_dir / layout.ROLLOUTS / f"step_{step:06d}.parquet")
+    ]
     return Account(ledger, sizes, rollouts, [row.step for row in metrics], too_long, position)
 
 
 def _position(run_dir: Path) -> Position:
     for _ in range(ACCOUNT_TRIES):
-        names = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+        names = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
         if not names:
             return Position()
         try:

@@ -14,9 +14,10 @@ import psutil
 
 from streamrl.chaos.observation import processes_of
 from streamrl.errors import RunFailed
+from streamrl.run_dir import layout
 from streamrl.runtime.processes import end_with_parent
 
-OUTPUT = "launcher.log"
+OUTPUT = layout.LAUNCHER_LOG
 """In the run's logs."""
 STOP_S = 30.0
 """From SIGINT to SIGKILL; a launcher takes less than 10 s, on a machine under load more."""
@@ -52,7 +53,7 @@ class Launcher:
         resumes = self.starts > 0
         arguments = ["--resume", str(self.run_dir)] if resumes else self._arguments
         early = self.run_dir.with_name(f".{self.run_dir.name}.{OUTPUT}")
-        self._output = self.run_dir / "logs" / OUTPUT if resumes else early
+        self._output = self.run_dir / layout.LOGS / OUTPUT if resumes else early
         self._output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
         with self._output.open("ab") as output:
@@ -66,7 +67,7 @@ class Launcher:
             )
         self.starts += 1
         end = time.monotonic() + FOLDER_S
-        while not (self.run_dir / "logs").is_dir():
+        while not (self.run_dir / layout.LOGS).is_dir():
             if not self.runs or time.monotonic() > end:
                 words = self.last_words()
                 self.end()
@@ -74,7 +75,7 @@ class Launcher:
                 raise RunFailed(words or f"the launcher has made no folder {self.run_dir}")
             time.sleep(POLL_S)
         if not resumes:
-            self._output = early.rename(self.run_dir / "logs" / OUTPUT)
+            self._output = early.rename(self.run_dir / layout.LOGS / OUTPUT)
 
     @property
     def runs(self) -> bool:

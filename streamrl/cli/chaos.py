@@ -191,14 +191,15 @@ def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, min
     from streamrl.chaos.observation import read_account
     from streamrl.chaos.table import markdown, problems, rich_table, summary, to_json
     from streamrl.report.terminal import terminal
-    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+    from streamrl.run_dir import layout
+    from streamrl.run_dir.metrics import read_metrics
 
     try:
         found = audit(read_account(run_dir))
     except (OSError, sqlite3.Error, ValueError) as error:
         found = None
         click.echo(f"the audit failed: {error}")
-    metrics = read_metrics(run_dir / FILE_NAME)
+    metrics = read_metrics(run_dir / layout.METRICS)
     rewards = [(row.step, row.reward_mean) for row in metrics if row.reward_mean is not None]
     curve = reward_curve([reward for _, reward in rewards])
     wrong = problems(study.results, found, study.ended)

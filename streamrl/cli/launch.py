@@ -155,9 +155,10 @@ def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_ru
 
 
 def _refuse_finished(run_dir: Path, steps: int) -> None:
-    from streamrl.training.checkpoints import CheckpointFolder
+    from streamrl.run_dir import layout
+    from streamrl.run_dir.checkpoints import CheckpointFolder
 
-    done = CheckpointFolder(run_dir / "checkpoints").latest()
+    done = CheckpointFolder(run_dir / layout.CHECKPOINTS).latest()
     if done is not None and done >= steps:
         raise UserError(f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further")
 

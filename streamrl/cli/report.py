@@ -20,17 +20,17 @@ def command(directory: Path) -> None:
     """
     from streamrl.report.run_report import write_report
     from streamrl.report.summary import headline_figures, summarise
-    from streamrl.run_dir import evaluations
-    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+    from streamrl.run_dir import evaluations, layout
+    from streamrl.run_dir.metrics import read_metrics
 
     path = write_report(directory)
-    rows = read_metrics(directory / FILE_NAME)
+    rows = read_metrics(directory / layout.METRICS)
     if rows:
         for what, value in headline_figures(summarise(rows)):
             click.echo(f"{what:<28}{value}")
     else:
         click.echo("No optimizer step has finished yet.")
-    top = evaluations.best(evaluations.read_evaluations(directory / evaluations.FILE_NAME))
+    top = evaluations.best(evaluations.read_evaluations(directory / layout.EVALUATIONS))
     if top is not None:
         click.echo(f"{'best evaluation':<28}{evaluations.evaluation_line(top)}")
     if rows and rows[-1].length_bias_warning:

@@ -28,8 +28,8 @@ def command(directory: Path, watch: bool) -> None:
     from streamrl.report.live_view import LiveView
     from streamrl.report.panels import render, render_start
     from streamrl.report.terminal import terminal
-    from streamrl.run_dir import evaluations
-    from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+    from streamrl.run_dir import evaluations, layout
+    from streamrl.run_dir.metrics import read_metrics
     from streamrl.run_dir.start_stages import read_stages
     from streamrl.run_dir.status import read_status
 
@@ -44,8 +44,8 @@ def command(directory: Path, watch: bool) -> None:
         console.print(render_start(directory.name, stages, time.time()))
         return
     if not watch and status is not None:
-        evaluated = evaluations.read_evaluations(directory / evaluations.FILE_NAME)
-        console.print(render(status, read_metrics(directory / FILE_NAME), time.time(), evaluated, stages))
+        evaluated = evaluations.read_evaluations(directory / layout.EVALUATIONS)
+        console.print(render(status, read_metrics(directory / layout.METRICS), time.time(), evaluated, stages))
         if status.why_types:
             console.print(f"computes in: {status.why_types}", style="dim", highlight=False)
         return

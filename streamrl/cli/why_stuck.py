@@ -77,13 +77,13 @@ def _look(directory: Path, threads: bool) -> Facts | None:
         UserError: there is no run.
     """
     from streamrl.diagnose.snapshot import collect
-    from streamrl.run_dir.instance_files import RUNNING
+    from streamrl.run_dir import layout
 
     found: list[Facts | Exception] = []
 
     def look() -> None:
         try:
-            if not any((directory / name).exists() for name in ("status.json", "site.json", RUNNING)):
+            if not any((directory / name).exists() for name in (layout.STATUS, layout.SITE_STATUS, layout.PROCESSES)):
                 raise FileNotFoundError(directory)
             found.append(collect(directory, threads))
         except Exception as error:

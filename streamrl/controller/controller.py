@@ -43,12 +43,13 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.store import RolloutStore
 from streamrl.rollouts.types import Group, Sample
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
 from streamrl.tasks.source import PromptSource
-from streamrl.training.checkpoints import CheckpointFolder
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
 
@@ -89,9 +90,9 @@ class Controller:
         self._choosing: asyncio.Task[Decision] | None = None
         self.audit = LengthAudit(context.run.sampling.max_tokens)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
-        self.ledger = Ledger(context.run_dir / "ledger.sqlite")
-        self.rollouts = RolloutStore(context.run_dir / "rollouts")
-        self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
+        self.ledger = Ledger(context.run_dir / layout.LEDGER)
+        self.rollouts = RolloutStore(context.run_dir / layout.ROLLOUTS)
+        self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         plan = plan_processes(context.cluster, context.run, context.run_dir)
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None

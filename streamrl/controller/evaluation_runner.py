@@ -10,7 +10,8 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.evaluation_plan import Evaluations, EvaluationSample
 from streamrl.controller.group_source import GroupSource
 from streamrl.rollouts.types import Group, Sample
-from streamrl.run_dir.evaluations import FILE_NAME, EvaluationWriter, best, read_evaluations
+from streamrl.run_dir import layout
+from streamrl.run_dir.evaluations import EvaluationWriter, best, read_evaluations
 from streamrl.tasks.source import PromptSource
 
 
@@ -40,7 +41,7 @@ class Evaluator:
         self._evaluations = Evaluations(
             run.evaluation, run.seed, source, groups.tokens, groups.longest_prompt, run.steps
         )
-        self._path = run_dir / FILE_NAME
+        self._path = run_dir / layout.EVALUATIONS
         self._writer = EvaluationWriter(self._path)
 
     def rewind(self, step: int) -> None:

@@ -29,14 +29,13 @@ from streamrl.controller.step_batch import Batch
 from streamrl.controller.step_times import Interval, StepTimes
 from streamrl.errors import UserError
 from streamrl.files import replace_json
-from streamrl.generation.instance.engine_config import weight_backend
 from streamrl.rollouts.types import Sample
+from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import ProcessSpec, usd_per_hour
 from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.weights.backends.base import weight_path
 
 log = logging.getLogger(__name__)
-
-FILE_NAME = "replicas.json"
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Scaling:
         """
         self.cluster, self.run, self.services, self.times = cluster, run, services, times
         configs = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
-        self._file = run_dir / FILE_NAME
+        self._file = run_dir / layout.REPLICAS
         self.pools = _Pools(configs, {key: pool.replicas for key, pool in configs.items()})
         self.coming: list[Coming] = []
         """Instances that were added, the newest last."""
@@ -167,7 +166,7 @@ class Scaling:
         if self.run.schedule.name == "auto":
             return "schedule: auto has divided the devices among the instances that the run began with"
         cuda, several = self.cluster.hardware == "cuda", bool(self.cluster.remote_sites)
-        if weight_backend(self.run, cuda, several) == "nccl":
+        if not weight_path(self.run, cuda, several).fetched:
             return (
                 "weights.backend: nccl joins trainer and instances in one group when the run begins; "
                 "start it with weights.backend: stream to scale it"

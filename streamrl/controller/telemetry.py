@@ -15,6 +15,7 @@ import psutil
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.length_predictor import Lengths
 from streamrl.controller.step_batch import Batch
+from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
 from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
@@ -49,8 +50,8 @@ class Telemetry:
         self.memory_gb: float | None = None
         """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
         self.detail = "waiting for processes"
-        self.metrics = MetricsWriter(context.run_dir / "metrics.jsonl")
-        self.trace = TraceWriter(context.run_dir / "trace.json")
+        self.metrics = MetricsWriter(context.run_dir / layout.METRICS)
+        self.trace = TraceWriter(context.run_dir / layout.TRACE)
         self._latest: MetricsRow | None = None
         self._started = time.time()
         self._step_times: deque[float] = deque(maxlen=5)

@@ -17,8 +17,9 @@ from typing import Any, cast
 import psutil
 
 from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts, WaitFacts
-from streamrl.diagnose.stacks import CLOCK_S, FOLDER, Seen
-from streamrl.run_dir.instance_files import RUNNING, StartedProcess, read_started, site_folders
+from streamrl.diagnose.stacks import CLOCK_S, Seen
+from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, read_started, site_folders
 from streamrl.run_dir.start_stages import read_stages
 
 CPU_WINDOW_S = 0.3
@@ -43,7 +44,7 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
         OSError: the folder cannot be read.
         ValueError: status.json is none.
     """
-    told = _read_json(run_dir / "status.json")
+    told = _read_json(run_dir / layout.STATUS)
     seen = _find(run_dir, told or {})
     for one in seen:
         if threads:
@@ -62,7 +63,7 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
     _until(lambda: all(one.threads_told for one in asked), time.monotonic() + THREADS_S)
     processes = tuple(replace(one.facts, loop=one.loop, tasks=one.tasks, threads=one.threads) for one in seen)
     steps, last = _steps(run_dir)
-    site = _read_json(run_dir / "site.json") if told is None else None
+    site = _read_json(run_dir / layout.SITE_STATUS) if told is None else None
     return Facts(
         now=time.time(),
         run=_run(told) if told is not None else None,
@@ -149,7 +150,7 @@ class _Family:
     def look(self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = "") -> Seen:
         """Finds a process, if it is the one that was there when its pid was written down, and all that it started.
         Nothing can be seen of one on another node."""
-        seen = Seen(facts, folder / FOLDER)
+        seen = Seen(facts, folder / layout.STACKS)
         if node:
             seen.facts = replace(facts, alive="unknown", pid=None)
             return seen
@@ -177,11 +178,11 @@ class _Family:
             if "launch" not in launcher.cmdline():
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
-            others = [Seen(own, run_dir / FOLDER, [launcher])]
+            others = [Seen(own, run_dir / layout.STACKS, [launcher])]
             for child in self._children.get(launcher.pid, []):
                 if child.pid not in listed and "streamrl.emulation.proxy" in child.cmdline():
                     proxy = ProcessFacts(name="proxy", role="proxy", pid=child.pid, alive=_alive(child))
-                    others.append(Seen(proxy, run_dir / FOLDER, [child]))
+                    others.append(Seen(proxy, run_dir / layout.STACKS, [child]))
             return others
         return []
 
@@ -249,7 +250,7 @@ def _started(folder: Path) -> list[StartedProcess]:
 
 def _written_at(folder: Path) -> float:
     try:
-        return (folder / RUNNING).stat().st_mtime
+        return (folder / layout.PROCESSES).stat().st_mtime
     except OSError:
         return 0.0
 
@@ -285,7 +286,7 @@ def _site(told: Mapping[str, Any]) -> SiteFacts:
 def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
     """Times of the newest steps, and when the last one ended."""
     times, ended = [], None
-    with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), (run_dir / layout.METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is cut
@@ -310,7 +311,7 @@ def _addresses(run_dir: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for folder in site_folders(run_dir).values():
         with contextlib.suppress(ValueError):
-            told = _read_json(folder / "addresses.json") or {}
+            told = _read_json(folder / layout.ADDRESSES) or {}
             of = {"controller": "controller", "controller_outside": "controller"}
             of |= {"publisher": "trainer-0", "publisher_outside": "trainer-0"}
             found |= {told[key]: name for key, name in of.items() if told.get(key)}

@@ -26,11 +26,11 @@ import psutil
 
 from streamrl.diagnose.facts import Loop, ProcessFacts
 from streamrl.files import replace_text
+from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
     import asyncio  # loaded by who has tasks; to look from outside takes half as long without
 
-FOLDER = "stacks"
 TASKS, THREADS = signal.SIGUSR2, signal.SIGUSR1
 CLOCK_S = 2.0
 """Start times of processes are told to a second."""
@@ -47,7 +47,7 @@ def answer_requests(run_dir: Path, name: str) -> None:
     """
     import asyncio
 
-    folder = run_dir / FOLDER
+    folder = run_dir / layout.STACKS
     tasks = folder / f"{name}.tasks.txt"
 
     def put_tasks() -> None:

@@ -12,6 +12,7 @@ from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
 from streamrl.launcher.site_setup import Share
 from streamrl.launcher.started_process import RunProcess
+from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.process_plan import ProcessSpec
@@ -54,7 +55,7 @@ class Family:
         self._tell()
 
     def _start(self, spec: ProcessSpec, number: int = 1) -> RunProcess:
-        logs, namespace = self.share.run_dir / "logs", self.share.namespace(spec.site)
+        logs, namespace = self.share.run_dir / layout.LOGS, self.share.namespace(spec.site)
         host = self.share.hosts.get(spec.site)
         ray = host is not None and host.places(spec)
         if spec.role != "trainer" or spec.index == 0:  # of a trainer's nodes the first one speaks for all

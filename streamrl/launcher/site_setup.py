@@ -22,19 +22,17 @@ from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
 from streamrl.launcher.port_forward import Forwarder
-from streamrl.run_dir import start_stages
+from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
-from streamrl.weights.store import WeightStore, store_directory
+from streamrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from streamrl.launcher.ray_backend import RaySite
 
 LOOPBACK = "127.0.0.1"
-JOURNAL = "journal.sqlite"
-"""Of a site's service (`generation/site/token_journal.py`)."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """In a namespace there is no way out to find an own address by."""
 
@@ -126,14 +124,16 @@ def prepare(
     """
     home = cluster.trainer_site
     names = [site or home, *(cluster.remote_sites if emulate else [])]
-    folders = {name: run_dir if not index else run_dir / "sites" / name for index, name in enumerate(names)}
-    stores = [WeightStore(store_directory(path, not cluster.sites[name].on_ray)) for name, path in folders.items()]
+    folders = {name: run_dir if not index else run_dir / layout.SITES / name for index, name in enumerate(names)}
+    stores = [
+        WeightStore(layout.weights_folder(path, not cluster.sites[name].on_ray)) for name, path in folders.items()
+    ]
     with contextlib.ExitStack() as stack:
         network = None
         if emulate:
-            cluster = _with_keys(cluster, run_dir / "keys")
+            cluster = _with_keys(cluster, run_dir / layout.KEYS)
             links = {name: _shape(cluster, name) for name in cluster.remote_sites}
-            network = stack.enter_context(EmulatedNetwork(run_dir / "network", home, links, emulated_ports()))
+            network = stack.enter_context(EmulatedNetwork(run_dir / layout.NETWORK, home, links, emulated_ports()))
         hosts: dict[str, RaySite] = {}
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
@@ -144,10 +144,10 @@ def prepare(
                 stack.callback(hosts[name].close)
             forget(folder)
             start_stages.forget(folder)
-            for left in folder.glob(f"{JOURNAL}*"):  # another launch may go back to any step
+            for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # another launch may go back to any step
                 left.unlink()
             choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)
-        (run_dir / "logs").mkdir(exist_ok=True)
+        (run_dir / layout.LOGS).mkdir(exist_ok=True)
         for store in stores:
             store.clear()
             stack.callback(store.clear)

@@ -22,7 +22,8 @@ from streamrl.launcher.site_setup import Share, prepare
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.report.live_view import LiveView
 from streamrl.report.run_report import write_report
-from streamrl.run_dir.site_status import SiteView
+from streamrl.report.site_view import SiteView
+from streamrl.run_dir import layout
 from streamrl.run_dir.status import read_status, write_status
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def run(
         Interrupted: Ctrl-C or SIGTERM.
     """
     with _own(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
-        (run_dir / "status.json").unlink(missing_ok=True)
+        (run_dir / layout.STATUS).unlink(missing_ok=True)
         family = Family(share, resume)
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamrl.errors import UserError
 from streamrl.launcher.site_setup import Share
-from streamrl.run_dir import site_status, status
+from streamrl.run_dir import layout, status
 
 LOOK_EVERY_S = 1.0
 
@@ -42,7 +42,7 @@ class Watchdog:
                 found |= self._home(folder, started, now)
                 continue
             service = f"service-{name}"
-            silent = self._silent(folder / site_status.FILE_NAME, started[service], now) if service in started else 0.0
+            silent = self._silent(folder / layout.SITE_STATUS, started[service], now) if service in started else 0.0
             if silent:
                 found[service] = silent
         return found
@@ -50,7 +50,7 @@ class Watchdog:
     def _home(self, folder: Path, started: Mapping[str, float], now: float) -> dict[str, float]:
         if "controller" not in started:
             return {}
-        silent = self._silent(folder / status.FILE_NAME, started["controller"], now)
+        silent = self._silent(folder / layout.STATUS, started["controller"], now)
         try:
             written = status.read_status(folder)
         except (OSError, UserError):  # none has been written
@@ -59,7 +59,7 @@ class Watchdog:
             return {}
         if silent:
             return {"controller": silent}
-        if (folder / status.FILE_NAME).stat().st_mtime < started["controller"]:
+        if (folder / layout.STATUS).stat().st_mtime < started["controller"]:
             return {}  # what an earlier one says of others is old
         return {
             name: role.silent_s

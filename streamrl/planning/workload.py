@@ -7,6 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.run_dir import layout
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -98,7 +100,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
     from scheduler.simulation.generation_simulator import SimulatedRequest
     from streamrl.errors import UserError
 
-    folder = trace / "rollouts" if (trace / "rollouts").is_dir() else trace
+    folder = trace / layout.ROLLOUTS if (trace / layout.ROLLOUTS).is_dir() else trace
     files = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
     if not files:
         raise UserError(f"--trace {trace}: no rollouts (*.parquet) there; expected a run's folder")

@@ -18,8 +18,7 @@ from streamrl.errors import UserError
 from streamrl.report.panels import render, render_start, stale_message, step_line, time_left
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures, summarise
-from streamrl.run_dir import evaluations as evaluations_file
-from streamrl.run_dir import metrics as metrics_file
+from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow, read_rows
 from streamrl.run_dir.metrics import MetricsRow
@@ -225,8 +224,8 @@ class LiveView:
         self._console = console or Console(highlight=False)
         self._plain = not self._console.is_terminal if plain is None else plain
         self._clock = clock
-        self._follower = Follower(run_dir / metrics_file.FILE_NAME, MetricsRow)
-        self._evaluations = Follower(run_dir / evaluations_file.FILE_NAME, EvaluationRow)
+        self._follower = Follower(run_dir / layout.METRICS, MetricsRow)
+        self._evaluations = Follower(run_dir / layout.EVALUATIONS, EvaluationRow)
         self._lines = PlainLines(self._follower.rows(), self._evaluations.rows())
         self._live: Live | None = None
 
@@ -284,9 +283,9 @@ class LiveView:
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (
-            ("report", self.run_dir / "report.html"),
+            ("report", self.run_dir / layout.REPORT),
             ("checkpoint", latest_checkpoint(self.run_dir)),
-            ("best checkpoint", None if top is None else self.run_dir / "checkpoints" / f"step_{top.step}"),
+            ("best checkpoint", None if top is None else self.run_dir / layout.CHECKPOINTS / f"step_{top.step}"),
         ):
             if path is not None and path.exists():
                 self.say(f"  {what:<28}{path}")
@@ -300,5 +299,5 @@ class LiveView:
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint of the highest step, or None."""
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+    found = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
     return max(found, key=lambda path: int(path.name[5:]), default=None)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
 from streamrl.report.live_view import latest_checkpoint
-from streamrl.run_dir import evaluations as evaluations_file
-from streamrl.run_dir import metrics as metrics_file
-from streamrl.run_dir import trace as trace_file
+from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import RunStatus, read_status
@@ -110,8 +109,8 @@ def load_run(run_dir: Path) -> RunData:
     Raises:
         UserError: the folder does not exist, or holds none of a run's files.
     """
-    config = run_dir / "config.yaml"
-    metrics = run_dir / metrics_file.FILE_NAME
+    config = run_dir / RESOLVED_NAME
+    metrics = run_dir / layout.METRICS
     status: RunStatus | None = None
     notes: list[str] = []
     try:
@@ -120,15 +119,15 @@ def load_run(run_dir: Path) -> RunData:
         if not config.is_file() and not metrics.is_file():
             raise
         notes.append(f"The run's state is unknown: {error}.")
-    events = read_trace(run_dir / trace_file.FILE_NAME)
+    events = read_trace(run_dir / layout.TRACE)
     return RunData(
         run_dir=run_dir,
         status=status,
         rows=read_metrics(metrics),
-        evaluations=read_evaluations(run_dir / evaluations_file.FILE_NAME),
+        evaluations=read_evaluations(run_dir / layout.EVALUATIONS),
         events=events,
         origin=trace_origin(events),
-        rollouts=_read_rollouts(run_dir / "rollouts", notes),
+        rollouts=_read_rollouts(run_dir / layout.ROLLOUTS, notes),
         config_text=config.read_text() if config.is_file() else None,
         notes=notes,
     )

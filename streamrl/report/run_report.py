@@ -36,8 +36,8 @@ from streamrl.report.summary import (
     summarise,
 )
 from streamrl.report.timeline import choose_windows, tracks
+from streamrl.run_dir import layout
 
-FILE_NAME = "report.html"
 TEXT_LIMIT = 4000
 """Characters shown of one prompt or completion."""
 TIMELINE_KINDS = len(plots.COLOURS)
@@ -52,7 +52,7 @@ def write_report(run_dir: Path) -> Path:
         OSError: the file cannot be written.
     """
     page = build_report(load_run(run_dir), time.time())
-    path = run_dir / FILE_NAME
+    path = run_dir / layout.REPORT
     replace_text(path, page)
     return path
 

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from streamrl.run_dir.jsonl import Row, RowWriter, read_rows
 
-FILE_NAME = "evaluations.jsonl"
-
 
 class Scores(Row):
     """What some prompts' completions got. Every prompt weighs the same."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.files import replace_json
-
-WANTED, RUNNING = "instances.json", "processes.json"
+from streamrl.run_dir import layout
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    replace_json(folder / WANTED, [asdict(one) for one in instances])
+    replace_json(folder / layout.WANTED_INSTANCES, [asdict(one) for one in instances])
 
 
 def read_wanted(folder: Path) -> list[WantedInstance] | None:
     """What the service wants; None: it has not said so yet."""
-    found = _read(folder / WANTED)
+    found = _read(folder / layout.WANTED_INSTANCES)
     return None if found is None else [WantedInstance(**one) for one in found]
 
 
@@ -70,12 +69,12 @@ def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    replace_json(folder / RUNNING, [asdict(one) for one in processes])
+    replace_json(folder / layout.PROCESSES, [asdict(one) for one in processes])
 
 
 def read_started(folder: Path) -> list[StartedProcess]:
     """What the launcher has started; empty before it has said so."""
-    return [StartedProcess(**one) for one in _read(folder / RUNNING) or []]
+    return [StartedProcess(**one) for one in _read(folder / layout.PROCESSES) or []]
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:
@@ -85,7 +84,7 @@ def site_folders(run_dir: Path) -> dict[str, Path]:
 
 def forget(folder: Path) -> None:
     """Deletes what an earlier launch has left."""
-    for name in (WANTED, RUNNING):
+    for name in (layout.WANTED_INSTANCES, layout.PROCESSES):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -13,8 +13,6 @@ from pydantic import Field
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.jsonl import Row, RowWriter, read_rows
 
-FILE_NAME = "metrics.jsonl"
-
 
 class MetricsRow(Row):
     """What was measured in one optimizer step; None where there is no figure. Unknown keys are errors."""

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "starting"
+from streamrl.run_dir import layout
+
 READY = "ready"
 """The last stage: the process serves, and its heartbeats say what it does from now on."""
 WAITING = "waiting for "
@@ -45,7 +46,7 @@ class Stage:
 def say(run_dir: Path, process: str, text: str) -> None:
     """Note that a process begins a stage. A full disk is not what a run should end for here."""
     with contextlib.suppress(OSError):
-        folder = run_dir / FOLDER
+        folder = run_dir / layout.START_STAGES
         folder.mkdir(exist_ok=True)
         with (folder / f"{process}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": time.time(), "stage": text}) + "\n")
@@ -53,7 +54,7 @@ def say(run_dir: Path, process: str, text: str) -> None:
 
 def forget(run_dir: Path) -> None:
     """Delete what an earlier launch has left."""
-    for path in (run_dir / FOLDER).glob("*.jsonl"):
+    for path in (run_dir / layout.START_STAGES).glob("*.jsonl"):
         path.unlink(missing_ok=True)
 
 
@@ -61,7 +62,7 @@ def history(run_dir: Path, process: str) -> list[Stage]:
     """All stages of a process since its launch, in their order; a line that is only half there is left out."""
     found: list[Stage] = []
     with contextlib.suppress(OSError):
-        for line in (run_dir / FOLDER / f"{process}.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (run_dir / layout.START_STAGES / f"{process}.jsonl").read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 at, text = float(row["at"]), str(row["stage"])
@@ -73,7 +74,8 @@ def history(run_dir: Path, process: str) -> list[Stage]:
 def read_stages(run_dir: Path) -> dict[str, Stage]:
     """The present stage of every process that has said one, by name, those of emulated sites included."""
     found = {}
-    for path in sorted([*run_dir.glob(f"{FOLDER}/*.jsonl"), *run_dir.glob(f"sites/*/{FOLDER}/*.jsonl")]):
+    folders = [run_dir, *run_dir.glob(f"{layout.SITES}/*")]
+    for path in sorted(path for folder in folders for path in folder.glob(f"{layout.START_STAGES}/*.jsonl")):
         if stages := history(path.parents[1], path.stem):
             found[path.stem] = stages[-1]
     return found

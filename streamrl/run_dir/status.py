@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.errors import UserError
 from streamrl.files import replace_json
+from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.metrics import MetricsRow
 
-FILE_NAME = "status.json"
 STALE_AFTER_S = 10.0
 """The controller writes every half second: twenty missed updates are no hiccup."""
 
@@ -186,7 +186,7 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     """
     clean = finite(status)
     RunStatus.model_validate(clean)
-    replace_json(run_dir / FILE_NAME, clean)
+    replace_json(run_dir / layout.STATUS, clean)
 
 
 def read_status(run_dir: Path) -> RunStatus:
@@ -195,7 +195,7 @@ def read_status(run_dir: Path) -> RunStatus:
     Raises:
         UserError: the folder does not exist, holds no run, or its status file is not one.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / layout.STATUS
     try:
         return RunStatus.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -208,10 +208,10 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{path} cannot be read: {where}: {first['msg']}") from error
     if not run_dir.exists():
         raise UserError(f"no such run folder: {run_dir}{_known_runs(run_dir.parent)}")
-    raise UserError(f"{run_dir} holds no run (no {FILE_NAME} in it){_known_runs(run_dir)}")
+    raise UserError(f"{run_dir} holds no run (no {layout.STATUS} in it){_known_runs(run_dir)}")
 
 
 def _known_runs(parent: Path) -> str:
     """'; there are: ...' with the run folders in `parent`, newest first, or nothing."""
-    found = sorted(parent.glob(f"*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = sorted(parent.glob(f"*/{layout.STATUS}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return "; there are: " + ", ".join(str(path.parent) for path in found[:5]) if found else ""

@@ -26,7 +26,6 @@ from typing import Any, Self
 
 from streamrl.run_dir.jsonl import finite
 
-FILE_NAME = "trace.json"
 PID = 1
 _ORIGIN_KEY = "origin_unix_s"
 

@@ -16,11 +16,10 @@ from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
 from streamrl.machine.engine_settings import Choice, chosen_settings
 from streamrl.machine.model_files import resolve_model
-from streamrl.run_dir import start_stages
+from streamrl.run_dir import layout, start_stages
 from streamrl.runtime.handshake import agreement
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.flow import Flow
-from streamrl.weights.store import store_directory
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +45,12 @@ class Addresses:
 
     def save(self, run_dir: Path) -> None:
         """Writes them where the run's processes look."""
-        (run_dir / "addresses.json").write_text(json.dumps(asdict(self)))
+        (run_dir / layout.ADDRESSES).write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(run_dir: Path) -> Addresses:
         """Reads them."""
-        return Addresses(**json.loads((run_dir / "addresses.json").read_text()))
+        return Addresses(**json.loads((run_dir / layout.ADDRESSES).read_text()))
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class RoleContext:
     @property
     def weights_folder(self) -> Path:
         """Where all processes of this site find versions of the weights."""
-        return store_directory(self.run_dir, self.one_machine)
+        return layout.weights_folder(self.run_dir, self.one_machine)
 
     @property
     def remote(self) -> bool:

@@ -10,28 +10,19 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from streamrl.config.cluster import SiteLink
-from streamrl.generation.site.sample_batches import CompressionChoice, SampleBatcher
-from streamrl.generation.site.uplink import Uplink
-from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.handshake import disagreement
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
-from streamrl.runtime.processes import this_host
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
-from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.site_relay import WeightRelay
-from streamrl.weights.store import WeightStore
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
 """Names of the hubs of the trainer's site."""
 OPERATOR = "operator"
 """How the names of commands begin that a person gives a running job; they come and go."""
-BATCH_S = 0.05
-"""Seconds that a sample waits for others before it goes over a link."""
 BATCH_BYTES = 256 * 1024
-BATCH_SAMPLES = 256
+"""Largest batch of samples that goes over a link."""
 CHUNK_S = 0.25
 """A chunk of weights takes a link no longer than this, so that a sample behind it does not wait long."""
 MIN_CHUNK_BYTES = 64 * 1024
@@ -138,29 +129,6 @@ def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
     return most if link is None else int(min(most, max(MIN_CHUNK_BYTES, link.bytes_per_s * CHUNK_S)))
 
 
-def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
-    """What sends weights to relays, within each link's budget: the trainer's, or that of a relay that passes them on.
-    The latter makes deltas from the start: a site may come to it at any version.
-    """
-    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-
-    def link_to(peer: str) -> SiteLink | None:
-        return context.cluster.link_between(sites.get(peer, context.site), context.site)
-
-    def rate(peer: str) -> float | None:
-        link = link_to(peer)
-        return None if link is None else link.bytes_per_s * link.weight_share
-
-    return WeightPublisher(
-        hub,
-        weight_chunk(context, None),
-        anchor_every=context.run.weights.anchor_every,
-        rate_of=rate,
-        chunk_of=lambda peer: weight_chunk(context, link_to(peer)),
-        eager=context.remote,
-    )
-
-
 async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
     """Connects what `to_relay` has made; raises as `connect_home`."""
     await link.connect(context.addresses.relays[site], context.startup_s, context.client_security(site))
@@ -172,32 +140,3 @@ def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
     assert link is not None
     about = {"site": context.site, "agreement": context.agreement}
     return Link(context.name, "relay", waits, about, flow=context.far(link, BATCH_BYTES))
-
-
-def make_relay(context: RoleContext, link: Link) -> WeightRelay:
-    """A site's side of the weights. Over a link they must be those of this site's model, which it has to begin with."""
-    chosen = context.run.weights.encoding
-    encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
-    limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
-    store = WeightStore(context.weights_folder, context.one_machine)
-    if not context.remote:
-        return WeightRelay(link, store, limit_s, encoding, host=this_host())
-    from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
-
-    model = resolve_model(context.run.model.path)
-    types = context.wire_type, context.run.weights.generation_dtype
-    expected = expected_tensors(model, *types)
-    relay = WeightRelay(link, store, limit_s, encoding, expected)
-    if encoding == "delta" and (known := initial_version(model, expected, *types)) is not None:
-        relay.seed(*known)
-    return relay
-
-
-def make_uplink(context: RoleContext, controller: Link) -> Uplink:
-    """A site's finished samples on their way to the controller: one by one inside a site, in batches over a link."""
-    link = context.link
-    bandwidth = None if link is None else link.bytes_per_s
-    batcher: SampleBatcher[Any] = SampleBatcher(0.0 if link is None else BATCH_S, BATCH_BYTES, BATCH_SAMPLES)
-    mark = Uplink.marks(bandwidth, link.rtt_s if link else 0.0)
-    patience = context.cluster.absence_s if link else context.run.deadlines.heartbeat_s
-    return Uplink(controller, batcher, CompressionChoice(bandwidth), mark, max(300.0, patience))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import connect_home, to_home
@@ -28,7 +29,7 @@ class RewardWorker:
             context.run.seed,
             workers=rewards.workers if rewards else 1,
             timeout_s=context.run.deadlines.reward_s,
-            log_file=context.run_dir / "logs" / f"{context.name}-workers.log",
+            log_file=context.run_dir / layout.LOGS / f"{context.name}-workers.log",
         )
         self.scoring = 0
         self.scored = 0

@@ -25,19 +25,20 @@ import torch.distributed as dist
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
-from streamrl.generation.instance.engine_config import weight_backend
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.micro_batch import from_wire
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub, make_publisher
-from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub
 from streamrl.training.learner import Division, agreed_type
 from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
+from streamrl.weights.assembly import make_backend
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,9 @@ class TrainerWorker:
         self.computing = ThreadPoolExecutor(1, "compute")
         """One thread for all of torch's work: the current CUDA device is a thread's own, and so is its team of OpenMP
         threads, of which several wait for each other more slowly than one."""
-        self.checkpoints = CheckpointFolder(context.run_dir / "checkpoints")
+        self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
-        self.publisher = make_publisher(context, self.hub)
-        self.several_sites = bool(context.cluster.remote_sites)
+        self.weights = make_backend(context, self.hub, self._compute)
 
     async def run(self) -> None:
         """Serves until the process is ended."""
@@ -77,8 +77,7 @@ class TrainerWorker:
             if self.rank == 0:
                 addresses = self.context.addresses
                 bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
-                if weight_backend(self.run_config, self.cuda, self.several_sites) != "nccl":
-                    tasks.create_task(self.publisher.serve())
+                tasks.create_task(self.weights.serve())
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.near)
             link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
@@ -170,7 +169,7 @@ class TrainerWorker:
                 answer = {}
             case "publish":
                 self.state = "publishing weights"
-                answer = await self._publish(link)
+                answer = asdict(await self.weights.publish(self.trainer, self.version, link))
                 await self._compute(self.trainer.mark_published)
             case "checkpoint":
                 self.state = "saving"
@@ -201,30 +200,6 @@ class TrainerWorker:
         for thread in psutil.Process().threads():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(thread.id, cores)
-
-    async def _publish(self, link: Link) -> dict[str, Any]:
-        """Makes the current weights version available to the relays, or pushes it by NCCL.
-
-        Raises:
-            RunFailed: it cannot be laid out; NCCL was to send 8-bit weights.
-        """
-        if weight_backend(self.run_config, self.cuda, self.several_sites) == "nccl":
-            from streamrl.weights.backends.nccl import NcclSender
-
-            if (kind := self.run_config.weights.generation_dtype) != "same":
-                raise RunFailed(f"NCCL does not send weights.generation_dtype: {kind}; set weights.backend: stream")
-            if not hasattr(self, "nccl"):
-                self.nccl = NcclSender(self.trainer, self.context, link)
-            await self._compute(self.nccl.send, self.version)
-            return {"number": self.version, "content_hash": "", "bytes": self.nccl.nbytes}
-        manifest, buffer = await self._compute(self.trainer.lay_out, self.version)
-        if self.rank == 0:
-            await self.publisher.publish(manifest, buffer)
-        return {
-            "number": self.version,
-            "content_hash": manifest.version.content_hash,
-            "bytes": manifest.nbytes,
-        }
 
     def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
         """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it. Checkpoints of `pending`

@@ -8,7 +8,6 @@ and clearing its pages anew took longer than all else between two versions.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,19 +20,6 @@ from streamrl.errors import RunFailed
 from streamrl.weights.version import CorruptWeights, Manifest
 
 log = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def store_directory(run_dir: Path, one_machine: bool = True) -> Path:
-    """Where a run keeps its versions: shared memory if the machine has it and nobody else needs them, else the run's
-    folder."""
-    if not one_machine:
-        return run_dir / "weights"
-    token = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        return SHARED_MEMORY / f"streamrl-{token}"
-    return run_dir / "weights"
 
 
 class WeightStore:

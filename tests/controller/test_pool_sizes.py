@@ -14,9 +14,10 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.pool_sizes import FILE_NAME, Scaling
+from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_times import StepTimes
+from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.endpoint import Delivery
 
@@ -103,7 +104,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 ) -> None:
     scaling, sites, _ = make(tmp_path)
     assert says in ask(scaling, pool, replicas, site)["error"]
-    assert not sites.asked and not (tmp_path / FILE_NAME).exists()
+    assert not sites.asked and not (tmp_path / layout.REPLICAS).exists()
 
 
 def test_where_the_devices_are_divided_otherwise_nothing_is_scaled(tmp_path: Path) -> None:
@@ -149,8 +150,8 @@ def test_a_resumed_run_has_what_was_asked_for_last_and_another_run_what_its_file
     assert sites.asked[1:] == [("home", "regular", 4), ("home", "tail", 1)]
     fresh, sites, _ = make(tmp_path)
     asyncio.run(fresh.begin(resume=False))
-    assert not sites.asked and not (tmp_path / FILE_NAME).exists()
-    (tmp_path / FILE_NAME).write_text(json.dumps({"home/regular": 99, "gone/regular": 2}))
+    assert not sites.asked and not (tmp_path / layout.REPLICAS).exists()
+    (tmp_path / layout.REPLICAS).write_text(json.dumps({"home/regular": 99, "gone/regular": 2}))
     other, sites, _ = make(tmp_path)
     asyncio.run(other.begin(resume=True))
     assert not sites.asked  # the cluster file has changed since

@@ -20,7 +20,8 @@ from streamrl.cli.why_stuck import command
 from streamrl.diagnose.facts import IDLE_CPU, Facts, ProcessFacts, innermost
 from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge
-from streamrl.run_dir.instance_files import RUNNING, StartedProcess, write_started
+from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import write_status
 from tests.report.synthetic import make_status
 from tests.waiting import scaled, wait_for
@@ -201,7 +202,7 @@ def test_the_answers_of_an_earlier_process_are_not_taken_for_its_own(tmp_path: P
 
 def test_a_pid_that_another_process_has_by_now_is_gone(tmp_path: Path, start: Start) -> None:
     start("here-tail-0")
-    os.utime(tmp_path / RUNNING, (1_700_000_000, 1_700_000_000))  # written long before this process began
+    os.utime(tmp_path / layout.PROCESSES, (1_700_000_000, 1_700_000_000))  # written long before this process began
     (one,) = collect(tmp_path).processes
     assert one.alive == "gone" and one.loop == "unknown"
 

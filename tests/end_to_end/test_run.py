@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.rollouts.ledger import Ledger
-from streamrl.run_dir import start_stages
+from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from streamrl.run_dir.trace import read_trace
@@ -118,7 +118,7 @@ COMPUTE_TYPE = "choosing the type to compute in"
 
 def test_every_process_says_in_order_what_it_does_until_the_first_sample(finished: tuple[Project, str]) -> None:
     project, output = finished
-    files = sorted((project.run_dir() / start_stages.FOLDER).iterdir())
+    files = sorted((project.run_dir() / layout.START_STAGES).iterdir())
     stages = {path.stem: [one.text for one in start_stages.history(project.run_dir(), path.stem)] for path in files}
     instances = ["here-regular-0", "here-tail-0"]
     assert list(stages) == ["controller", *instances, "rewards-here", "service-here", "trainer"]
@@ -162,9 +162,7 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
     run_dir = str(finished[0].run_dir())
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if run_dir in " ".join(p.info["cmdline"] or [])]
     assert left == []
-    from streamrl.weights.store import store_directory
-
-    assert not store_directory(finished[0].run_dir()).exists()
+    assert not layout.weights_folder(finished[0].run_dir()).exists()
 
 
 def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_a_seed_repeats_them(

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.errors import RunFailed
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.types import Group, Sample, Scored
-from streamrl.weights.store import SHARED_MEMORY
+from streamrl.run_dir import layout
 
 GROUP_SIZE = 2
 MOMENTS = ("before", "torn", "after")
@@ -99,7 +99,9 @@ def group_of(group_id: str, sample_ids: list[str]) -> Group:
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # an fsync of a disk takes longer than all the rest
+        memory = (
+            layout.SHARED_MEMORY if layout.SHARED_MEMORY.is_dir() else None
+        )  # an fsync of a disk takes longer than all the rest
         self.folder = tempfile.TemporaryDirectory(dir=memory)
         self.rows: dict[str, Row] = {}
         self.steps: dict[int, int] = {}

@@ -17,9 +17,9 @@ from streamrl.cli.status import command as status_command
 from streamrl.errors import UserError
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import render
+from streamrl.report.site_view import SiteView
 from streamrl.report.start_lines import StartLines, present, with_stages
 from streamrl.run_dir import start_stages
-from streamrl.run_dir.site_status import SiteView
 from streamrl.run_dir.start_stages import READY, Stage, history, read_stages, say, waiting_for
 from streamrl.run_dir.status import RunStatus, write_status
 from tests.report.synthetic import START, make_row, make_status

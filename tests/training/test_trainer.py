@@ -25,7 +25,7 @@ from streamrl.rollouts.micro_batch import (
     to_wire,
 )
 from streamrl.rollouts.types import FloatArray
-from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
 from streamrl.training.learner import Division, Learner
 from streamrl.training.objective import policy_objective

@@ -38,7 +38,7 @@ from streamrl.protocol.samples import fleet_to_wire, request_to_wire, sample_fro
 from streamrl.rollouts import micro_batch
 from streamrl.rollouts.ledger import unpack_content
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
-from streamrl.run_dir import instance_files, site_status, status
+from streamrl.run_dir import instance_files, layout, site_status, status
 from streamrl.transport import curve
 from streamrl.transport.base import Delivery
 from streamrl.transport.deadlines import WaitRegistry
@@ -397,11 +397,11 @@ STARTED = [asdict(instance_files.StartedProcess("west-a-0", "instance", 100, 1, 
 @pytest.mark.parametrize(
     ("name", "values", "read", "allowed"),
     [
-        (status.FILE_NAME, STATUS, status.read_status, (UserError,)),
-        (site_status.FILE_NAME, SITE, site_status.read_site, ()),
+        (layout.STATUS, STATUS, status.read_status, (UserError,)),
+        (layout.SITE_STATUS, SITE, site_status.read_site, ()),
         # the next two are replaced in one piece by this program: a damaged one is a bug, told by whatever error
-        (instance_files.WANTED, WANTED, instance_files.read_wanted, (ValueError, TypeError, RecursionError)),
-        (instance_files.RUNNING, STARTED, instance_files.read_started, (ValueError, TypeError, RecursionError)),
+        (layout.WANTED_INSTANCES, WANTED, instance_files.read_wanted, (ValueError, TypeError, RecursionError)),
+        (layout.PROCESSES, STARTED, instance_files.read_started, (ValueError, TypeError, RecursionError)),
     ],
     ids=["status", "site", "wanted", "started"],
 )

@@ -25,10 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from streamrl.run_dir import layout
 from streamrl.weights.chain import Chain, Unreachable
 from streamrl.weights.publisher import Stream, code
 from streamrl.weights.site_relay import _decode
-from streamrl.weights.store import SHARED_MEMORY, WeightStore
+from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, checksum, lay_out
 from tests.weights.world import flip_a_bit
 
@@ -63,7 +64,7 @@ class Receiver:
 class ChainMachine(RuleBasedStateMachine):
     @initialize(every=st.integers(1, 4), bound=st.sampled_from([None, 60, 10**6]))
     def begin(self, every: int, bound: int | None) -> None:
-        self.folder = tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self.folder = tempfile.TemporaryDirectory(dir=layout.SHARED_MEMORY if layout.SHARED_MEMORY.is_dir() else None)
         self.chain = Chain(every, bound)
         self.generator = torch.Generator().manual_seed(0)
         self.tensors = {"w": torch.randn(300, generator=self.generator).bfloat16(), "n": torch.ones(20)}

@@ -17,11 +17,12 @@ import numpy as np
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
-from streamrl.generation.instance.engine_config import Place, engine_config, weight_backend
+from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.weights.backends.base import weight_path
 
 UNNAMED_VERSION = -1
 """Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
@@ -87,7 +88,7 @@ class Engine:
         self._begun: dict[str, tuple[float, float]] = {}
         """When running requests came here, unix seconds and monotonic ones."""
         model = resolve_model(run.model.path)
-        self.backend = weight_backend(run, cuda, several_sites)
+        self.weight_path = weight_path(run, cuda, several_sites)
         config = engine_config(pool, run, cuda, several_sites, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
             # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a

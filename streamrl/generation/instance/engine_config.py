@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance.vllm_plugin import BACKEND, EAGER, FEW_ROWS, QUANTIZATION, register
+from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, QUANTIZATION, register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
+from streamrl.weights.backends.base import weight_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,7 +115,7 @@ def engine_config(
         enable_sleep_mode=cuda and run.schedule.name == "colocated",
         # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=weight_backend(run, cuda, several_sites)),
+        weight_transfer_config=WeightTransferConfig(backend=weight_path(run, cuda, several_sites).engine),
         generation_config="vllm",
         seed=run.seed,
         **(hardware | several),
@@ -131,13 +132,3 @@ def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
     except (OSError, ValueError):
         return False  # the Hub's, whose files are not here yet
     return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
-
-
-def weight_backend(run: RunConfig, cuda: bool, several_sites: bool = False) -> str:
-    """vLLM's name of the weight-transfer backend that a run uses; NCCL stays inside a site, sends no codes, and has no
-    two members on one GPU."""
-    chosen = run.weights.backend
-    if chosen == "auto":
-        whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
-        chosen = "nccl" if cuda and whole and not several_sites and not shared else "stream"
-    return BACKEND if chosen == "stream" else chosen

@@ -12,7 +12,6 @@ from typing import Any
 from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
 from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.instance.engine_config import Place
-from streamrl.generation.instance.vllm_plugin import BACKEND
 from streamrl.generation.site.pace import WorkedCurve, pace
 from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
 from streamrl.rollouts.types import PartialSample
@@ -79,7 +78,7 @@ class Instance:
             self._type_told["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
         try:
-            if self.engine.backend == BACKEND:
+            if self.engine.weight_path.fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
             self.context.say("warming up")
             await self.engine.warm_up()

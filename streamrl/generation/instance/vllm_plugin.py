@@ -12,7 +12,6 @@ import signal
 
 from streamrl.runtime.processes import end_with_parent, kill_all_with
 
-BACKEND = "streamrl"
 EAGER = "STREAMRL_EAGER"
 """Environment variable: 1 in an engine that compiles nothing."""
 FEW_ROWS = "streamrl_few_rows"
@@ -28,9 +27,11 @@ def register() -> None:
     _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    from streamrl.weights.backends.base import STREAMED
+
+    if STREAMED.engine not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"
+            STREAMED.engine, "streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"
         )
     if EAGER in os.environ:
         # vLLM's sampler has a function of its own compiled, the rank of a sampled token, which nobody reads here: 7 s

@@ -21,7 +21,6 @@ from typing import Any
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.errors import RunFailed
-from streamrl.generation.instance.engine_config import weight_backend
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.instance_life import ALIVE, InstanceLife, Life
 from streamrl.generation.site.instance_monitor import WATCH_S, InstanceWatch
@@ -37,6 +36,7 @@ from streamrl.runtime.restart_budget import RestartBudget
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
+from streamrl.weights.assembly import path_of
 from streamrl.weights.version import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class SiteFleet:
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
         self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
-        several = bool(context.cluster.remote_sites)
-        self._backend = weight_backend(context.run, context.cluster.hardware == "cuda", several)
+        self._weights_fetched = path_of(context).fetched
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process, of those that are gone, too."""
         self._curves = FleetCurves(self._pools)
@@ -144,7 +143,7 @@ class SiteFleet:
         for name in sorted(names):
             self._curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
             self.lives[name].on("met")
-            if self._backend == "nccl":
+            if not self._weights_fetched:
                 await self._let_in(name)  # the trainer brings their weights
 
     def _say_missing(self, names: list[str]) -> None:
@@ -342,7 +341,7 @@ class SiteFleet:
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=False, why="silent")
             await self._changed()
-        if waited_for and self._backend != "nccl":  # there the trainer brings weights, to those it knows of
+        if waited_for and self._weights_fetched:  # there the trainer brings weights, to those it knows of
             life.missed = True
         if self.dispatcher.works_on(name) and any(other != name for other in self.ready):
             self._log_interrupted(name)

@@ -28,12 +28,14 @@ from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
 from streamrl.rollouts.types import PartialSample, SampleRequest
+from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import connect_home, make_uplink, to_home
+from streamrl.runtime.site_connections import connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -66,7 +68,7 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The controller's newest round, as far as it has been told here."""
-        self.journal = TokenJournal(context.run_dir / "journal.sqlite")
+        self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.controller = to_home(context, "service", self.waits)
         self.uplink = make_uplink(context, self.controller)

@@ -16,13 +16,12 @@ from streamrl.runtime.site_connections import (
     bind_outside,
     connect_home,
     connect_relay,
-    make_publisher,
-    make_relay,
     relay_hub,
     to_home,
     to_relay,
 )
 from streamrl.transport.deadlines import WaitRegistry
+from streamrl.weights.assembly import make_publisher, make_relay
 from streamrl.weights.site_relay import NotPublished, WeightRelay
 from streamrl.weights.version import WeightVersion
 

@@ -32,9 +32,14 @@ from streamrl.generation.site.sample_batches import (
     pack_samples,
     sample_bytes,
 )
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import BATCH_BYTES
 from streamrl.transport.endpoint import Link
 from streamrl.transport.wire import Arrays
 
+BATCH_S = 0.05
+"""Seconds that a sample waits for others before it goes over a link."""
+BATCH_SAMPLES = 256
 THREAD_BYTES = 128 * 1024
 """Batches from this size on are packed in a thread: smaller ones take less than a millisecond."""
 MARK_S = 10.0
@@ -225,3 +230,13 @@ class Uplink:
             self._change.set()
         if not self.backlog_samples:
             self._empty.set()
+
+
+def make_uplink(context: RoleContext, controller: Link) -> Uplink:
+    """A site's finished samples on their way to the controller: one by one inside a site, in batches over a link."""
+    link = context.link
+    bandwidth = None if link is None else link.bytes_per_s
+    batcher: SampleBatcher[Any] = SampleBatcher(0.0 if link is None else BATCH_S, BATCH_BYTES, BATCH_SAMPLES)
+    mark = Uplink.marks(bandwidth, link.rtt_s if link else 0.0)
+    patience = context.cluster.absence_s if link else context.run.deadlines.heartbeat_s
+    return Uplink(controller, batcher, CompressionChoice(bandwidth), mark, max(300.0, patience))

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from streamrl.errors import RunFailed
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Link
-
-if TYPE_CHECKING:
-    from streamrl.training.trainer import Trainer
+from streamrl.weights.backends.base import Compute, Published, PublishedModel, WeightBackend
 
 
 class _Client:
@@ -58,41 +57,59 @@ class _Client:
         self._call("finish_weight_update", {"version": weight_version or str(self.version)})
 
 
-class NcclSender:
-    """Trainer's side of the NCCL path; every rank holds one, rank 0 sends."""
+class NcclBackend(WeightBackend):
+    """The trainer's side of the NCCL path; rank 0 sends."""
 
-    def __init__(self, trainer: Trainer, context: RoleContext, link: Link) -> None:
-        self.trainer, self.context = trainer, context
-        self.client = _Client(link, asyncio.get_running_loop(), context.run.deadlines.weights_s)
+    def __init__(self, context: RoleContext, compute: Compute) -> None:
+        """
+        Raises:
+            RunFailed: the run has 8-bit generation weights, which NCCL does not send.
+        """
+        if (kind := context.run.weights.generation_dtype) != "same":
+            raise RunFailed(f"NCCL does not send weights.generation_dtype: {kind}; set weights.backend: stream")
+        self.context, self._compute = context, compute
+        self._client: _Client | None = None
         self._engine: Any = None
-        parameters = list(trainer.policy.model.parameters())
-        self.dtype: torch.dtype = getattr(torch, trainer.run.model.dtype)
-        self.nbytes = sum(p.numel() for p in parameters) * self.dtype.itemsize
 
-    def send(self, version: int) -> None:
-        """Sends the current weights to all instances as `version`; to be called in the thread that computes."""
-        self.client.version = version
+    async def serve(self) -> None:
+        """Return: instances are members of the group, and fetch nothing."""
+
+    async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
+        """Broadcast the weights to all instances; the first call forms the group."""
+        if self._client is None:
+            self._client = _Client(controller, asyncio.get_running_loop(), self.context.run.deadlines.weights_s)
+        self._client.version = number
+        await self._compute(self._send, model, self._client)
+        size = sum(math.prod(shape) for shape in model.shapes().values())
+        return Published(number, "", size * self._dtype.itemsize)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.context.run.model.dtype)
+        return found
+
+    def _send(self, model: PublishedModel, client: _Client) -> None:
         if self._engine is None:
-            self._engine = self._connect()
+            self._engine = self._connect(model, client)
         self._engine.send_weights()
 
-    def _connect(self) -> Any:
+    def _connect(self, model: PublishedModel, client: _Client) -> Any:
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,
         )
 
-        trainer, dtype = self.trainer, self.dtype
+        dtype = self._dtype
 
         class Source(WeightSource):
             """The policy's parameters in the compute type."""
 
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(n, dtype, tuple(p.shape)) for n, p in trainer.policy.model.named_parameters()]
+                return [ParamMeta(name, dtype, shape) for name, shape in model.shapes().items()]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return trainer.weights()
+                return model.weights()
 
         site = self.context.cluster.sites[self.context.cluster.trainer_site]
         workers = sum(pool.replicas * pool.gpus_per_replica for pool in site.generation)
@@ -101,6 +118,6 @@ class NcclSender:
             master_port=self.context.addresses.nccl_port,
             world_size=1 + workers,
             packed=True,
-            rank=trainer.rank,
+            rank=model.rank,
         )
-        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=self.client, source=Source())
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source())

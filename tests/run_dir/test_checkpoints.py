@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.training.checkpoints import CheckpointFolder
+from streamrl.run_dir.checkpoints import CheckpointFolder
 
 
 def save(folder: CheckpointFolder, step: int, keep: int = 1, **spared: object) -> None:

@@ -1,0 +1,99 @@
+"""How the launcher of a site that does not train shows it: one line whenever something has changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.report.start_lines import StartLines
+from streamrl.run_dir import layout
+from streamrl.run_dir.site_status import SiteStatus, read_site
+from streamrl.run_dir.start_stages import read_stages
+
+WAITS_S = 60.0
+"""Longest time between two lines while nothing starts: a site may wait for hours for the trainer's."""
+TOLD_EVERY_S = 30.0
+"""Time between two lines when nothing changes."""
+
+
+class SiteView:
+    """Tells, line by line, how a site is doing; use as a context manager."""
+
+    def __init__(self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.run_dir = run_dir
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._start: StartLines | None = StartLines(WAITS_S)
+        """None: the site has finished its first sample."""
+        self._told: tuple[object, ...] = ()
+        self._told_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        (self.run_dir / layout.SITE_STATUS).unlink(missing_ok=True)
+        self._console.print(f"{self.run_dir.name}: starting; the trainer's site may come later", soft_wrap=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held open."""
+
+    def refresh(self) -> None:
+        """Writes a line if something has changed, or none came for a while."""
+        status, now = read_site(self.run_dir), self._clock()
+        if self._start is not None and not (status is not None and status.samples_sent):
+            for text in self._start.lines(read_stages(self.run_dir), now):
+                self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            self._start = None
+        if status is None:
+            return
+        mark = (status.state, status.away, status.congested, status.weight_version)
+        if mark != self._told or now - self._told_at > TOLD_EVERY_S:
+            self._told, self._told_at = mark, now
+            self._console.print(line(status), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Writes a line of the launcher's own."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def summary(self) -> None:
+        """What the site has done."""
+        status = read_site(self.run_dir)
+        if status is None:
+            return
+        table = Table.grid(padding=(0, 2))
+        for what, value in (
+            ("samples sent", f"{status.samples_sent}, {status.sample_bytes / 1e6:.2f} MB"),
+            ("weights received", f"{status.weight_bytes / 1e6:.2f} MB, newest version {status.weight_version}"),
+        ):
+            table.add_row(f"  {what}", value)
+        self._console.print(f"{status.site}: {status.state}", soft_wrap=True)
+        self._console.print(table)
+
+
+def line(status: SiteStatus) -> str:
+    """A site's state in one line."""
+    running = sum(one.running for one in status.instances.values())
+    speed = sum(one.tokens_per_s for one in status.instances.values())
+    parts = [
+        f"{status.site}: {status.state}",
+        f"{len(status.instances)} instances, {running} running, {speed:.0f} tokens/s",
+        f"weights {status.weight_version if status.weight_version is not None else 'none yet'}",
+        f"{status.samples_sent} samples sent, {status.samples_waiting} under way",
+    ]
+    if status.rtt_ms is not None:
+        parts.append(f"{status.rtt_ms:.0f} ms to the trainer's site")
+    if status.clock_offset_s is not None and abs(status.clock_offset_s) > 1:
+        parts.append(f"its clock is {status.clock_offset_s:+.1f} s off ours")
+    if status.congested:
+        parts.append("the link is congested: nothing new is started")
+    if status.away:
+        parts.append(f"no sign of the trainer's site for {status.trainer_silent_s:.0f} s")
+    return "; ".join(parts)

@@ -1,0 +1,68 @@
+"""The run folder: the name of everything in it, but for the resolved configuration (`config.load.RESOLVED_NAME`).
+
+A site that does not train has a folder of the same kind, without what the controller writes. `--emulate` puts the other
+sites' folders into `sites/` of the trainer's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+# written by the controller
+STATUS = "status.json"
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+TRACE = "trace.json"
+LEDGER = "ledger.sqlite"
+ROLLOUTS = "rollouts"
+"""Folder: one Parquet file per optimizer step."""
+REPLICAS = "replicas.json"
+"""How many instances each pool is to have."""
+
+# written by the trainer
+CHECKPOINTS = "checkpoints"
+
+# written by a site's service
+SITE_STATUS = "site.json"
+TOKEN_JOURNAL = "journal.sqlite"
+WANTED_INSTANCES = "instances.json"
+
+# written by a launcher
+ADDRESSES = "addresses.json"
+PROCESSES = "processes.json"
+LOGS = "logs"
+"""Folder: one file per process."""
+REPORT = "report.html"
+SITES = "sites"
+"""Folder: the other sites' folders, under --emulate."""
+KEYS = "keys"
+"""Folder: the sites' keys, under --emulate."""
+NETWORK = "network"
+"""Folder: the emulated network, under --emulate."""
+
+# written by every process
+START_STAGES = "starting"
+STACKS = "stacks"
+
+# written by `streamrl chaos`
+LAUNCHER_LOG = "launcher.log"
+
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS = "weights"
+
+
+def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
+    """Return where a site keeps its versions of the weights: shared memory if the machine has it, else the run folder.
+
+    Args:
+        run_dir: the site's run folder.
+        one_machine: whether all processes of the site are on this machine; shared memory is no use to others.
+    """
+    if not one_machine:
+        return run_dir / WEIGHTS
+    token = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        return SHARED_MEMORY / f"streamrl-{token}"
+    return run_dir / WEIGHTS

@@ -1,0 +1,79 @@
+"""Both ends of a run's weight path, made from its configuration: the trainer's, and those of sites that generate."""
+
+from __future__ import annotations
+
+from streamrl.config.cluster import SiteLink
+from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.processes import this_host
+from streamrl.runtime.site_connections import weight_chunk
+from streamrl.transport.endpoint import Hub, Link
+from streamrl.weights.backends.base import Compute, WeightBackend, WeightPath, weight_path
+from streamrl.weights.backends.streamed import StreamedBackend
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.site_relay import WeightRelay
+from streamrl.weights.store import WeightStore
+
+
+def path_of(context: RoleContext) -> WeightPath:
+    """Return the way of this run's weights."""
+    cluster = context.cluster
+    return weight_path(context.run, cluster.hardware == "cuda", bool(cluster.remote_sites))
+
+
+def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBackend:
+    """Make the trainer's side.
+
+    Args:
+        context: of a trainer rank.
+        hub: the publisher's, at which sites fetch.
+        compute: calls a function in the thread that computes.
+    """
+    if path_of(context).fetched:
+        return StreamedBackend(make_publisher(context, hub), compute)
+    from streamrl.weights.backends.nccl import NcclBackend  # loads torch
+
+    return NcclBackend(context, compute)
+
+
+def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
+    """What sends weights to relays, within each link's budget: the trainer's, or that of a relay that passes them on.
+    The latter makes deltas from the start: a site may come to it at any version.
+    """
+    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+
+    def link_to(peer: str) -> SiteLink | None:
+        return context.cluster.link_between(sites.get(peer, context.site), context.site)
+
+    def rate(peer: str) -> float | None:
+        link = link_to(peer)
+        return None if link is None else link.bytes_per_s * link.weight_share
+
+    return WeightPublisher(
+        hub,
+        weight_chunk(context, None),
+        anchor_every=context.run.weights.anchor_every,
+        rate_of=rate,
+        chunk_of=lambda peer: weight_chunk(context, link_to(peer)),
+        eager=context.remote,
+    )
+
+
+def make_relay(context: RoleContext, link: Link) -> WeightRelay:
+    """A site's side of the weights. Over a link they must be those of this site's model, which it has to begin with."""
+    chosen = context.run.weights.encoding
+    encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
+    limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
+    store = WeightStore(context.weights_folder, context.one_machine)
+    if not context.remote:
+        return WeightRelay(link, store, limit_s, encoding, host=this_host())
+    from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
+
+    model = resolve_model(context.run.model.path)
+    types = context.wire_type, context.run.weights.generation_dtype
+    expected = expected_tensors(model, *types)
+    relay = WeightRelay(link, store, limit_s, encoding, expected)
+    if encoding == "delta" and (known := initial_version(model, expected, *types)) is not None:
+        relay.seed(*known)
+    return relay

@@ -1,0 +1,103 @@
+"""How new weights get from the trainer to the instances: one interface, and which implementation a run uses.
+
+streamed   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
+nccl       the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from streamrl.config.run import RunConfig
+from streamrl.weights.version import Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from streamrl.transport.endpoint import Link
+
+Compute = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments in the thread that computes."""
+
+
+@dataclass(frozen=True)
+class WeightPath:
+    """The way of a run's weights."""
+
+    engine: str
+    """vLLM's name of the weight-transfer engine."""
+    fetched: bool
+    """Whether instances load versions from their site's store, at any time. Otherwise the trainer pushes them into a
+    group that is formed once, when the run begins."""
+
+
+STREAMED = WeightPath("streamrl", fetched=True)
+NCCL = WeightPath("nccl", fetched=False)
+
+
+def weight_path(run: RunConfig, cuda: bool, several_sites: bool = False) -> WeightPath:
+    """Return the way of a run's weights; NCCL stays inside a site, sends no codes, and has no two members on one GPU.
+
+    Args:
+        run: the run's configuration.
+        cuda: whether the cluster has GPUs.
+        several_sites: whether weights go over links.
+    """
+    chosen = run.weights.backend
+    if chosen == "auto":
+        whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
+        chosen = "nccl" if cuda and whole and not several_sites and not shared else "stream"
+    return STREAMED if chosen == "stream" else NCCL
+
+
+class PublishedModel(Protocol):
+    """What a backend needs of the trainer; every method is a collective of its ranks."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
+        """Write the current weights into one buffer (uint8 [nbytes]) that all ranks share."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of `weights`, by name and in its order."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor in the compute type), gathered from all ranks."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that is on its way."""
+
+    number: int
+    content_hash: str
+    """'': the backend does not hash what it sends."""
+    bytes: int
+
+
+class WeightBackend(ABC):
+    """The trainer's side of a weight path; each rank has one."""
+
+    @abstractmethod
+    async def serve(self) -> None:
+        """Answer those that fetch weights, until cancelled; return at once where nobody fetches. For rank 0."""
+
+    @abstractmethod
+    async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
+        """Make the current weights available to all sites as a version.
+
+        Args:
+            model: whose weights.
+            number: of the version.
+            controller: the connection to the controller.
+
+        Raises:
+            RunFailed: they cannot be laid out, or an instance does not answer.
+        """
