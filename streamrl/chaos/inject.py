@@ -25,7 +25,6 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
-from streamrl.launcher.site_setup import JOURNAL
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import site_folders
 from streamrl.weights.backends.base import weight_path
@@ -233,7 +232,7 @@ class Injector:
         """Kills a service and damages its journal before the next one reads it."""
         process, folder = self._process(service, seen), self._folder(service, seen)
         _kill([process])
-        files = [path for path in sorted(folder.glob(f"{JOURNAL}*")) if not path.name.endswith("-shm")]
+        files = [path for path in sorted(folder.glob(f"{layout.TOKEN_JOURNAL}*")) if not path.name.endswith("-shm")]
         damaged = [path.name for path in files if path.stat().st_size]
         for path in files:
             _damage(path, self._draw)
