@@ -1,4 +1,4 @@
-"""The dependency rule of docs/architecture.md, and what a light start must not load."""
+"""The order of imports of docs/architecture.md, and what a light start must not load."""
 
 from __future__ import annotations
 
@@ -68,6 +68,60 @@ def test_nothing_imports_the_command_line() -> None:
         if (name + ".").startswith("streamrl.cli.")
     ]
     assert found == []
+
+
+ORDERS = {
+    "streamrl": [
+        {"errors", "files"},
+        {"config", "transport", "emulation"},
+        {"machine", "rollouts"},
+        {"run_dir", "protocol"},
+        {"runtime"},
+        {"weights", "tasks"},
+        {"training", "generation"},
+        {"controller"},
+        {"report", "diagnose"},
+        {"launcher", "planning"},
+        {"chaos"},
+        {"cli"},
+    ],
+    "scheduler": [{"cost"}, {"dispatch", "schedule"}, {"sites", "simulation"}, {"capacity"}],
+}
+"""Rooms of both packages, the lowest first. A room may import itself, and rooms of the rows above its own row here."""
+
+
+def rooms(package: str) -> set[str]:
+    found = (ROOT / package).iterdir()
+    return {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__"}
+
+
+def arrows_against_the_order(package: str) -> list[str]:
+    """Imports of a room that is not below the importing one; those inside functions count."""
+    row = {room: number for number, these in enumerate(ORDERS[package]) for room in these}
+    found = []
+    for path in files(package):
+        own = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        for name in imports(path):
+            parts = name.split(".")
+            elsewhere = parts[0] == package and len(parts) > 1 and parts[1] != own
+            if elsewhere and own != "__init__" and row[parts[1]] >= row[own]:
+                found.append(f"{path.relative_to(ROOT)}: {name}")
+    return found
+
+
+@pytest.mark.parametrize("package", ORDERS)
+def test_every_room_imports_only_those_below_it(package: str) -> None:
+    assert rooms(package) == set.union(*ORDERS[package])
+    assert arrows_against_the_order(package) == []
+
+
+def test_an_arrow_upwards_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    module = tmp_path / "streamrl" / "weights" / "x.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("from streamrl.runtime import a\ndef f():\n    from streamrl.tasks import b\n")
+    found = arrows_against_the_order("streamrl")
+    assert found == [f"streamrl/weights/x.py: streamrl.{name}" for name in ("tasks", "tasks.b")]
 
 
 def test_config_needs_neither_torch_nor_vllm() -> None:
