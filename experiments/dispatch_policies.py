@@ -32,10 +32,10 @@ from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
-from scheduler.dispatch.base import DispatchPolicy
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, RoundRobin
 from scheduler.dispatch.partition import best_partition, plan
 from scheduler.dispatch.planned import Algorithm2, SkewAware
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 OUT = Path(__file__).parent / "results" / "dispatch_policies"

@@ -37,7 +37,7 @@ from ranker.model import LengthModel
 from ranker.train import train
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.cluster import GenerationPool

@@ -19,7 +19,7 @@ from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Link, Pipeline, Stages
+from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
 from streamrl.config.cluster import SiteLink
 from streamrl.run_dir.trace import FILE_NAME as TRACE_FILE
 from streamrl.run_dir.trace import read_trace, trace_origin
@@ -181,7 +181,7 @@ def stages(found: Calibration, arm: Arm) -> Stages:
         found.optimizer_s,
         found.home_s + SAMPLE_TRIPS * link.rtt_s,
         found.nbytes[arm.encoding] / 1e9,
-        Link(link.bandwidth_gbit_s * link.weight_share, delay_s),
+        SimulatedLink(link.bandwidth_gbit_s * link.weight_share, delay_s),
     )
 
 

@@ -37,7 +37,7 @@ from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
 from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
-from scheduler.sites.site_candidates import SiteFacts
+from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 
 OUT = Path(__file__).parent / "results"
@@ -51,14 +51,14 @@ USD_PER_HOUR = {"H800": 2.85, "H20": 1.0, "L40S": 0.9}
 """Of one GPU; the first two in the paper's proportion, the third assumed."""
 
 
-def site(name: str, gpu: str, count: int, gbit_s: float | None = None, rtt_s: float = 0.0) -> SiteFacts:
+def site(name: str, gpu: str, count: int, gbit_s: float | None = None, rtt_s: float = 0.0) -> SiteLoad:
     """Like instances of one GPU each; egress at 0.02 USD per GB."""
     curve = roofline(QWEN_7B, device(gpu))
     rate = gbit_s * 1e9 / 8 if gbit_s else None
-    return SiteFacts(name, ((SLOTS, curve),) * count, rate, rtt_s, USD_PER_HOUR[gpu] * count, 0.02 if gbit_s else 0.0)
+    return SiteLoad(name, ((SLOTS, curve),) * count, rate, rtt_s, USD_PER_HOUR[gpu] * count, 0.02 if gbit_s else 0.0)
 
 
-FLEETS: dict[str, tuple[SiteFacts, ...]] = {
+FLEETS: dict[str, tuple[SiteLoad, ...]] = {
     "16 H800 + 32 H20 far": (site("home", "H800", 16), site("far", "H20", 32, 80, 0.03)),
     "4 H800 + 16 H20 far": (site("home", "H800", 4), site("far", "H20", 16, 80, 0.03)),
     "4 H800 + 8 L40S far": (site("home", "H800", 4), site("far", "L40S", 8, 1, 0.1)),
@@ -76,7 +76,7 @@ WORKLOADS = ("R1-like", "log-normal 1.0", "uniform")
 class SitePolicy(Protocol):
     """What the simulation needs of a choice of sites."""
 
-    def join(self, site: SiteFacts) -> None: ...
+    def join(self, site: SiteLoad) -> None: ...
     def submit(self, groups: Iterable[SiteGroup]) -> None: ...
     def finished(self, group_id: str, length: float) -> None: ...
     def decide(self) -> list[tuple[str, str]]: ...
@@ -87,12 +87,12 @@ class InProportion:
 
     def __init__(self, in_turn: bool = False) -> None:
         self._in_turn, self._turn = in_turn, 0
-        self._sites: list[SiteFacts] = []
+        self._sites: list[SiteLoad] = []
         self._loads: Counter[str] = Counter()
         self._where: dict[str, str] = {}
         self._waiting: list[SiteGroup] = []
 
-    def join(self, site: SiteFacts) -> None:
+    def join(self, site: SiteLoad) -> None:
         """See `SiteDispatch`, as the others."""
         self._sites.append(site)
 
@@ -142,7 +142,7 @@ class Simulated:
 class TwoLevels:
     """One fleet of sites under one policy."""
 
-    def __init__(self, policy: SitePolicy, sites: Sequence[SiteFacts], inner: str) -> None:
+    def __init__(self, policy: SitePolicy, sites: Sequence[SiteLoad], inner: str) -> None:
         self.policy, self.sites = policy, {one.name: one for one in sites}
         self.engines: dict[str, Simulation] = {}
         for one in sites:

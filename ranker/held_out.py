@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ranker.candidates import fit_spread, predict_spread
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, fit_distribution, fit_medians
+from ranker.model_kinds import fit_spread, predict_spread
 from ranker.segments import Array
 
 MODEL, CHARACTERS, TASK, OTHERS = "model", "prompt_characters", "task", "other_samples"

@@ -18,14 +18,14 @@ from typing import Any
 import lightgbm as lgb
 import numpy as np
 
-from ranker.candidates import Scorer, predict_spread
 from ranker.distribution import LEVELS, Distribution
 from ranker.errors import RankerError
 from ranker.features import FeatureSchema, featurise
+from ranker.model_kinds import LengthScorer, predict_spread
 from ranker.projection import Projection
 from ranker.rare import RareWords
-from ranker.report import Report
 from ranker.segments import Array
+from ranker.training_report import Report
 from ranker.unfamiliar import COLUMNS, Unfamiliar
 
 FORMAT = "streamrl-ranker"
@@ -53,7 +53,7 @@ class LengthModel:
 
     kind: str
     schema: FeatureSchema
-    scorer: Scorer | None
+    scorer: LengthScorer | None
     spread: lgb.Booster | None
     unfamiliar: Unfamiliar | None
     distribution: Distribution
@@ -192,7 +192,7 @@ class LengthModel:
             raise ValueError("its features are not those of this program")
         if manifest["kind"] != "constant" and not (score and spread):
             raise ValueError("a booster is missing")
-        scorer = Scorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None
+        scorer = LengthScorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None
         unfamiliar = None
         if scorer is not None:
             bound, typical, width = manifest["unfamiliar"]

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from ranker.candidates import KINDS
 from ranker.data import from_rows
 from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import LiveHistory, Seen
 from ranker.model import LengthModel, Prediction
+from ranker.model_kinds import KINDS
 from ranker.segments import Array
 from ranker.train import refit as fit_again
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ranker.segments import Array, sum_between
-from ranker.text import BUCKETS, Packed, ngrams, pack
+from ranker.text import BUCKETS, PackedTexts, ngrams, pack
 
 DIMENSIONS = {"word": 12, "char": 6}
 """Columns of each kind; a mix of some tens of tasks is told apart by fewer."""
@@ -30,7 +30,7 @@ class Projection:
         """Column names."""
         return tuple(f"{kind}_{n}" for kind, table in self.tables.items() for n in range(table.shape[1]))
 
-    def apply(self, packed: Packed) -> Array:
+    def apply(self, packed: PackedTexts) -> Array:
         """Columns [N, len(names)], float32."""
         parts = []
         for kind, (begin, bucket) in ngrams(packed).items():

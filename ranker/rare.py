@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ranker.segments import Array, last_of, segment_reduce
-from ranker.text import Packed, hash_runs, pack
+from ranker.text import PackedTexts, hash_runs, pack
 
 SLOTS = 1 << 16
 """Slots of the table; a mix's wording has some thousand words, so few rare ones share a slot with a common one."""
@@ -32,7 +32,7 @@ class RareWords:
     common: Array
     """Whether the words of a slot are common [SLOTS], bool."""
 
-    def apply(self, packed: Packed) -> Array:
+    def apply(self, packed: PackedTexts) -> Array:
         """The columns `RARE` [N, 8], float32; numbers as log(1 + x), NaN for what a prompt has not.
 
         `common_share` is the share of the words that are common: low for prompts unlike those of the training.
@@ -68,7 +68,7 @@ def fit_rare_words(texts: list[str]) -> RareWords:
     return RareWords(np.bincount(seen, minlength=SLOTS) >= max(2.0, COMMON * len(texts)))
 
 
-def _slots(packed: Packed) -> tuple[Array, Array]:
+def _slots(packed: PackedTexts) -> tuple[Array, Array]:
     """Slots of the runs of letters, and of those of digits."""
     starts, lengths, _ = (np.concatenate(parts) for parts in zip(packed.letters, packed.digits, strict=True))
     hashed = hash_runs(packed.data, starts, lengths)

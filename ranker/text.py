@@ -70,7 +70,7 @@ STRUCTURE = (
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTexts:
     """Prompts as one byte array, each followed by a zero byte."""
 
     data: Array
@@ -115,7 +115,7 @@ class Packed:
         return start, length, self.owner(start)
 
 
-def pack(texts: list[str]) -> Packed:
+def pack(texts: list[str]) -> PackedTexts:
     """Joins prompts."""
     encoded = [text.encode("utf-8", "replace").replace(b"\0", b" ") for text in texts]
     size = np.array([len(item) for item in encoded], dtype=np.int64)
@@ -124,7 +124,7 @@ def pack(texts: list[str]) -> Packed:
     if (size > 2 * EDGE).any():
         short = [item if len(item) <= 2 * EDGE else item[:EDGE] + b" " + item[-EDGE:] for item in encoded]
         edges, edges_begin = _join(short)
-    return Packed(data, begin, size, edges, edges_begin)
+    return PackedTexts(data, begin, size, edges, edges_begin)
 
 
 def _join(items: list[bytes]) -> tuple[Array, Array]:
@@ -133,7 +133,7 @@ def _join(items: list[bytes]) -> tuple[Array, Array]:
     return data, np.cumsum([0, *(len(item) + 1 for item in items)])
 
 
-def structure(packed: Packed) -> Array:
+def structure(packed: PackedTexts) -> Array:
     """The columns `STRUCTURE` [N, len(STRUCTURE)], float32; NaN for what a prompt has not (no number)."""
     count = len(packed.size)
     tail = _tail(packed)
@@ -165,7 +165,7 @@ def structure(packed: Packed) -> Array:
     return np.stack([np.asarray(columns[name], dtype=np.float32) for name in STRUCTURE], axis=1)
 
 
-def _depth(packed: Packed, code: Array) -> dict[str, Array]:
+def _depth(packed: PackedTexts, code: Array) -> dict[str, Array]:
     """How deep brackets are nested."""
     count = len(packed.size)
     opening = _NAMES.index("open")
@@ -177,7 +177,7 @@ def _depth(packed: Packed, code: Array) -> dict[str, Array]:
     return {"depth_max": np.maximum(segment_reduce(np.maximum, depth, owner, count, 0.0) - before, 0.0)}
 
 
-def _tail(packed: Packed) -> Array:
+def _tail(packed: PackedTexts) -> Array:
     """Where the tail begins [N]: after the last colon that is followed by a letter or digit; else with the prompt."""
     count = len(packed.size)
     content = np.full(count, -1)
@@ -189,7 +189,7 @@ def _tail(packed: Packed) -> Array:
     return np.maximum(packed.begin[:-1], 1 + last_of(colons[followed], owner[followed], count, -1).astype(np.int64))
 
 
-def _numbers(packed: Packed, tail: Array) -> dict[str, Array]:
+def _numbers(packed: PackedTexts, tail: Array) -> dict[str, Array]:
     """Columns of the numbers written in digits (a decimal fraction counts as two); tails begin at `tail` [N]."""
     count = len(packed.size)
     start, length, owner = packed.digits
@@ -242,7 +242,7 @@ def _powers(base: int, count: int) -> Array:
     return kept[:count]
 
 
-def _quoted(packed: Packed) -> dict[str, Array]:
+def _quoted(packed: PackedTexts) -> dict[str, Array]:
     """Columns of what stands between pairs of double quotes or backticks (apostrophes are no quotes)."""
     count = len(packed.size)
     place = np.flatnonzero((packed.data == 34) | (packed.data == 96))
@@ -259,7 +259,7 @@ def _quoted(packed: Packed) -> dict[str, Array]:
     }
 
 
-def ngrams(packed: Packed) -> dict[str, tuple[Array, Array]]:
+def ngrams(packed: PackedTexts) -> dict[str, tuple[Array, Array]]:
     """Hashed n-grams of the prompts' edges as (begin [N], bucket [K]): `word` (words and pairs), `char` (three bytes).
 
     The n-grams of prompt i are those from begin[i] to begin[i + 1].

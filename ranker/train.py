@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ranker.candidates import KINDS, Kind, Scorer, fit, fit_spread, predict_spread
 from ranker.ceiling import ceiling_of_many
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
@@ -20,8 +19,9 @@ from ranker.features import FeatureSchema, assemble, fit_schema, text_features
 from ranker.held_out import MODEL, HeldOut, hold_out
 from ranker.history import PROMPT, SIBLINGS, simulate
 from ranker.model import LengthModel
-from ranker.report import Figures, Many, Report
+from ranker.model_kinds import KINDS, LengthScorer, ModelKind, fit, fit_spread, predict_spread
 from ranker.segments import Array
+from ranker.training_report import Figures, Many, Report
 from ranker.unfamiliar import COLUMNS, fit_unfamiliar
 
 FOLDS = 3
@@ -162,7 +162,7 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
     return Table(schema, cold, warm, trained, np.log(rollouts.output_length), rollouts.prompt, fold, stop)
 
 
-def _held_out(kind: Kind, table: Table, seed: int, threads: int) -> tuple[tuple[Array, Array], int]:
+def _held_out(kind: ModelKind, table: Table, seed: int, threads: int) -> tuple[tuple[Array, Array], int]:
     """Scores of samples by a model that has not seen their prompts, (without [N], with history [N]), and its trees."""
     cold, warm, trees = np.zeros(len(table.log)), np.zeros(len(table.log)), []
     for fold in range(FOLDS):
@@ -174,7 +174,9 @@ def _held_out(kind: Kind, table: Table, seed: int, threads: int) -> tuple[tuple[
     return (cold, warm), int(np.median(trees))
 
 
-def _fit_rows(kind: Kind, table: Table, rows: Array, seed: int, threads: int, rounds: int = 0) -> tuple[Scorer, int]:
+def _fit_rows(
+    kind: ModelKind, table: Table, rows: Array, seed: int, threads: int, rounds: int = 0
+) -> tuple[LengthScorer, int]:
     stop = table.stop[rows]
     if not stop.any() or stop.all():
         stop = np.arange(len(rows)) % 6 == 0
@@ -183,7 +185,7 @@ def _fit_rows(kind: Kind, table: Table, rows: Array, seed: int, threads: int, ro
 
 
 def _final(
-    kind: Kind, rollouts: Rollouts, table: Table, rounds: int, report: Report, seed: int, threads: int
+    kind: ModelKind, rollouts: Rollouts, table: Table, rounds: int, report: Report, seed: int, threads: int
 ) -> LengthModel:
     """The model on all samples; its spread is learned from scores by models that had not seen the prompts."""
     score = np.zeros(len(table.log))

@@ -56,7 +56,7 @@ def test_what_ever_failed_is_listed_first_and_told_by_the_exit_code(tmp_path: Pa
 
 def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None:
     files = stress.files_that_start_processes()
-    for name in ("launch/test_stacks.py", "end_to_end/test_ray.py", "tasks/test_reward_pool.py", "test_orphans.py"):
+    for name in ("diagnose/test_stacks.py", "end_to_end/test_ray.py", "tasks/test_reward_pool.py", "test_orphans.py"):
         assert f"tests/{name}" in files
     assert "tests/scheduler/test_dispatch_policies.py" not in files
 

@@ -34,7 +34,7 @@ from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
 
-Objective = Literal["throughput", "cost"]
+PlanObjective = Literal["throughput", "cost"]
 ScheduleName = Literal["async", "one_step_off", "stream", "sync"]
 
 COARSE, FINE = 1.03, 1.002
@@ -253,7 +253,7 @@ class Allocator:
             return _least(lambda t: self.possible(trainer, t), 0.0, 1e-3)
         return _least(lambda t: self.split(trainer, t) is not None, 0.0, 1e-3)
 
-    def candidates(self, objective: Objective) -> Iterator[Split]:
+    def candidates(self, objective: PlanObjective) -> Iterator[Split]:
         """Splits of which one is best; several for each trainer."""
         for trainer in self.trainers:
             if self.schedule == "sync":
@@ -261,7 +261,7 @@ class Allocator:
             else:
                 yield from self._overlapping(trainer, objective)
 
-    def _overlapping(self, trainer: int, objective: Objective) -> Iterator[Split]:
+    def _overlapping(self, trainer: int, objective: PlanObjective) -> Iterator[Split]:
         least = self.fastest(trainer)
         if not math.isfinite(least):
             return
@@ -289,7 +289,7 @@ class Allocator:
         alone = [Replicas(n, 1, kind) for n, kinds in self.kinds.items() for kind in kinds]
         return max((self.generation_s([one]) for one in alone), default=0.0)
 
-    def _following(self, trainer: int, objective: Objective) -> Iterator[Split]:
+    def _following(self, trainer: int, objective: PlanObjective) -> Iterator[Split]:
         times = [one for one in self.trainers[trainer] if one is not None]
         sizes = sorted({one.gpus: one for one in times}.items())
         if len(sizes) > SYNC_SIZES:

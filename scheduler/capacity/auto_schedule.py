@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.cost.decode import Floats
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.schedule.schedules import Schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Link, Pipeline, Stages
+from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
 
 MEASURED_STEPS = 6
 """Steady steps that a prediction averages over (more where weights are published rarely): enough that one group's
@@ -85,7 +85,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SchedulePrediction:
     """Of an option, in its steady state."""
 
     option: Option
@@ -110,7 +110,7 @@ class Prediction:
 
 def predict(
     profile: Profile, option: Option, make_policy: Callable[[], DispatchPolicy], batch: int, seed: int = 0
-) -> Prediction:
+) -> SchedulePrediction:
     """Simulates an option on whole groups drawn from the profile (a bootstrap; siblings stay together).
 
     One seed gives all options the same groups, so that their difference is not the draws'. The policy gets no
@@ -148,13 +148,13 @@ def predict(
         option.train_tokens_s or rate,
         profile.optimizer_s,
         profile.reward_s,
-        link=Link(delay_s=profile.weights_s),
+        link=SimulatedLink(delay_s=profile.weights_s),
         switch_s=profile.switch_s,
     )
     outcome = Pipeline(make_policy(), option.instances, stages, schedule, batch).run(groups, iterations)
     seconds = outcome.stepped[last - 1] - outcome.stepped[first - 1]
     before, after = outcome.busy_until[first - 1], outcome.busy_until[last - 1]
-    return Prediction(
+    return SchedulePrediction(
         option,
         seconds / (last - first),
         1 - (after[0] - before[0]) / seconds,
@@ -172,7 +172,7 @@ class Decision:
     """Another option ran before; false for the first decision."""
     why: str
     """One sentence with figures."""
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[SchedulePrediction, ...]
     """Of all options."""
 
 
@@ -247,7 +247,7 @@ class AutoSchedule:
             self._profile.train_tokens_s, profile.train_tokens_s, self.drift
         )
 
-    def decide(self, predictions: Sequence[Prediction], step: int = 0) -> Decision:
+    def decide(self, predictions: Sequence[SchedulePrediction], step: int = 0) -> Decision:
         """Picks an option, by the rules of the module.
 
         Args:
@@ -270,9 +270,9 @@ class AutoSchedule:
         self.current = chosen.option
         return Decision(chosen.option, changed, self._why(chosen, best, predictions, reservation), tuple(predictions))
 
-    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
+    def _best(self, predictions: Sequence[SchedulePrediction]) -> SchedulePrediction:
         """The fastest, where more staleness pays its price."""
-        best: Prediction | None = None
+        best: SchedulePrediction | None = None
         for bound in sorted({p.option.schedule.max_staleness for p in predictions}):
             of_bound = [p for p in predictions if p.option.schedule.max_staleness == bound]
             fastest = min(of_bound, key=lambda p: p.step_s)
@@ -281,7 +281,7 @@ class AutoSchedule:
         assert best is not None
         return best
 
-    def _reservation(self, current: Prediction, best: Prediction, step: int) -> str | None:
+    def _reservation(self, current: SchedulePrediction, best: SchedulePrediction, step: int) -> str | None:
         """Why the current option stays although another is best; None: it does not."""
         if self._changed_at is not None and step - self._changed_at < self.min_steps:
             return f"the last change was {step - self._changed_at} steps ago, and {self.min_steps} must lie between two"
@@ -292,7 +292,11 @@ class AutoSchedule:
         return f"a change must save {self.min_gain:.0%}"
 
     def _why(
-        self, chosen: Prediction, best: Prediction, predictions: Sequence[Prediction], reservation: str | None
+        self,
+        chosen: SchedulePrediction,
+        best: SchedulePrediction,
+        predictions: Sequence[SchedulePrediction],
+        reservation: str | None,
     ) -> str:
         others = sorted((p for p in predictions if p is not chosen), key=lambda p: p.step_s)
         against = ", ".join(f"{p.option.name} {_seconds(p.step_s)}" for p in others)
@@ -339,7 +343,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"
 
 
-def _overlap(prediction: Prediction) -> str:
+def _overlap(prediction: SchedulePrediction) -> str:
     """How an option spends its step."""
     schedule = prediction.option.schedule
     generation, training = _seconds(prediction.generation_s), _seconds(prediction.training_s)

@@ -41,14 +41,14 @@ ROUNDING = 1e-6
 BANDWIDTHS, PRICES = (0.01, 1000.0), (1e-3, 100.0)
 """Gbit/s and USD (per GB, per hour of a GPU) between which a break-even is looked for."""
 
-Kind = Literal["always", "from", "up_to", "never"]
+InputKind = Literal["always", "from", "up_to", "never"]
 
 
 @dataclass(frozen=True)
 class Threshold:
     """Where in a range something begins or ceases to hold."""
 
-    kind: Kind
+    kind: InputKind
     """In the whole range; from a value on; up to a value; nowhere in it."""
     value: float | None = None
     """The value, on the side where it holds; None: there is none within the range."""

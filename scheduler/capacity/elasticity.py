@@ -36,7 +36,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 UNDO = 3

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from scheduler.cost.decode import Floats
 
 MIDPOINTS = (np.arange(16) + 0.5) / 16
 """Levels at which a forecast is cut into equally likely lengths."""

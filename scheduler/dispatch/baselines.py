@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Set
 
-from scheduler.dispatch.base import Assignment, Fleet, Progress, Request
+from scheduler.dispatch.policy import Assignment, Fleet, Request, TokenProgress
 
 
 class LeastLoaded(Fleet):
@@ -32,7 +32,7 @@ class LeastLoaded(Fleet):
         self._waiting = self.without(self._waiting, request_ids)
         super().withdraw(request_ids)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Places waiting requests while there are free slots."""
         return self.place_by_load(self._waiting)
 
@@ -62,7 +62,7 @@ class LongestFirst(Fleet):
         heapq.heapify(self._heap)
         super().withdraw(request_ids)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Places waiting requests while there are free slots."""
         decisions = []
         while self._heap and (emptiest := self.emptiest()) is not None:
@@ -118,7 +118,7 @@ class _InTurn(Fleet, ABC):
             self._ready.add(self.where[request_id].name)
         super()._release(request_id)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Places waiting requests while their instances have free slots."""
         self._bind()
         decisions = []

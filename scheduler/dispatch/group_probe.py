@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import Assignment, Progress, Request
 from scheduler.dispatch.planned import SkewAware
+from scheduler.dispatch.policy import Assignment, Request, TokenProgress
 
 LIKENESS = 0.5
 """Intraclass correlation of log lengths around their forecasts: half of what a forecast misses is the prompt's, and
@@ -121,7 +121,7 @@ class GroupProbe(SkewAware):
             del self._groups[group_id]
             self._news.discard(group_id)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Probes first, then as `SkewAware`."""
         decisions = self.place_by_load(self._probes)
         if len(self._news) > REPLAN_EVERY * len(self._groups):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scheduler.cost.decode import Floats
 from scheduler.cost.expected_time import Worker, context_seconds, marginal_costs
 from scheduler.cost.length_forecast import scenarios
-from scheduler.dispatch.candidates import blocks, even, greedy, packed, together, type_orders
+from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together, type_orders
 
 SCENARIOS = 16
 """Joint draws of all lengths that plans are compared on."""
@@ -28,7 +28,7 @@ several plans the one that looks best looks better than it is."""
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptGroups:
     """The prompts of the requests: siblings on one instance have theirs read in once."""
 
     groups: Sequence[str]
@@ -75,7 +75,7 @@ def plan(
     limit: float = np.inf,
     running: Sequence[Floats] | None = None,
     tails: Floats | None = None,
-    prompts: Prompts | None = None,
+    prompts: PromptGroups | None = None,
     arrivals: Sequence[int] | None = None,
 ) -> Plan:
     """The cheapest plan, beside what the workers do already.
@@ -152,7 +152,7 @@ class _Timed:
     workers: Sequence[Worker]
     running: Sequence[range]
     """For each worker, the columns of what it does already."""
-    prompts: Prompts | None = None
+    prompts: PromptGroups | None = None
 
     def both(
         self,

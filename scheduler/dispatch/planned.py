@@ -23,8 +23,8 @@ import numpy as np
 
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
-from scheduler.dispatch.base import REGULAR, TAIL, Assignment, Fleet, Instance, Progress, Request
-from scheduler.dispatch.partition import Plan, Prompts, plan
+from scheduler.dispatch.partition import Plan, PromptGroups, plan
+from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Request, TokenProgress
 from scheduler.dispatch.remaining_length import Remaining
 
 MOVE_GAIN = 0.1
@@ -68,7 +68,7 @@ class Planned(Fleet, ABC):
             self.queues[name] = deque(entry for entry in queue if entry[0].request_id not in request_ids)
         super().withdraw(request_ids)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Plans what is new, then fills slots from the queues."""
         decisions = []
         if self._new and self.instances:
@@ -92,10 +92,10 @@ class Planned(Fleet, ABC):
         return decisions
 
     @abstractmethod
-    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+    def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
         """Puts every request into a queue; `produced` as for `decide`."""
 
-    def correct(self, produced: Progress | None) -> list[Assignment]:
+    def correct(self, produced: TokenProgress | None) -> list[Assignment]:
         """Decisions beyond the plan, after slots were filled."""
         return []
 
@@ -120,7 +120,7 @@ class Algorithm2(Planned):
             raise ValueError(f"combine must be 'sum' or 'max', got {combine!r}")
         self.combine, self.tail_share = combine, tail_share
 
-    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+    def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
         """See the class."""
         ordered = longest_first(requests)
         names = list(self.instances)
@@ -202,7 +202,7 @@ class SkewAware(Planned):
                 decisions += self._fill_from(name, [mate for mate in self._mates.get(name, ()) if mate in self.queues])
         return decisions + self.place_by_load(self._unplanned)
 
-    def make_queues(self, requests: Sequence[Request], produced: Progress | None) -> None:
+    def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
         """See the class."""
         # of like instances the first gets the longest requests: those of the pool for them
         names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
@@ -214,7 +214,7 @@ class SkewAware(Planned):
         waiting, *beside = same_width([equally_likely(forecasts), *running])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
         arrived = {request.request_id: place for place, request in enumerate(requests)}
-        prompts = Prompts([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
+        prompts = PromptGroups([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
         self.plan = plan(
             waiting,
             workers,
@@ -230,7 +230,7 @@ class SkewAware(Planned):
             route = TAIL if seat in self.plan.tail else REGULAR
             self.queues[name].extend((ordered[number], route) for number in hand)
 
-    def correct(self, produced: Progress | None) -> list[Assignment]:
+    def correct(self, produced: TokenProgress | None) -> list[Assignment]:
         """Brings instances that have a free slot and nothing waiting closer to the one that would be last."""
         unfinished = len(self.where) + self.waiting
         if len(self.instances) < 2 or abs(unfinished - self._corrected_at) < max(1, unfinished * CORRECT_EVERY):
@@ -251,7 +251,7 @@ class SkewAware(Planned):
     def _queued(self, name: str) -> int:
         return len(self.queues[name])
 
-    def _take_waiting(self, target: Instance, donor: Instance, produced: Progress | None) -> list[Assignment]:
+    def _take_waiting(self, target: Instance, donor: Instance, produced: TokenProgress | None) -> list[Assignment]:
         """Requests from the end of the donor's queue (its shortest)."""
         queue = self.queues[donor.name]
         going = Remaining.of([request for request, _ in reversed(queue)], [0.0] * len(queue), self.longest)
@@ -261,7 +261,7 @@ class SkewAware(Planned):
         self._changed(target, donor)
         return [self.start(request, target, route) for request, route in taken]
 
-    def _take_running(self, target: Instance, produced: Progress) -> list[Assignment]:
+    def _take_running(self, target: Instance, produced: TokenProgress) -> list[Assignment]:
         """Running requests, longest first, of the instance that would be last."""
         donors = [
             instance
@@ -310,7 +310,7 @@ class SkewAware(Planned):
                 best, chosen = later, count
         return chosen
 
-    def _remaining(self, instance: Instance, produced: Progress | None) -> Remaining:
+    def _remaining(self, instance: Instance, produced: TokenProgress | None) -> Remaining:
         """Of an instance's running requests; the same all through a look."""
         if instance.name not in self._looked_at:
             running = list(instance.running.values())
@@ -318,7 +318,7 @@ class SkewAware(Planned):
             self._looked_at[instance.name] = Remaining.of(running, done, self.longest)
         return self._looked_at[instance.name]
 
-    def _end(self, instance: Instance, produced: Progress | None) -> float:
+    def _end(self, instance: Instance, produced: TokenProgress | None) -> float:
         """Expected seconds until an instance's running requests have ended; the same all through a look."""
         if instance.name not in self._ends:
             self._ends[instance.name] = self._remaining(instance, produced).time_on(instance)

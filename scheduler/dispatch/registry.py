@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scheduler.dispatch.base import DispatchPolicy
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
+from scheduler.dispatch.policy import DispatchPolicy
 
 POLICIES: dict[str, tuple[str, Callable[[float, int], DispatchPolicy]]] = {
     "random": ("any instance", lambda longest, affinity: Random()),

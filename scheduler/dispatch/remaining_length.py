@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from scheduler.cost.expected_time import expected_time
 from scheduler.cost.length_forecast import MIDPOINTS, Floats, Forecast, equally_likely, same_width
-from scheduler.dispatch.base import Instance, Request
+from scheduler.dispatch.policy import Instance, Request
 
 UNKNOWN = Forecast.exactly(1.0)
 """Of a request without a forecast: as soon as it has outrun this, as much again as it has produced."""

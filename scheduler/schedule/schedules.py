@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class State:
+class ScheduleState:
     """What a schedule may know. Groups that were dropped (dynamic sampling) count nowhere."""
 
     batch: int
@@ -51,7 +51,7 @@ class State:
 
 
 def due_within(issued_under: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
-    """`State.due`, from the versions that the groups not yet taken were issued under."""
+    """`ScheduleState.due`, from the versions that the groups not yet taken were issued under."""
     if not max_staleness:
         return ()
     by_version = Counter(issued_under)  # few versions, maybe thousands of groups
@@ -77,7 +77,7 @@ class Schedule:
     exclusive: bool = False
     """Generation and training share their devices: while one computes, the other must not."""
 
-    def may_issue(self, state: State) -> bool:
+    def may_issue(self, state: ScheduleState) -> bool:
         """Whether the next group may be issued now."""
         if state.issued >= state.steps * state.batch:
             return False
@@ -93,7 +93,7 @@ class Schedule:
             version -= version % self.sync_every
         return state.issued // state.batch <= version + self.max_staleness
 
-    def may_take(self, state: State, issued_under: int) -> bool:
+    def may_take(self, state: ScheduleState, issued_under: int) -> bool:
         """Whether training may take a complete group into the step under way.
 
         Args:
@@ -111,7 +111,7 @@ class Schedule:
         """Whether the weights after `step` of `steps` optimizer steps go to generation."""
         return step % self.sync_every == 0 or step == steps
 
-    def _to_publication(self, state: State) -> int:
+    def _to_publication(self, state: ScheduleState) -> int:
         """Groups that are to be trained before the next publication."""
         publication = min((state.step // self.sync_every + 1) * self.sync_every, state.steps)
         return (publication - state.step) * state.batch - state.taken

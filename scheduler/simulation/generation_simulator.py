@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import REGULAR, DispatchPolicy, Request
+from scheduler.dispatch.policy import REGULAR, DispatchPolicy, Request
 
 
 @dataclass(frozen=True)

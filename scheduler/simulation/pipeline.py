@@ -21,14 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.schedule.rounds import Rounds, taking
-from scheduler.schedule.schedules import Schedule, State, due_within
+from scheduler.schedule.schedules import Schedule, ScheduleState, due_within
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
 
 
 @dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """Between trainer and generation."""
 
     gbit_s: float = float("inf")
@@ -52,7 +52,7 @@ class Stages:
     """From a sample's end to its reward."""
     weights_gb: float = 0.0
     """10^9 bytes of a version."""
-    link: Link = field(default_factory=Link)
+    link: SimulatedLink = field(default_factory=SimulatedLink)
     switch_s: float = 0.0
     """From the end of one's turn to the begin of the other's, where generation and training share their devices: one
     goes to sleep, the other wakes up, with new weights if it generates."""
@@ -347,8 +347,8 @@ class Pipeline:
         group.requests |= {name: replace(group.requests[name], kept=tokens) for name, tokens in kept.items()}
         group.parked.clear()
 
-    def _state(self, due: tuple[int, ...] = ()) -> State:
-        return State(
+    def _state(self, due: tuple[int, ...] = ()) -> ScheduleState:
+        return ScheduleState(
             self.batch,
             self._issued,
             self._generated,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Path:
+class RelayPath:
     """What two sites are connected by."""
 
     bytes_per_s: float
@@ -32,7 +32,7 @@ class Path:
 
 
 def relay_tree(
-    root: str, sites: Collection[str], paths: Mapping[frozenset[str], Path], relays: Collection[str], nbytes: float
+    root: str, sites: Collection[str], paths: Mapping[frozenset[str], RelayPath], relays: Collection[str], nbytes: float
 ) -> dict[str, str]:
     """Parent of each site.
 

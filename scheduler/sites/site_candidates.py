@@ -29,7 +29,7 @@ PARTS = np.diff([0.9375, *np.convolve([MIDPOINTS[-1], *TAIL_LEVELS], [0.5, 0.5],
 
 
 @dataclass(frozen=True)
-class SiteFacts:
+class SiteLoad:
     """A site that generates."""
 
     name: str
@@ -74,7 +74,7 @@ class SiteFacts:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SitePrediction:
     """What a placement is expected to lead to."""
 
     end: float
@@ -103,15 +103,15 @@ def with_tails(values: Floats, tails: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([values, np.where(np.isnan(tails), line, tails)], axis=1), weights
 
 
-class Problem:
+class SiteProblem:
     """Groups to be placed beside what sites have; times placements and looks for good ones. Pure.
 
-    A placement gives each new group a worker: like instances of a site (see `SiteFacts.workers`).
+    A placement gives each new group a worker: like instances of a site (see `SiteLoad.workers`).
     """
 
     def __init__(
         self,
-        sites: Sequence[SiteFacts],
+        sites: Sequence[SiteLoad],
         sizes: Floats,
         rests: Floats,
         weights: Floats,
@@ -157,7 +157,7 @@ class Problem:
         self._down = np.bincount(self._site_of[self._old], self._tokens[self.new :], len(sites))
         """[sites] tokens that come home anyway."""
 
-    def solve(self, price_tolerance: float = 0.0) -> tuple[Seats, Prediction]:
+    def solve(self, price_tolerance: float = 0.0) -> tuple[Seats, SitePrediction]:
         """The placement that ends first; with a tolerance the cheapest that ends at most that much later."""
         tried = [self._tried(self.earliest_end(tails)) for tails in (True, False)] + [self._tried(self.by_capacity())]
         best = self._improved(*min(tried, key=lambda one: (one[1].end, one[1].usd)))
@@ -167,11 +167,11 @@ class Problem:
             best = min([best, *(one for one in tried if one[1].end <= limit)], key=lambda one: (one[1].usd, one[1].end))
         return best
 
-    def predict(self, seats: Seats) -> Prediction:
+    def predict(self, seats: Seats) -> SitePrediction:
         """Of a placement of the new groups."""
         return self._together(seats, [self._on(worker, seats) for worker in range(len(self.workers))])[0]
 
-    def _tried(self, seats: Seats) -> tuple[Seats, Prediction]:
+    def _tried(self, seats: Seats) -> tuple[Seats, SitePrediction]:
         return seats, self.predict(seats)
 
     def _on(self, number: int, seats: Seats) -> tuple[float, float, float]:
@@ -197,7 +197,7 @@ class Problem:
         # what goes on after the new groups have ended does not delay them
         return seconds(values), seconds(np.minimum(values, top)) if top else 0.0, top
 
-    def _together(self, seats: Seats, times: Sequence[tuple[float, float, float]]) -> tuple[Prediction, Floats]:
+    def _together(self, seats: Seats, times: Sequence[tuple[float, float, float]]) -> tuple[SitePrediction, Floats]:
         """What `_on` says of all workers, with links: the prediction, and [sites] ends (0: nothing new there)."""
         count = len(self.sites)
         busy, generation, last = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -211,9 +211,9 @@ class Problem:
         ends = self._rtt + self._link * (there + last) + np.maximum(generation, self._link * down)
         ends = np.where(last > 0, ends, 0.0)
         usd = busy @ self._usd_per_second + (there + back) @ self._usd_per_token
-        return Prediction(float(ends.max()), float(usd)), ends
+        return SitePrediction(float(ends.max()), float(usd)), ends
 
-    def _improved(self, seats: Seats, prediction: Prediction) -> tuple[Seats, Prediction]:
+    def _improved(self, seats: Seats, prediction: SitePrediction) -> tuple[Seats, SitePrediction]:
         """Moves groups one by one off the site that ends last, as long as the end then comes earlier; only where groups
         are few."""
         if self.new > FEW_GROUPS or len(self.workers) == 1:

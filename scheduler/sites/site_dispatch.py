@@ -33,7 +33,7 @@ import numpy as np
 from scheduler.cost.decode import Floats
 from scheduler.cost.length_forecast import MIDPOINTS, Forecast, equally_likely, tails_of
 from scheduler.dispatch.remaining_length import beyond
-from scheduler.sites.site_candidates import Prediction, Problem, Seats, SiteFacts, with_tails
+from scheduler.sites.site_candidates import Seats, SiteLoad, SitePrediction, SiteProblem, with_tails
 
 LENGTHS_KEPT = 512
 """Of the samples that came last: what groups without a forecast are taken to be like."""
@@ -72,7 +72,7 @@ class _Placed:
 class _Site:
     """A site and what it has to do."""
 
-    facts: SiteFacts
+    facts: SiteLoad
     held: bool = False
     steps: float = 0.0
     """Decode steps that the site has been through at least, as samples that came have told."""
@@ -110,7 +110,7 @@ class SiteDispatch:
         if bytes_per_token < 0 or price_tolerance < 0:
             raise ValueError(f"must not be negative: bytes {bytes_per_token} a token, tolerance {price_tolerance}")
         self.longest, self.bytes_per_token, self.price_tolerance = longest, bytes_per_token, price_tolerance
-        self.predicted: Prediction | None = None
+        self.predicted: SitePrediction | None = None
         """Of the last decision, for whoever wants to show it."""
         self._sites: dict[str, _Site] = {}
         self._waiting: dict[str, SiteGroup] = {}
@@ -122,7 +122,7 @@ class SiteDispatch:
         """Groups without a site."""
         return len(self._waiting)
 
-    def join(self, site: SiteFacts) -> None:
+    def join(self, site: SiteLoad) -> None:
         """A site is ready for work, or back after it left.
 
         Raises:
@@ -136,7 +136,7 @@ class SiteDispatch:
         """What a site has, in the order in which it was placed there."""
         return list(self._sites[site_name].groups)
 
-    def change(self, site: SiteFacts) -> None:
+    def change(self, site: SiteLoad) -> None:
         """A site has more instances, fewer, or others; what it has to do stays there.
 
         Raises:
@@ -225,7 +225,7 @@ class SiteDispatch:
             site.start()
         return decisions
 
-    def _problem(self, sites: Sequence[_Site]) -> tuple[Problem, Seats, Seats]:
+    def _problem(self, sites: Sequence[_Site]) -> tuple[SiteProblem, Seats, Seats]:
         """What is to be placed on these, with what they have; the order in which the new groups were bundled, and how
         many are in each bundle."""
         facts, new = [site.facts for site in sites], list(self._waiting.values())
@@ -254,7 +254,7 @@ class SiteDispatch:
             weighted = (part.T * sizes).T[order]
             return (np.add.reduceat(weighted, starts, axis=0).T / total).T
 
-        problem = Problem(
+        problem = SiteProblem(
             *(facts, total, mean(rests), weights, np.add.reduceat(prompts[order], starts)),
             *(mean(prompts + produced), mean(produced), seats[order][starts], self.bytes_per_token),
         )

@@ -16,7 +16,7 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 6.0
 at any place of a step."""
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What is done to a run."""
 
     INSTANCE_KILL = "instance-kill"
@@ -39,31 +39,37 @@ class Kind(StrEnum):
 
 
 WHAT = {
-    Kind.INSTANCE_KILL: "SIGKILL of a generation instance",
-    Kind.INSTANCE_PAUSE: "SIGSTOP of an instance, SIGCONT before it is taken for dead",
-    Kind.INSTANCE_HANG: "SIGSTOP of an instance until it is replaced",
-    Kind.ENGINE_KILL: "SIGKILL of the EngineCore process of an instance",
-    Kind.ENGINE_HANG: "SIGSTOP of the EngineCore process of an instance until that is replaced",
-    Kind.SERVICE_KILL: "SIGKILL of a site's generation service",
-    Kind.REWARDS_KILL: "SIGKILL of a rewards process",
-    Kind.CONTROLLER_KILL: "SIGKILL of the controller",
-    Kind.TRAINER_KILL: "SIGKILL of a trainer rank",
-    Kind.SITE_KILL: "SIGKILL of all processes of a site that does not train",
-    Kind.LINK_CUT: "nothing passes over a link",
-    Kind.LINK_SLOW: "a link has a tenth of its bandwidth",
-    Kind.LINK_LOSSY: "a link loses 5 % of its segments",
-    Kind.WEIGHTS_CORRUPT: "SIGKILL of an instance, and weights in its site's store overwritten until another is there",
-    Kind.JOURNAL_CORRUPT: "bytes of a token journal overwritten, and its service killed, which must read it",
-    Kind.DISK_FULL: "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed",
-    Kind.LAUNCHER_KILL: "SIGKILL of the launcher; the run is resumed once its processes have ended",
+    FaultKind.INSTANCE_KILL: "SIGKILL of a generation instance",
+    FaultKind.INSTANCE_PAUSE: "SIGSTOP of an instance, SIGCONT before it is taken for dead",
+    FaultKind.INSTANCE_HANG: "SIGSTOP of an instance until it is replaced",
+    FaultKind.ENGINE_KILL: "SIGKILL of the EngineCore process of an instance",
+    FaultKind.ENGINE_HANG: "SIGSTOP of the EngineCore process of an instance until that is replaced",
+    FaultKind.SERVICE_KILL: "SIGKILL of a site's generation service",
+    FaultKind.REWARDS_KILL: "SIGKILL of a rewards process",
+    FaultKind.CONTROLLER_KILL: "SIGKILL of the controller",
+    FaultKind.TRAINER_KILL: "SIGKILL of a trainer rank",
+    FaultKind.SITE_KILL: "SIGKILL of all processes of a site that does not train",
+    FaultKind.LINK_CUT: "nothing passes over a link",
+    FaultKind.LINK_SLOW: "a link has a tenth of its bandwidth",
+    FaultKind.LINK_LOSSY: "a link loses 5 % of its segments",
+    FaultKind.WEIGHTS_CORRUPT: "SIGKILL of an instance, and its site's stored weights overwritten until another runs",
+    FaultKind.JOURNAL_CORRUPT: "bytes of a token journal overwritten, and its service killed, which must read it",
+    FaultKind.DISK_FULL: "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed",
+    FaultKind.LAUNCHER_KILL: "SIGKILL of the launcher; the run is resumed once its processes have ended",
 }
 """What is injected, in words."""
 
 OF_INSTANCES = frozenset(
-    {Kind.INSTANCE_KILL, Kind.INSTANCE_PAUSE, Kind.INSTANCE_HANG, Kind.ENGINE_KILL, Kind.ENGINE_HANG}
+    {
+        FaultKind.INSTANCE_KILL,
+        FaultKind.INSTANCE_PAUSE,
+        FaultKind.INSTANCE_HANG,
+        FaultKind.ENGINE_KILL,
+        FaultKind.ENGINE_HANG,
+    }
 )
-OF_LINKS = frozenset({Kind.LINK_CUT, Kind.LINK_SLOW, Kind.LINK_LOSSY})
-ENDS_RUN = frozenset({Kind.DISK_FULL, Kind.LAUNCHER_KILL})
+OF_LINKS = frozenset({FaultKind.LINK_CUT, FaultKind.LINK_SLOW, FaultKind.LINK_LOSSY})
+ENDS_RUN = frozenset({FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL})
 """After these nobody is left who would start the run again."""
 
 
@@ -73,7 +79,7 @@ class Fault:
 
     number: int
     """1, 2, ..."""
-    kind: Kind
+    kind: FaultKind
     target: str
     """A process's, a site's or a link's name."""
     pause_s: float
@@ -102,40 +108,45 @@ class Inventory:
     """Whether instances load weights from a store on this machine."""
 
 
-def targets(found: Inventory) -> tuple[dict[Kind, tuple[str, ...]], dict[Kind, str]]:
+def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[FaultKind, str]]:
     """What each kind can be done to, and why kinds that cannot be done are left out."""
     home = ("controller",) if found.trains_here else ()
     ended = "the launcher is not one of this command's processes, so nobody would start the run again"
     remote = "the run has one site on this machine"
     links = "the run has no emulated link"
     here = "the site that trains is elsewhere"
-    wanted: dict[Kind, tuple[tuple[str, ...], str]] = {
-        Kind.INSTANCE_KILL: (found.instances, "there is no instance"),
-        Kind.INSTANCE_PAUSE: (found.instances, "there is no instance"),
-        Kind.INSTANCE_HANG: (found.instances, "there is no instance"),
-        Kind.ENGINE_KILL: (found.instances, "there is no instance"),
-        Kind.ENGINE_HANG: (found.instances, "there is no instance"),
-        Kind.SERVICE_KILL: (found.services, "there is no service"),
-        Kind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
-        Kind.CONTROLLER_KILL: (home, here),
-        Kind.TRAINER_KILL: (("trainer",) if home else (), here),
-        Kind.SITE_KILL: (found.remote_sites, remote),
-        Kind.LINK_CUT: (found.emulated_links, links),
-        Kind.LINK_SLOW: (found.emulated_links, links),
-        Kind.LINK_LOSSY: (found.emulated_links, links),
-        Kind.WEIGHTS_CORRUPT: (found.instances if found.shares_weights else (), "weights do not go through a store"),
-        Kind.JOURNAL_CORRUPT: (found.services, "there is no service"),
-        Kind.DISK_FULL: (
+    wanted: dict[FaultKind, tuple[tuple[str, ...], str]] = {
+        FaultKind.INSTANCE_KILL: (found.instances, "there is no instance"),
+        FaultKind.INSTANCE_PAUSE: (found.instances, "there is no instance"),
+        FaultKind.INSTANCE_HANG: (found.instances, "there is no instance"),
+        FaultKind.ENGINE_KILL: (found.instances, "there is no instance"),
+        FaultKind.ENGINE_HANG: (found.instances, "there is no instance"),
+        FaultKind.SERVICE_KILL: (found.services, "there is no service"),
+        FaultKind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
+        FaultKind.CONTROLLER_KILL: (home, here),
+        FaultKind.TRAINER_KILL: (("trainer",) if home else (), here),
+        FaultKind.SITE_KILL: (found.remote_sites, remote),
+        FaultKind.LINK_CUT: (found.emulated_links, links),
+        FaultKind.LINK_SLOW: (found.emulated_links, links),
+        FaultKind.LINK_LOSSY: (found.emulated_links, links),
+        FaultKind.WEIGHTS_CORRUPT: (
+            found.instances if found.shares_weights else (),
+            "weights do not go through a store",
+        ),
+        FaultKind.JOURNAL_CORRUPT: (found.services, "there is no service"),
+        FaultKind.DISK_FULL: (
             home if found.owns_launcher and found.limits_files else (),
             ended if not found.owns_launcher else "this system cannot limit another process's files",
         ),
-        Kind.LAUNCHER_KILL: (("launcher",) if found.owns_launcher else (), ended),
+        FaultKind.LAUNCHER_KILL: (("launcher",) if found.owns_launcher else (), ended),
     }
     possible = {kind: names for kind, (names, _) in wanted.items() if names}
     return possible, {kind: why for kind, (names, why) in wanted.items() if not names}
 
 
-def schedule(seed: int, possible: Mapping[Kind, Sequence[str]], kinds: Collection[Kind] = ()) -> Iterator[Fault]:
+def schedule(
+    seed: int, possible: Mapping[FaultKind, Sequence[str]], kinds: Collection[FaultKind] = ()
+) -> Iterator[Fault]:
     """Faults without end.
 
     Args:
@@ -146,14 +157,14 @@ def schedule(seed: int, possible: Mapping[Kind, Sequence[str]], kinds: Collectio
     Raises:
         ValueError: none of the kinds is possible.
     """
-    chosen = [kind for kind in Kind if kind in possible and (not kinds or kind in kinds)]
+    chosen = [kind for kind in FaultKind if kind in possible and (not kinds or kind in kinds)]
     if not chosen:
         raise ValueError("no kind of fault is possible")
     return _faults(random.Random(seed), {kind: list(possible[kind]) for kind in chosen})
 
 
-def _faults(draw: random.Random, possible: Mapping[Kind, list[str]]) -> Iterator[Fault]:
-    left: dict[Kind, list[str]] = {kind: [] for kind in possible}
+def _faults(draw: random.Random, possible: Mapping[FaultKind, list[str]]) -> Iterator[Fault]:
+    left: dict[FaultKind, list[str]] = {kind: [] for kind in possible}
     number = 0
     while True:
         kinds = list(possible)

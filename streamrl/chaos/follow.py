@@ -2,10 +2,11 @@
 
     injected -> noticed -> (others serving) -> fault is over, recovered -> one more step
 
-A run is looked at a few times a second (`Seen`); what is true is true from the look on that shows it. What a controller
-says is up to two seconds old (an instance's heartbeat, its service's, and the status file), so times are upper bounds.
-Two mistakes are ruled out: taking the state from before a fault for a recovery (what has died must be there again, as
-another process, and everybody must have been heard since), and taking a fault that is not over for one that is.
+A run is looked at a few times a second (`Observation`); what is true is true from the look on that shows it. What a
+controller says is up to two seconds old (an instance's heartbeat, its service's, and the status file), so times are
+upper bounds. Two mistakes are ruled out: taking the state from before a fault for a recovery (what has died must be
+there again, as another process, and everybody must have been heard since), and taking a fault that is not over for one
+that is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, Kind
+from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, FaultKind
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
 """States of an instance that has nothing to do with requests (`generation/site/instance_life.py`)."""
@@ -50,7 +51,7 @@ class SeenRole:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """A look at a run, at `now` (unix seconds)."""
 
     now: float
@@ -103,7 +104,7 @@ class Seen:
 class Following:
     """One fault, from its injection on. Times are seconds since then; None: not yet, or not at all."""
 
-    def __init__(self, fault: Fault, before: Seen, targets: frozenset[str], at: float) -> None:
+    def __init__(self, fault: Fault, before: Observation, targets: frozenset[str], at: float) -> None:
         """
         Args:
             fault: which.
@@ -130,7 +131,7 @@ class Following:
         """Whether there is nothing more to wait for."""
         return self.stepped is not None
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: Observation) -> None:
         """Takes the next look."""
         since = seen.now - self.at
         if self.noticed is None and self._is_noticed(seen):
@@ -144,7 +145,7 @@ class Following:
         if self.recovered is not None and self.stepped is None and seen.step_at > self.at + self.recovered:
             self.stepped = since
 
-    def weights_loaded(self, seen: Seen, instance: str, damaged: Mapping[int, float]) -> None:
+    def weights_loaded(self, seen: Observation, instance: str, damaged: Mapping[int, float]) -> None:
         """Whether an instance that was started anew serves weights that were damaged before it loaded them.
 
         Args:
@@ -158,19 +159,19 @@ class Following:
         self._loaded = True
         self.unnoticed_weights = seen.now - damaged.get(one.weight_version, seen.now) > LOADING_S
 
-    def _changed(self, name: str, seen: Seen) -> bool:
+    def _changed(self, name: str, seen: Observation) -> bool:
         before, now = self.before.processes.get(name), seen.processes.get(name)
         return before is not None and (now is None or now.pid != before.pid or now.exit_code is not None)
 
-    def _is_noticed(self, seen: Seen) -> bool:
+    def _is_noticed(self, seen: Observation) -> bool:
         kind, target = self.fault.kind, self.fault.target
         if kind in OF_LINKS:
             return seen.silent_sites.get(target, 0.0) > FRESH_S or target in seen.congested - self.before.congested
-        if kind is Kind.WEIGHTS_CORRUPT:
+        if kind is FaultKind.WEIGHTS_CORRUPT:
             return any("corrupt" in line.lower() or "complete weights" in line for line in seen.said)
-        if kind is Kind.JOURNAL_CORRUPT:
+        if kind is FaultKind.JOURNAL_CORRUPT:
             return any("token journal" in line for line in seen.said)
-        if kind is Kind.LAUNCHER_KILL:
+        if kind is FaultKind.LAUNCHER_KILL:
             return False  # who injected it starts the run again
         if kind in OF_INSTANCES and (role := seen.roles.get(target)) is not None:
             # a short silence may lie between two looks at the status
@@ -179,19 +180,19 @@ class Following:
             return gone or any(self._changed(name, seen) for name in self.targets)
         return seen.state == "failed" or any(self._changed(name, seen) for name in self.targets)
 
-    def _are_back(self, seen: Seen) -> bool:
+    def _are_back(self, seen: Observation) -> bool:
         now = {name: seen.processes.get(name) for name in self.targets}
         return all(
             one is not None and one.exit_code is None and one.pid != self.before.processes[name].pid
             for name, one in now.items()
         )
 
-    def _is_served(self, seen: Seen) -> bool:
+    def _is_served(self, seen: Observation) -> bool:
         """After the loss of an instance: nothing is at it, and others generate. After any other death: instances
         generate for whoever came in its place."""
         kind, target = self.fault.kind, self.fault.target
         others = [one for name, one in seen.instances.items() if name != target]
-        if kind is Kind.INSTANCE_PAUSE or kind in OF_LINKS or seen.state != "running":
+        if kind is FaultKind.INSTANCE_PAUSE or kind in OF_LINKS or seen.state != "running":
             return False
         if kind in OF_INSTANCES:
             gone = seen.roles.get(target)
@@ -203,7 +204,7 @@ class Following:
             return False
         return any(one.running > 0 for one in seen.instances.values())
 
-    def _is_recovered(self, seen: Seen) -> bool:
+    def _is_recovered(self, seen: Observation) -> bool:
         if not self.over or self._back is None or not seen.healthy():
             return False
         if self.fault.kind in ENDS_RUN and not seen.launched:

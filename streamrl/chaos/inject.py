@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from streamrl.chaos.faults import Fault, Inventory, Kind
-from streamrl.chaos.follow import Seen, SeenProcess
+from streamrl.chaos.faults import Fault, FaultKind, Inventory
+from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.chaos.observation import processes_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -107,7 +107,7 @@ class Injector:
             shares_weights=weight_path(self.run, self.cluster.hardware == "cuda", several).fetched,
         )
 
-    def inject(self, fault: Fault, seen: Seen) -> Injected:
+    def inject(self, fault: Fault, seen: Observation) -> Injected:
         """Does it, and returns at once.
 
         Raises:
@@ -115,45 +115,45 @@ class Injector:
         """
         target = fault.target
         match fault.kind:
-            case Kind.INSTANCE_KILL | Kind.SERVICE_KILL | Kind.REWARDS_KILL | Kind.CONTROLLER_KILL:
+            case FaultKind.INSTANCE_KILL | FaultKind.SERVICE_KILL | FaultKind.REWARDS_KILL | FaultKind.CONTROLLER_KILL:
                 return self._killed(target, seen)
-            case Kind.INSTANCE_PAUSE:
+            case FaultKind.INSTANCE_PAUSE:
                 limits = self.run.deadlines.heartbeat_s * PAUSE_SHARE
                 lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
                 undo = self._stop(target, seen)
                 return Injected(frozenset(), lasts_s, undo, f"for {lasts_s:.1f} s")
-            case Kind.INSTANCE_HANG:
+            case FaultKind.INSTANCE_HANG:
                 return Injected(frozenset({target}), 0.0, self._stop(target, seen))
-            case Kind.ENGINE_KILL:
+            case FaultKind.ENGINE_KILL:
                 _kill(self._engines(target, seen))
                 return Injected(frozenset({target}))
-            case Kind.ENGINE_HANG:
+            case FaultKind.ENGINE_HANG:
                 return Injected(frozenset({target}), 0.0, _stopped(self._engines(target, seen)))
-            case Kind.TRAINER_KILL:
+            case FaultKind.TRAINER_KILL:
                 children = self._process(target, seen).children(recursive=True)
                 ranks = [one for one in children if f"{ROLE_MODULE} trainer" in _command(one)]
                 rank = self._draw.choice(ranks or _nothing("the trainer has no ranks"))
                 _kill([rank])
                 return Injected(frozenset({target}), note=f"rank with pid {rank.pid}")
-            case Kind.SITE_KILL:
+            case FaultKind.SITE_KILL:
                 names = frozenset(name for name, one in seen.processes.items() if one.site == target)
                 _kill([self._process(name, seen) for name in sorted(names)] or _nothing(f"{target} has no process"))
                 return Injected(names)
-            case Kind.LINK_CUT | Kind.LINK_SLOW | Kind.LINK_LOSSY:
+            case FaultKind.LINK_CUT | FaultKind.LINK_SLOW | FaultKind.LINK_LOSSY:
                 return self._link(fault.kind, target)
-            case Kind.WEIGHTS_CORRUPT:
+            case FaultKind.WEIGHTS_CORRUPT:
                 return self._damage_weights(target, seen)
-            case Kind.JOURNAL_CORRUPT:
+            case FaultKind.JOURNAL_CORRUPT:
                 return self._damage_journal(target, seen)
-            case Kind.DISK_FULL:
+            case FaultKind.DISK_FULL:
                 return self._fill(target, seen)
-            case Kind.LAUNCHER_KILL:
+            case FaultKind.LAUNCHER_KILL:
                 if self._kill_launcher is None:
                     raise NotPossible("the launcher is somebody else's")
                 self._kill_launcher()
                 return Injected(frozenset({"controller"}))
 
-    def _process(self, name: str, seen: Seen) -> psutil.Process:
+    def _process(self, name: str, seen: Observation) -> psutil.Process:
         """A process of the run, by its launcher's own words.
 
         Raises:
@@ -170,20 +170,20 @@ class Injector:
             raise NotPossible(f"{name}: {error}") from error
         return process
 
-    def _killed(self, name: str, seen: Seen) -> Injected:
+    def _killed(self, name: str, seen: Observation) -> Injected:
         _kill([self._process(name, seen)])
         return Injected(frozenset({name}))
 
-    def _stop(self, name: str, seen: Seen) -> Callable[[], None]:
+    def _stop(self, name: str, seen: Observation) -> Callable[[], None]:
         """Stops a process and its children; returns what lets them go on."""
         process = self._process(name, seen)
         return _stopped([process, *process.children(recursive=True)])
 
-    def _engines(self, instance: str, seen: Seen) -> list[psutil.Process]:
+    def _engines(self, instance: str, seen: Observation) -> list[psutil.Process]:
         children = self._process(instance, seen).children(recursive=True)
         return [one for one in children if ENGINE in _command(one)] or _nothing(f"{instance} has no process {ENGINE}")
 
-    def _link(self, kind: Kind, site: str) -> Injected:
+    def _link(self, kind: FaultKind, site: str) -> Injected:
         link = self.cluster.link(site)
         if link is None:
             raise NotPossible(f"no link to {site}")
@@ -193,9 +193,9 @@ class Injector:
             set_link_in(folder, site, down=False, bandwidth_bytes_per_s=whole, loss=link.loss)
 
         try:
-            if kind is Kind.LINK_CUT:
+            if kind is FaultKind.LINK_CUT:
                 set_link_in(folder, site, down=True)
-            elif kind is Kind.LINK_SLOW:
+            elif kind is FaultKind.LINK_SLOW:
                 set_link_in(folder, site, bandwidth_bytes_per_s=whole / SLOWER)
             else:
                 set_link_in(folder, site, loss=LOSS)
@@ -203,11 +203,11 @@ class Injector:
             raise NotPossible(str(error)) from error
         return Injected(frozenset(), LINK_S, undo, f"for {LINK_S:.0f} s")
 
-    def _folder(self, name: str, seen: Seen) -> Path:
+    def _folder(self, name: str, seen: Observation) -> Path:
         """Of the site that a process belongs to."""
         return site_folders(self.run_dir)[seen.processes[name].site]
 
-    def _damage_weights(self, instance: str, seen: Seen) -> Injected:
+    def _damage_weights(self, instance: str, seen: Observation) -> Injected:
         """Kills an instance, and damages every version of its site once it is some seconds old until another process
         is there in its place, which has to load one of them."""
         process = self._process(instance, seen)
@@ -228,7 +228,7 @@ class Injector:
         _kill([process])
         return done
 
-    def _damage_journal(self, service: str, seen: Seen) -> Injected:
+    def _damage_journal(self, service: str, seen: Observation) -> Injected:
         """Kills a service and damages its journal before the next one reads it."""
         process, folder = self._process(service, seen), self._folder(service, seen)
         _kill([process])
@@ -238,7 +238,7 @@ class Injector:
             _damage(path, self._draw)
         return Injected(frozenset({service}), note=", ".join(damaged) or "an empty journal")
 
-    def _fill(self, name: str, seen: Seen) -> Injected:
+    def _fill(self, name: str, seen: Observation) -> Injected:
         """Lets no file of a process grow beyond what its log may need. Writing fails with EFBIG, where a full disk has
         ENOSPC; both are an OSError to whoever writes."""
         process = self._process(name, seen)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow
-from streamrl.chaos.follow import Seen, SeenProcess, SeenRole
+from streamrl.chaos.follow import Observation, SeenProcess, SeenRole
 from streamrl.errors import UserError
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import read_started, site_folders
@@ -42,7 +42,7 @@ def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
     return found
 
 
-def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Seen:
+def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Observation:
     """How a run is now.
 
     Args:
@@ -54,7 +54,7 @@ def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Seen
     try:
         status = read_status(run_dir)
     except UserError:
-        return Seen(now, processes=processes, said=tuple(said), launched=launched)
+        return Observation(now, processes=processes, said=tuple(said), launched=launched)
     roles = {
         name: SeenRole(
             one.role,
@@ -67,7 +67,7 @@ def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Seen
         )
         for name, one in status.roles.items()
     }
-    return Seen(
+    return Observation(
         now,
         status.state,
         status.updated_at,

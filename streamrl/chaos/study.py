@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.chaos.audit import Audit, audit
-from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, Fault, Kind
-from streamrl.chaos.follow import Following, Seen
+from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, Fault, FaultKind
+from streamrl.chaos.follow import Following, Observation
 from streamrl.chaos.inject import Injected, Injector, NotPossible
 from streamrl.chaos.observation import Logs, interrupted, look, read_account
 from streamrl.chaos.own_launcher import Launcher
@@ -45,7 +45,7 @@ class Result:
     """What became of one fault. Times are seconds since its injection; None: not seen."""
 
     number: int
-    kind: Kind
+    kind: FaultKind
     target: str
     at: float
     """Unix seconds."""
@@ -150,7 +150,7 @@ class Study:
             self.results.append(result)
             self.say(line(result, time.monotonic() - began))
 
-    def _look(self) -> Seen:
+    def _look(self) -> Observation:
         seen = look(self.run_dir, self._logs.read(), self.launcher is None or self.launcher.runs)
         for name, one in seen.instances.items():
             self._rates.setdefault(name, deque(maxlen=RATES)).append(one.tokens_per_s)
@@ -163,7 +163,7 @@ class Study:
                 return
             time.sleep(POLL_S)
 
-    def _is_over(self, seen: Seen) -> bool:
+    def _is_over(self, seen: Observation) -> bool:
         """Whether the run has ended although nothing was done to it."""
         if seen.state == "done":
             self.ended = "the run has done all its steps"
@@ -171,7 +171,7 @@ class Study:
             self.ended = f"the run has ended by itself: {self._cause(seen)}"
         return bool(self.ended)
 
-    def _cause(self, seen: Seen) -> str:
+    def _cause(self, seen: Observation) -> str:
         words = seen.error or (self.launcher.last_words() if self.launcher is not None else "") or seen.state
         return (words.splitlines() or ["nobody says why"])[0].partition("; the end of ")[0]
 
@@ -239,7 +239,7 @@ class Study:
                 following.weights_loaded(seen, following.fault.target, injected.damaged)
                 injected.keep_on()
             if not seen.launched:
-                if following.fault.kind is not Kind.LAUNCHER_KILL:
+                if following.fault.kind is not FaultKind.LAUNCHER_KILL:
                     ended = ended or self._cause(seen)
                 self._resume(following)
             elif self.launcher is None and seen.state in ENDED:
@@ -252,7 +252,7 @@ class Study:
         assert self.launcher is not None
         if left := self.launcher.wait_for_end():
             log.warning("killed what had not ended by itself: %s", ", ".join(left))
-        if following.fault.kind is Kind.LAUNCHER_KILL and following.noticed is None:
+        if following.fault.kind is FaultKind.LAUNCHER_KILL and following.noticed is None:
             following.noticed = time.time() - following.at
         self.launcher.start()
 

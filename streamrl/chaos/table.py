@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from streamrl.chaos.audit import Audit, Curve
-from streamrl.chaos.faults import OF_INSTANCES, WHAT, Kind
+from streamrl.chaos.faults import OF_INSTANCES, WHAT, FaultKind
 from streamrl.chaos.study import Result
 from streamrl.report.terminal import plain_table
 
@@ -28,17 +28,17 @@ COLUMNS = (
 )
 NOT_SEEN = "-"
 AFTER = {
-    "the death of an instance": OF_INSTANCES - {Kind.INSTANCE_HANG, Kind.ENGINE_HANG},
-    "an instance fell silent (recovery.suspect_s)": frozenset({Kind.INSTANCE_HANG}),
-    "an engine hung (deadlines.heartbeat_s)": frozenset({Kind.ENGINE_HANG}),
+    "the death of an instance": OF_INSTANCES - {FaultKind.INSTANCE_HANG, FaultKind.ENGINE_HANG},
+    "an instance fell silent (recovery.suspect_s)": frozenset({FaultKind.INSTANCE_HANG}),
+    "an engine hung (deadlines.heartbeat_s)": frozenset({FaultKind.ENGINE_HANG}),
 }
 """Kinds of faults after which others take over."""
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row for each kind, in the order of `Kind`; times are the median and, of several, the longest."""
+    """A row for each kind, in the order of `FaultKind`; times are the median and, of several, the longest."""
     found: list[tuple[str, ...]] = []
-    for kind in Kind:
+    for kind in FaultKind:
         of_kind = [one for one in results if one.kind is kind]
         if not of_kind:
             continue
@@ -141,7 +141,11 @@ def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None)
 
 
 def markdown(
-    results: Sequence[Result], left_out: Mapping[Kind, str], sentences: Sequence[str], wrong: Sequence[str], about: str
+    results: Sequence[Result],
+    left_out: Mapping[FaultKind, str],
+    sentences: Sequence[str],
+    wrong: Sequence[str],
+    about: str,
 ) -> str:
     """`chaos.md`."""
     table = rows(results)
@@ -150,7 +154,7 @@ def markdown(
     lines += ["", "Times are medians, seconds from the injection until it was seen; status.json is up to 2 s old.", ""]
     lines += [f"- {one}" for one in sentences]
     lines += ["", "Passed." if not wrong else "Not passed:", *(f"- {one}" for one in wrong), ""]
-    lines += ["What was done:", "", *(f"- {row[0]}: {WHAT[Kind(row[0])]}" for row in table)]
+    lines += ["What was done:", "", *(f"- {row[0]}: {WHAT[FaultKind(row[0])]}" for row in table)]
     if left_out:
         lines += ["", "Left out:", "", *(f"- {kind}: {why}" for kind, why in left_out.items())]
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from streamrl.errors import RunFailed, UserError
 if TYPE_CHECKING:
     from types import FrameType
 
-    from streamrl.chaos.faults import Kind
+    from streamrl.chaos.faults import FaultKind
     from streamrl.chaos.own_launcher import Launcher
     from streamrl.chaos.study import Study
 
@@ -92,22 +92,22 @@ def _hold() -> None:
         signal.signal(each, signal.SIG_IGN)
 
 
-def _kinds(names: str | None) -> list[Kind]:
+def _kinds(names: str | None) -> list[FaultKind]:
     """
     Raises:
         UserError: there is no such kind.
     """
     import difflib
 
-    from streamrl.chaos.faults import Kind
+    from streamrl.chaos.faults import FaultKind
 
     chosen = []
     for name in (one.strip() for one in (names or "").split(",") if one.strip()):
-        if name not in list(Kind):
-            near = difflib.get_close_matches(name, list(Kind), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(Kind)}"
+        if name not in list(FaultKind):
+            near = difflib.get_close_matches(name, list(FaultKind), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FaultKind)}"
             raise UserError(f"--kinds {name}: no such kind of fault; {hint}")
-        chosen.append(Kind(name))
+        chosen.append(FaultKind(name))
     return chosen
 
 
@@ -132,7 +132,7 @@ def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, .
 def _study(
     run_dir: Path,
     launcher: Launcher | None,
-    chosen: list[Kind],
+    chosen: list[FaultKind],
     seed: int,
     minutes: float,
     faults: int | None,
@@ -182,7 +182,7 @@ def _study(
     return _tell(run_dir, study, left_out, seed, minutes)
 
 
-def _tell(run_dir: Path, study: Study, left_out: dict[Kind, str], seed: int, minutes: float) -> int:
+def _tell(run_dir: Path, study: Study, left_out: dict[FaultKind, str], seed: int, minutes: float) -> int:
     """Audits what the run has left, prints and writes the results; the exit code."""
     import sqlite3
     from dataclasses import asdict

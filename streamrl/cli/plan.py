@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.capacity.allocation import Objective, ScheduleName
+    from scheduler.capacity.allocation import PlanObjective, ScheduleName
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step, TailSplit
     from streamrl.planning.planning_inputs import Inputs
 
@@ -80,7 +80,7 @@ def command(
         *(cluster, cluster_file, run, model, lengths, samples, prompt_tokens, algorithm),
         *(hardware, budget, delta_ratio),
     )
-    aim = cast("Objective", objective)
+    aim = cast("PlanObjective", objective)
     try:
         found = plans(inputs.problem, cast("ScheduleName", schedule), aim)
     except ValueError as error:

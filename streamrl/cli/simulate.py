@@ -124,7 +124,7 @@ def command(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from scheduler.dispatch.registry import POLICIES
-    from scheduler.simulation.pipeline import Link, Stages
+    from scheduler.simulation.pipeline import SimulatedLink, Stages
     from streamrl.errors import UserError
     from streamrl.planning.workload import draw, replay
 
@@ -165,7 +165,7 @@ def command(
                 f"chosen: {', '.join(schedule.name for schedule in chosen)}, --sync-every {sync_every}"
             )
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
-        stages = Stages(train_rate, 0.0, reward_s, weights_gb, Link(link_gbit, link_ms / 1e3), switch_s)
+        stages = Stages(train_rate, 0.0, reward_s, weights_gb, SimulatedLink(link_gbit, link_ms / 1e3), switch_s)
         rows = _run_schedules(
             workload,
             (_fleet(instances, curve, device, slots), stages),

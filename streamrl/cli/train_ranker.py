@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ranker.report import Dispatch, Figures, Report
+    from ranker.training_report import Dispatch, Figures, Report
 
 
 @click.command(name="train-ranker")

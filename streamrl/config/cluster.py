@@ -98,7 +98,7 @@ class GenerationPool(StrictModel):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
-class RewardPool(StrictModel):
+class RewardPoolConfig(StrictModel):
     """Worker processes that score completions."""
 
     workers: int = Field(1, ge=1, description="reward worker processes")
@@ -121,7 +121,7 @@ class Site(StrictModel):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     trainer: TrainerPool | None = None
     generation: list[GenerationPool] = Field(default_factory=list)
-    rewards: RewardPool | None = None
+    rewards: RewardPoolConfig | None = None
 
     @property
     def on_ray(self) -> bool:

@@ -11,19 +11,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a file."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One mistake."""
 
-    path: Path
+    path: KeyPath
     """The key it is about, whether or not the file has it; () when it is about the whole file."""
     text: str
     """What is wrong, without file and line."""
-    also: tuple[Path, ...] = ()
+    also: tuple[KeyPath, ...] = ()
     """Other keys that take part, where a rule spans several."""
 
 
@@ -48,8 +48,8 @@ BOUNDS = {
 }
 
 
-def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[Problem]:
-    """One `Problem` for each of pydantic's errors, in its order.
+def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[ConfigProblem]:
+    """One `ConfigProblem` for each of pydantic's errors, in its order.
 
     Args:
         model: what was validated against.
@@ -59,33 +59,33 @@ def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[P
     return [_problem(model, dict(item), data) for item in error.errors(include_url=False)]
 
 
-def _problem(model: type[BaseModel], item: dict[str, Any], data: Any) -> Problem:
+def _problem(model: type[BaseModel], item: dict[str, Any], data: Any) -> ConfigProblem:
     kind, context = str(item["type"]), item.get("ctx", {})
     path, holder = locate(model, item["loc"])
     if kind == "missing":
         field = holder.model_fields[str(path[-1])] if holder else None
         what = f": {field.description}" if field and field.description else ""
-        return Problem(path, f"key '{dotted(path)}' is missing{what}")
+        return ConfigProblem(path, f"key '{dotted(path)}' is missing{what}")
     if kind == "extra_forbidden":
-        return Problem(path, _unknown_key(model, holder, path))
+        return ConfigProblem(path, _unknown_key(model, holder, path))
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, str(context["discriminator"]).strip("'"))
         allowed = [str(value) for value in _literals(model, path)]
         if kind == "union_tag_not_found":
-            return Problem(path, f"key '{dotted(path)}' is missing, expected {_choices(allowed)}")
-        return Problem(path, _mismatch(path, context["tag"], _choices(allowed), allowed))
+            return ConfigProblem(path, f"key '{dotted(path)}' is missing, expected {_choices(allowed)}")
+        return ConfigProblem(path, _mismatch(path, context["tag"], _choices(allowed), allowed))
     if kind == "value_error":
         text = str(item["msg"]).removeprefix("Value error, ")
         if path:
-            return Problem(path, f"'{dotted(path)}': {text}")
+            return ConfigProblem(path, f"'{dotted(path)}': {text}")
         named = list(_named_keys(model, text))
-        return Problem(named[0] if named else (), text, tuple(named))
+        return ConfigProblem(named[0] if named else (), text, tuple(named))
     if kind == "literal_error":
         allowed = [str(value) for value in _literals(model, path)]
-        return Problem(path, _mismatch(path, item["input"], _choices(allowed), allowed))
+        return ConfigProblem(path, _mismatch(path, item["input"], _choices(allowed), allowed))
     if item["loc"] and item["loc"][-1] == "[key]":
-        return Problem(path, f"'{dotted(path)}': the name must match {context.get('pattern', item['msg'])}")
-    return Problem(path, _mismatch(path, item["input"], _expected(kind, context, item), []))
+        return ConfigProblem(path, f"'{dotted(path)}': the name must match {context.get('pattern', item['msg'])}")
+    return ConfigProblem(path, _mismatch(path, item["input"], _expected(kind, context, item), []))
 
 
 def _expected(kind: str, context: Mapping[str, Any], item: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ def _expected(kind: str, context: Mapping[str, Any], item: Mapping[str, Any]) ->
     return EXPECTED.get(kind.rsplit("_", 1)[0], EXPECTED.get(kind.split("_")[0], str(item["msg"])))
 
 
-def _mismatch(path: Path, found: Any, expected: str, allowed: list[str]) -> str:
+def _mismatch(path: KeyPath, found: Any, expected: str, allowed: list[str]) -> str:
     near = difflib.get_close_matches(str(found), allowed, n=1) if len(allowed) > 2 else []
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"'{dotted(path)}' is {_shown(found)}, expected {expected}{hint}"
@@ -118,7 +118,7 @@ def _choices(allowed: list[str]) -> str:
     return "one of: " + ", ".join(allowed) if len(allowed) > 1 else f"{allowed[0] if allowed else '?'}"
 
 
-def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: Path) -> str:
+def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: KeyPath) -> str:
     text = f"unknown key '{dotted(path)}'"
     if holder is None:
         return text
@@ -132,12 +132,12 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: P
     return f"{text}; allowed here: {', '.join(allowed)}"
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """('tasks', 0, 'name') as 'tasks.0.name', the way in which --set writes it."""
     return ".".join(map(str, path))
 
 
-def locate(model: type[BaseModel], loc: Path) -> tuple[Path, type[BaseModel] | None]:
+def locate(model: type[BaseModel], loc: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
     """Path in the file of a pydantic location, and the model that holds its last key.
 
     Locations hold the tag of a discriminated union as if it were a key ('tasks', 0, 'reasoning_gym', 'name') and
@@ -206,7 +206,7 @@ def _tags(model: type[BaseModel]) -> set[Any]:
     }
 
 
-def _literals(model: type[BaseModel], path: Path) -> list[Any]:
+def _literals(model: type[BaseModel], path: KeyPath) -> list[Any]:
     """Values that the literal at `path` may have, over all members of the unions on the way."""
     types_here: list[Any] = [model]
     for part in path:
@@ -223,7 +223,7 @@ def _literals(model: type[BaseModel], path: Path) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _all_keys(annotation: Any, above: Path = ()) -> Iterator[Path]:
+def _all_keys(annotation: Any, above: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key that is reached without a list or a name of the user's."""
     annotation = _bare(annotation)
     for member in _union_models(annotation) or [annotation]:
@@ -233,7 +233,7 @@ def _all_keys(annotation: Any, above: Path = ()) -> Iterator[Path]:
                 yield from _all_keys(field.annotation, (*above, name))
 
 
-def _named_keys(model: type[BaseModel], text: str) -> Iterator[Path]:
+def _named_keys(model: type[BaseModel], text: str) -> Iterator[KeyPath]:
     """Keys that a rule over the whole file names in its message ('site' stands for 'sites')."""
     keys = set(_all_keys(model))
     for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", text):

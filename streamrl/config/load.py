@@ -17,14 +17,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.explain import Problem, explain
+from streamrl.config.explain import ConfigProblem, explain
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 
 RESOLVED_NAME = "config.yaml"
 """The resolved configuration in a run's folder."""
 
-Model = TypeVar("Model", bound=BaseModel)
+ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
 class ConfigError(UserError):
@@ -218,7 +218,7 @@ def _put(data: Any, path: Sequence[str | int], value: Any, above: str = "") -> A
     return copy
 
 
-def _validate(model: type[Model], document: Document) -> Model:
+def _validate(model: type[ModelType], document: Document) -> ModelType:
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
@@ -226,7 +226,7 @@ def _validate(model: type[Model], document: Document) -> Model:
         raise ConfigError("\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))) from error
 
 
-def _told(document: Document, problem: Problem) -> tuple[int, str]:
+def _told(document: Document, problem: ConfigProblem) -> tuple[int, str]:
     """Line (for sorting) and text of a problem: named by the override that caused it, or by file and line."""
     for path, text in reversed(document.overrides):
         if any(_overlap(path, about) for about in (problem.path, *problem.also)):

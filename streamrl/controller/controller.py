@@ -18,13 +18,13 @@ from typing import Any
 from scheduler.capacity.auto_schedule import Decision, during_change
 from scheduler.cost.hardware import peak_tflops
 from scheduler.schedule.rounds import taking
-from scheduler.schedule.schedules import State, make_schedule
+from scheduler.schedule.schedules import ScheduleState, make_schedule
 from streamrl.config.schedule import AutoScheduleConfig
 from streamrl.controller.arrivals import arrived
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
-from streamrl.controller.length_predictor import COLUMNS, Lengths, StepLengths
+from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths
 from streamrl.controller.live_rounds import LiveRounds, make_rounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
@@ -32,7 +32,7 @@ from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.schedule_tuner import Auto, Setup, make_auto
 from streamrl.controller.site_services import Services
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
@@ -41,7 +41,7 @@ from streamrl.errors import StartAgain
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
-from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -75,9 +75,9 @@ class Controller:
             self.schedule = make_schedule("sync")  # until the instances have told their step times
         else:
             self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
-        self.lengths = Lengths(context.run)
+        self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
-        self.batch = Batch(context.run, 1)
+        self.batch = StepBatch(context.run, 1)
         """Of the step under way."""
         self.preparation = Preparation()
         self.rounds = make_rounds(context.run, self.pool)
@@ -185,7 +185,7 @@ class Controller:
             state = json.loads((self.checkpoints.path(self.step) / "state.json").read_text())
             self.groups.restore(state["prompts"])
         self.pool.resume_at(self.step)
-        self.batch = Batch(self.config, self.step + 1)
+        self.batch = StepBatch(self.config, self.step + 1)
         undone = self.ledger.rewind(self.step + 1)
         self.rollouts.rewind(self.step + 1)
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
@@ -200,7 +200,7 @@ class Controller:
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
 
-    def _state(self) -> State:
+    def _state(self) -> ScheduleState:
         return self.pool.state(self.services.version, self.step, len(self.batch.groups), self.taking.max_staleness)
 
     async def _issue(self) -> None:
@@ -359,7 +359,7 @@ class Controller:
             self.groups.too_long,
             self.rounds.count_put_off() if self.rounds is not None else 0,
         )
-        self.batch = Batch(self.config, self.step + 1)
+        self.batch = StepBatch(self.config, self.step + 1)
         self.telemetry.watch(self.batch, self.pool)
         self.publish_due = self.publish_due or publishes
         last = self.step == self.config.steps

@@ -37,7 +37,7 @@ EvaluationSample = tuple[str, int, float | None]
 """(sample id, seed, temperature): 0 is greedy, None as in training."""
 
 
-class Prompts(Protocol):
+class EvaluationPrompts(Protocol):
     """A `PromptSource` of the held-out tasks (`EvaluationConfig.held_out`), made with the run's seed."""
 
     def prompt(self, index: int) -> Prompt:
@@ -70,7 +70,7 @@ class Evaluations:
         self,
         config: EvaluationConfig,
         run_seed: int,
-        source: Prompts,
+        source: EvaluationPrompts,
         tokenize: Callable[[str], IntArray],
         longest_prompt: int,
         last_step: int,
@@ -260,7 +260,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _choose(count: int, source: Prompts, tokenize: Callable[[str], IntArray], longest_prompt: int) -> list[Group]:
+def _choose(
+    count: int, source: EvaluationPrompts, tokenize: Callable[[str], IntArray], longest_prompt: int
+) -> list[Group]:
     """The first `count` prompts that fit, as groups without an id."""
     chosen: list[Group] = []
     index = skipped = 0

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.schedule.schedules import State, due_within
+from scheduler.schedule.schedules import ScheduleState, due_within
 from streamrl.controller.group_source import sample_ids
 from streamrl.rollouts.types import Group, Sample, Scored
 
@@ -125,7 +125,7 @@ class GroupPool:
         del self._missing[group_id]
         return self.groups.pop(group_id)
 
-    def state(self, version: int, step: int, taken: int, max_staleness: int) -> State:
+    def state(self, version: int, step: int, taken: int, max_staleness: int) -> ScheduleState:
         """What a schedule is told.
 
         Args:
@@ -134,7 +134,7 @@ class GroupPool:
             taken: groups that the step under way has.
             max_staleness: the schedule's.
         """
-        return State(
+        return ScheduleState(
             batch=self.batch,
             issued=self.issued,
             generated=self.generated,

@@ -47,7 +47,7 @@ class StepLengths:
     """Simulated from the step's lengths and the instances' step times; None: not done."""
 
 
-class Lengths:
+class LengthPredictor:
     """The ranker of a run."""
 
     def __init__(self, run: RunConfig) -> None:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.capacity.elasticity import Change, Elasticity, PoolLimits, fleet_of, generation_time
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.atomic_files import replace_json
 from streamrl.config.cluster import ClusterConfig, GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.controller.site_services import Services
 from streamrl.controller.spending import Spending
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, StepTimes
 from streamrl.errors import UserError
-from streamrl.files import replace_json
 from streamrl.rollouts.types import Sample
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import ProcessSpec, usd_per_hour
@@ -252,7 +252,7 @@ class Scaling:
 
     # -- the run's own elasticity
 
-    async def step_done(self, batch: Batch, times: Interval) -> None:
+    async def step_done(self, batch: StepBatch, times: Interval) -> None:
         """After each step: takes what was chosen since the one before, and has the next choice made in a thread."""
         if self.elasticity is None:
             return
@@ -286,7 +286,7 @@ class Scaling:
         return next(key for key, some in self.pools.instances.items() if instance in some)
 
 
-def _shape(batch: Batch) -> list[tuple[int, list[int]]]:
+def _shape(batch: StepBatch) -> list[tuple[int, list[int]]]:
     """(prompt tokens, output lengths) of a step's groups."""
     return [
         (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()

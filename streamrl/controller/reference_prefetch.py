@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, deal
 from streamrl.rollouts.types import FloatArray, Group
 
@@ -37,7 +37,7 @@ class Preparation:
     under_way: list[list[TrainGroup]] = field(default_factory=list)
     """What each rank works on; empty: nothing."""
 
-    def next(self, batch: Batch, pool: GroupPool, max_tokens: int, ranks: int) -> list[list[TrainGroup]] | None:
+    def next(self, batch: StepBatch, pool: GroupPool, max_tokens: int, ranks: int) -> list[list[TrainGroup]] | None:
         """What each rank is to prepare now; None if nothing waits unprepared, or the algorithm has no reference.
 
         Groups come in the order in which they will be trained, without samples that have no loss.
@@ -77,7 +77,7 @@ class Preparation:
                 start = end
 
 
-def _missing(batch: Batch, group: Group) -> TrainGroup | None:
+def _missing(batch: StepBatch, group: Group) -> TrainGroup | None:
     """The part of a complete group that has a loss and no reference log-probabilities."""
     if len(group.reference_logprobs) == group.size:  # the usual case, and this is asked often
         return None

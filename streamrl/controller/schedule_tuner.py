@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
-from scheduler.dispatch.base import DispatchPolicy
+from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import Schedule, make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AutoScheduleConfig
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
@@ -131,7 +131,7 @@ class Auto:
         self._choice: AutoSchedule | None = None
         self._review_in, self._patience = 0, FIRST_REVIEW
 
-    def step_done(self, batch: Batch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
+    def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
         """Takes what a step has shown.
 
         Args:

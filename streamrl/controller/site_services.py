@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from scheduler.sites.relay_tree import Path, relay_tree
-from scheduler.sites.site_candidates import SiteFacts
+from scheduler.sites.relay_tree import RelayPath, relay_tree
+from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -71,7 +71,8 @@ class Services:
         self._served: dict[str, deque[int]] = {name: deque(maxlen=HISTORY) for name in sites}
         """Its newest versions, by service: deltas from one of them on can be had there."""
         self._paths = {
-            frozenset(link.between): Path(link.bytes_per_s * link.weight_share, link.rtt_s) for link in cluster.links
+            frozenset(link.between): RelayPath(link.bytes_per_s * link.weight_share, link.rtt_s)
+            for link in cluster.links
         }
         """Between sites, as declared, and as measured since."""
         self._version_bytes = 0.0
@@ -160,11 +161,11 @@ class Services:
         with contextlib.suppress(KeyError):
             await self._hub.send(name, kind, body, arrays)
 
-    def _facts(self, name: str) -> SiteFacts:
+    def _facts(self, name: str) -> SiteLoad:
         site, fleet = self._sites[name], self._fleet(name)
         link = self._cluster.link(site)
         prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
-        return SiteFacts(
+        return SiteLoad(
             site,
             tuple((instance.slots, instance.curve) for instance in fleet),
             link.bytes_per_s if link else None,
@@ -290,7 +291,7 @@ class Services:
         nbytes, seconds = int(report["bytes"]), float(report["transfer_s"])
         ends = frozenset((self._sites[name], report["source"] or self._cluster.trainer_site))
         if nbytes >= MEASURED_BYTES and seconds > 0 and ends in self._paths:
-            self._paths[ends] = Path(nbytes / seconds, self._paths[ends].rtt_s)
+            self._paths[ends] = RelayPath(nbytes / seconds, self._paths[ends].rtt_s)
             self._version_bytes = nbytes
 
     async def ready(self, name: str, report: dict[str, Any]) -> bool:

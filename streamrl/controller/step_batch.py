@@ -18,7 +18,7 @@ from streamrl.rollouts.types import Group, Scored
 
 
 @dataclass
-class Batch:
+class StepBatch:
     """Groups of one step and how far the trainer has come with them.
 
     A group without a gradient (all rewards equal, group-relative advantages, no KL term) is counted and not sent to the

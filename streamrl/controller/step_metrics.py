@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.controller.length_predictor import StepLengths
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.length_audit import StepAudit
@@ -16,7 +16,7 @@ from streamrl.run_dir.metrics import MetricsRow
 
 
 def step_metrics(
-    batch: Batch,
+    batch: StepBatch,
     times: Interval,
     result: dict[str, Any],
     traffic: Traffic,

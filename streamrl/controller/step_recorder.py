@@ -7,13 +7,13 @@ from typing import Any
 
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.spending import Spending
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
 from streamrl.controller.telemetry import Telemetry
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
-from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.rollout_store import RolloutStore
 
 
 class Recorder:
@@ -36,7 +36,7 @@ class Recorder:
 
     def step_done(
         self,
-        batch: Batch,
+        batch: StepBatch,
         result: dict[str, Any],
         lengths: StepLengths,
         publishes: bool,
@@ -85,7 +85,7 @@ class Recorder:
         spent = self.spending.between(times.started, times.ended)
         return spent + traffic.usd if spent or traffic.usd or self.spending.usd_per_hour else None
 
-    def _audited(self, batch: Batch) -> StepAudit:
+    def _audited(self, batch: StepBatch) -> StepAudit:
         """What became of the lengths in this step."""
         for group in batch.groups.values():
             counted = {m.sample.sample_id for m in batch.counted(group)}

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.length_predictor import Lengths
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.length_predictor import LengthPredictor
+from streamrl.controller.step_batch import StepBatch
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
 from streamrl.run_dir.status import write_status
@@ -31,7 +31,7 @@ MEMORY_EVERY_S = 5.0
 class Telemetry:
     """Writes a run's status, metrics and trace; the controller is their only writer while it lives."""
 
-    def __init__(self, context: RoleContext, hub: Hub, lengths: Lengths) -> None:
+    def __init__(self, context: RoleContext, hub: Hub, lengths: LengthPredictor) -> None:
         self.context, self.hub, self.lengths = context, hub, lengths
         self.state = "starting"
         self.error: str | None = None
@@ -45,7 +45,7 @@ class Telemetry:
         """How many instances there are, and are to be."""
         self.processes: Callable[[], dict[str, str]] = dict
         """All processes of the run, by name, with their roles."""
-        self.batch: Batch | None = None
+        self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
         """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
@@ -111,7 +111,7 @@ class Telemetry:
         """From now on shows these: all processes with their roles, sites behind links, numbers of instances."""
         self.processes, self.sites, self.scaling = processes, sites, scaling
 
-    def watch(self, batch: Batch, pool: GroupPool) -> None:
+    def watch(self, batch: StepBatch, pool: GroupPool) -> None:
         """Shows the progress of this step from now on."""
         self.batch, self.pool = batch, pool
         self.detail = f"step {batch.step}"
@@ -145,7 +145,7 @@ class Telemetry:
             ],
         }
 
-    def step_done(self, row: MetricsRow, batch: Batch, trainer_spans: list[tuple[str, float, float]]) -> None:
+    def step_done(self, row: MetricsRow, batch: StepBatch, trainer_spans: list[tuple[str, float, float]]) -> None:
         """Records a finished step."""
         self.metrics.append(row)
         self._latest, self.step = row, row.step

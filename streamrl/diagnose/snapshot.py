@@ -17,7 +17,7 @@ from typing import Any, cast
 import psutil
 
 from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts, WaitFacts
-from streamrl.diagnose.stacks import CLOCK_S, Seen
+from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started, site_folders
 from streamrl.run_dir.start_stages import read_stages
@@ -82,11 +82,11 @@ def _until(done: Callable[[], bool], end: float) -> None:
         time.sleep(POLL_S)
 
 
-def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
+def _find(run_dir: Path, told: Mapping[str, Any]) -> list[ObservedProcesses]:
     """The run's processes: those that launchers have written down, torch's ranks, and, without a pid, those that only
     status.json knows."""
     roles, family = told.get("roles") or {}, _Family()
-    found: list[Seen] = []
+    found: list[ObservedProcesses] = []
     for site, folder in site_folders(run_dir).items():
         written = _written_at(folder)
         for started in _started(folder):
@@ -109,7 +109,9 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[Seen]:
     known = {one.facts.name for one in found}
     for name, state in roles.items():
         if name not in known:
-            found.append(Seen(ProcessFacts(name=name, role=str(state.get("role", "")), alive="unknown"), run_dir))
+            found.append(
+                ObservedProcesses(ProcessFacts(name=name, role=str(state.get("role", "")), alive="unknown"), run_dir)
+            )
     stages, now = {name: one for name, one in read_stages(run_dir).items() if not one.ready}, time.time()
     if "trainer-0" in known and "trainer" in stages:  # what the first rank says; torch's launcher says nothing
         stages["trainer-0"] = stages.pop("trainer")
@@ -147,10 +149,12 @@ class _Family:
                     found[int(rank)] = one.pid
         return dict(sorted(found.items()))
 
-    def look(self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = "") -> Seen:
+    def look(
+        self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = ""
+    ) -> ObservedProcesses:
         """Finds a process, if it is the one that was there when its pid was written down, and all that it started.
         Nothing can be seen of one on another node."""
-        seen = Seen(facts, folder / layout.STACKS)
+        seen = ObservedProcesses(facts, folder / layout.STACKS)
         if node:
             seen.facts = replace(facts, alive="unknown", pid=None)
             return seen
@@ -169,7 +173,7 @@ class _Family:
         seen.facts = replace(facts, alive=_alive(root), children=tuple(_unable(seen.tree[1:])))
         return seen
 
-    def others(self, found: Iterable[Seen], run_dir: Path) -> list[Seen]:
+    def others(self, found: Iterable[ObservedProcesses], run_dir: Path) -> list[ObservedProcesses]:
         """The launcher, if it still has children here, and the proxy of an emulated network."""
         listed = {one.facts.pid for one in found}
         roots = [one.tree[0] for one in found if one.tree and one.facts.role != "trainer"]
@@ -178,11 +182,11 @@ class _Family:
             if "launch" not in launcher.cmdline():
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
-            others = [Seen(own, run_dir / layout.STACKS, [launcher])]
+            others = [ObservedProcesses(own, run_dir / layout.STACKS, [launcher])]
             for child in self._children.get(launcher.pid, []):
                 if child.pid not in listed and "streamrl.emulation.proxy" in child.cmdline():
                     proxy = ProcessFacts(name="proxy", role="proxy", pid=child.pid, alive=_alive(child))
-                    others.append(Seen(proxy, run_dir / layout.STACKS, [child]))
+                    others.append(ObservedProcesses(proxy, run_dir / layout.STACKS, [child]))
             return others
         return []
 
@@ -197,7 +201,7 @@ def _alive(process: psutil.Process) -> Alive:
     return cast(Alive, names.get(status, plain))
 
 
-def _twice(one: Seen) -> Alive:
+def _twice(one: ObservedProcesses) -> Alive:
     """Its state, also after the window: only who waits for a disk both times does so for long."""
     if not one.tree:
         return one.facts.alive

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from streamrl.atomic_files import replace_text
 from streamrl.diagnose.facts import Loop, ProcessFacts
-from streamrl.files import replace_text
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def describe(task: asyncio.Task[Any]) -> str:
 
 
 @dataclass
-class Seen:
+class ObservedProcesses:
     """A process that is looked at."""
 
     facts: ProcessFacts

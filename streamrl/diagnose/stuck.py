@@ -39,7 +39,7 @@ from streamrl.diagnose.facts import (
     innermost,
 )
 
-State = Literal["healthy", "slow", "stuck", "ended", "starting"]
+HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
 STUCK = 3
 """Exit code of a command that finds a run stuck."""
 
@@ -60,7 +60,7 @@ class Edge:
 class Verdict:
     """Whether a run goes on, and what it is that it does not."""
 
-    state: State
+    state: HealthState
     sentence: str
     edges: list[Edge] = field(default_factory=list)
     """From the controller to the process at the end."""
@@ -210,7 +210,7 @@ def _fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
 
 
 @dataclass(frozen=True)
-class Chain:
+class WaitChain:
     """Edges from a first waiter to the process at the end, and how that one is."""
 
     edges: list[Edge]
@@ -223,11 +223,11 @@ def _first_waits(facts: Facts) -> list[WaitFacts]:
     return [wait for wait in waits if wait.owner == "controller"] or list(waits)
 
 
-def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> Chain:
+def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
     """The chain that begins with this wait and explains most."""
     since_s = max(0.0, facts.now - wait.since)
     seen = (*seen, wait.owner)
-    found: list[tuple[Chain, ProcessFacts | None]] = []
+    found: list[tuple[WaitChain, ProcessFacts | None]] = []
     for name in targets(wait, facts):
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, name)
         one = facts.by_name.get(name)
@@ -238,16 +238,16 @@ def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> Chain:
             further = [_follow(other, facts, seen) for other in _waits_of(name, facts)]
             if further:
                 best = max(further, key=lambda chain: (chain.condition.rank, chain.edges[0].since_s))
-                found.append((Chain([edge, *best.edges], best.condition), one))
+                found.append((WaitChain([edge, *best.edges], best.condition), one))
                 continue
-        found.append((Chain([edge], end), one))
+        found.append((WaitChain([edge], end), one))
     if any(chain.condition.rank == Rank.WORKS for chain, _ in found):
         found = [(chain, one) for chain, one in found if chain.condition.rank != Rank.IDLE]
     if not found:
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, "")
-        return Chain([edge], Condition(Rank.UNKNOWN, _busy(facts)))
+        return WaitChain([edge], Condition(Rank.UNKNOWN, _busy(facts)))
 
-    def explains(pair: tuple[Chain, ProcessFacts | None]) -> tuple[int, bool, int]:
+    def explains(pair: tuple[WaitChain, ProcessFacts | None]) -> tuple[int, bool, int]:
         chain, one = pair
         return chain.condition.rank, one is not None and bool(one.stage), one.running if one is not None else 0
 
@@ -303,7 +303,7 @@ def _of_role(role: str, facts: Facts) -> list[str]:
     return [p.name for p in facts.processes if p.role == role]
 
 
-def _is_stuck(chain: Chain, facts: Facts) -> bool:
+def _is_stuck(chain: WaitChain, facts: Facts) -> bool:
     """See the module's text. While a run starts, libraries load and models warm up: only certain causes count."""
     if any(edge.since_s > edge.limit_s + GRACE_S for edge in chain.edges):
         return True
@@ -423,7 +423,7 @@ def _details(facts: Facts) -> list[str]:
 # -- sentences
 
 
-def _told(chain: Chain, facts: Facts) -> str:
+def _told(chain: WaitChain, facts: Facts) -> str:
     """A chain in one sentence."""
     parts = []
     for number, edge in enumerate(chain.edges):
@@ -454,14 +454,14 @@ def _place(facts: Facts) -> str:
     return f"step {run.step + 1} of {run.steps}, {elapsed:.1f} s into a step that takes {usual:.1f} s (median)"
 
 
-def _longest(chain: Chain | None) -> str:
+def _longest(chain: WaitChain | None) -> str:
     if chain is None:
         return "; nobody waits"
     edge = chain.edges[0]
     return f"; the longest wait is {edge.waiter}'s, {_s(edge.since_s)} of {_s(edge.limit_s)}, for {edge.waits_for}"
 
 
-def _starting(facts: Facts, longest: Chain | None) -> str:
+def _starting(facts: Facts, longest: WaitChain | None) -> str:
     if facts.run is None:
         one = facts.by_name.get("controller")
         return f"starting: the controller has not reported yet; it {condition(one, facts).text}"

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from streamrl.atomic_files import replace_json
 from streamrl.emulation.namespaces import (
     Layout,
     create,
@@ -44,7 +45,6 @@ from streamrl.emulation.namespaces import (
 from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed, UserError
-from streamrl.files import replace_json
 
 CONFIG_FILE = "proxy.json"
 STATS_FILE = "stats.json"

@@ -35,9 +35,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from streamrl.atomic_files import replace_json
 from streamrl.emulation.settings import Forwarding, ProxySettings
 from streamrl.emulation.tcp_relay import RelayLink, set_buffers
-from streamrl.files import replace_json
 
 log = logging.getLogger(__name__)
 

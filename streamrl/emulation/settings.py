@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.atomic_files import replace_json
 from streamrl.emulation.shaping import LinkShape
-from streamrl.files import replace_json
 
 
 @dataclass(frozen=True)

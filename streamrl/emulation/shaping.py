@@ -1,7 +1,7 @@
 """When bytes that cross a link leave it and arrive: bandwidth, delay, loss and back-pressure of one direction.
 
-A `Wire` is one direction of a link, shared by all connections over it; a `Flow` is one connection on it. Both are pure:
-they are told the time, in seconds of any clock that does not go back.
+A `Wire` is one direction of a link, shared by all connections over it; a `ShapedFlow` is one connection on it. Both are
+pure: they are told the time, in seconds of any clock that does not go back.
 
     bandwidth   n bytes occupy the wire for n / bandwidth seconds, after all bytes that were sent before.
     delay       they arrive `delay_s` after they have left. Bytes of one flow arrive in order, whatever changes.
@@ -86,7 +86,7 @@ class Transit:
     """When the last of them is at the receiver, and may be delivered."""
 
 
-class Flow:
+class ShapedFlow:
     """One connection in one direction: the order of its bytes, and how many are under way."""
 
     def __init__(self) -> None:
@@ -136,11 +136,11 @@ class Wire:
         """When the next bytes may enter: `now`, or as soon as the queue has room."""
         return max(now, self._free_at - QUEUE_S)
 
-    def may_read(self, flow: Flow) -> bool:
+    def may_read(self, flow: ShapedFlow) -> bool:
         """Whether a flow's window has room for another chunk."""
         return flow.in_flight < self.shape.window
 
-    def send(self, now: float, nbytes: int, flow: Flow) -> Transit:
+    def send(self, now: float, nbytes: int, flow: ShapedFlow) -> Transit:
         """Puts bytes on the wire.
 
         Loss is imitated as what TCP makes of it, since a proxy of TCP connections cannot drop a segment: each segment

@@ -25,8 +25,7 @@ from enum import Enum
 from random import Random
 
 from streamrl.emulation.settings import LinkSettings
-from streamrl.emulation.shaping import MAX_CHUNK, MIN_WINDOW, QUEUE_S, SEGMENT, LinkShape, Wire
-from streamrl.emulation.shaping import Flow as WireFlow
+from streamrl.emulation.shaping import MAX_CHUNK, MIN_WINDOW, QUEUE_S, SEGMENT, LinkShape, ShapedFlow, Wire
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +81,12 @@ class Pipe:
 class Lane:
     """One direction of a connection."""
 
-    def __init__(self, pipe: Pipe, relay: Relay, source: Endpoint, sink: Endpoint) -> None:
+    def __init__(self, pipe: Pipe, relay: Relay, source: RelayEndpoint, sink: RelayEndpoint) -> None:
         self._pipe = pipe
         self._relay = relay
         self._source = source
         self._sink = sink
-        self._flow = WireFlow()
+        self._flow = ShapedFlow()
         self._next: bytes | None = None
         self._line: deque[tuple[float, bytes | End]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -184,7 +183,7 @@ class Lane:
         self.update_reading()
 
 
-class Endpoint(asyncio.BufferedProtocol):
+class RelayEndpoint(asyncio.BufferedProtocol):
     """One of the two sockets of a relayed connection; it reads nothing before it is told to."""
 
     def __init__(self, relay: Relay) -> None:
@@ -277,8 +276,8 @@ class Relay:
         self._accepted = accepted
         self._task: asyncio.Task[None] | None = None
         self.closing = False
-        self.remote = Endpoint(self)
-        self.home = Endpoint(self)
+        self.remote = RelayEndpoint(self)
+        self.home = RelayEndpoint(self)
         self.lanes: tuple[Lane, ...] = ()
 
     def begin(self, connect: tuple[str, int]) -> None:
@@ -324,7 +323,7 @@ class Relay:
         await asyncio.sleep(self._link.shape.delay_s)
         await self._link.up.wait()
 
-    def arrived(self, end: End, at: Endpoint) -> None:
+    def arrived(self, end: End, at: RelayEndpoint) -> None:
         """An end has crossed the link."""
         if end is End.RESET:
             self.reset()
@@ -335,7 +334,7 @@ class Relay:
             self.remote.close()
             self.home.close()
 
-    def lost(self, endpoint: Endpoint) -> None:
+    def lost(self, endpoint: RelayEndpoint) -> None:
         """One of the sockets is gone."""
         if not self.closing and endpoint.outgoing and endpoint.incoming:
             endpoint.incoming.discard()

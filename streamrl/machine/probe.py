@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamrl.files import replace_json
+from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import cache_directory
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from ranker.held_out import HeldOut
-from ranker.report import Captured, Dispatch
 from ranker.segments import Array
+from ranker.training_report import Captured, Dispatch
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from streamrl.report.run_data import Rollouts
+from streamrl.report.run_data import RunRollouts
 from streamrl.report.timeline import Track, Window
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -155,7 +155,7 @@ def length_figure(rows: Sequence[MetricsRow]) -> Figure:
     return figure
 
 
-def length_histogram_figure(rollouts: Rollouts) -> Figure:
+def length_histogram_figure(rollouts: RunRollouts) -> Figure:
     """Output lengths of the whole run by task, and why completions ended."""
     figure, (left, right) = new(1, 2, height=2.9)
     tasks = rollouts.tasks
@@ -181,7 +181,7 @@ def length_histogram_figure(rollouts: Rollouts) -> Figure:
     return figure
 
 
-def prediction_figure(rows: Sequence[MetricsRow], rollouts: Rollouts) -> Figure:
+def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figure:
     """How well lengths were ranked in each step, and every predicted length against what came."""
     figure, (left, right) = new(1, 2)
     for name, label, colour in (

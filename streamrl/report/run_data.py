@@ -43,7 +43,7 @@ _TEXT_COLUMNS = ["prompt", "prompt_tokens", "completion", "completion_tokens"]
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RunRollouts:
     """All samples of a run, one entry per sample; of a sample written twice the later one."""
 
     sample_id: npt.NDArray[np.object_]
@@ -97,7 +97,7 @@ class RunData:
     events: list[Event]
     origin: float | None
     """Unix seconds of the trace's time zero."""
-    rollouts: Rollouts | None
+    rollouts: RunRollouts | None
     config_text: str | None
     notes: list[str]
     """What could not be read, one sentence each."""
@@ -133,7 +133,7 @@ def load_run(run_dir: Path) -> RunData:
     )
 
 
-def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
+def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -164,7 +164,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
         values = [record.get(name) for record in records]
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
-    return Rollouts(
+    return RunRollouts(
         sample_id=np.array(list(latest), dtype=object),
         group_id=objects("group_id", ""),
         task=objects("task", "(no task)"),
@@ -180,13 +180,13 @@ def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts | None:
     )
 
 
-def error_counts(rollouts: Rollouts, most: int = 5) -> list[tuple[str, int]]:
+def error_counts(rollouts: RunRollouts, most: int = 5) -> list[tuple[str, int]]:
     """The most frequent reward errors (first line of each) with their counts."""
     messages = [str(text).strip().splitlines()[0] for text in rollouts.reward_error if str(text or "").strip()]
     return Counter(messages).most_common(most)
 
 
-def pick_samples(rollouts: Rollouts) -> dict[str, list[int]]:
+def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
     """Indices of samples worth reading, by title; each sample once, and each prompt once per title.
 
     Among equals the latest steps come first: they show what the run has come to.

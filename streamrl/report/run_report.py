@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.files import replace_text
+from streamrl.atomic_files import replace_text
 from streamrl.report import plots
 from streamrl.report.check_sections import evaluation, length_audit, schedule
 from streamrl.report.page import CSS, figure, section, table
 from streamrl.report.panels import stale_message
 from streamrl.report.run_data import (
-    Rollouts,
     RunData,
+    RunRollouts,
     SampleText,
     error_counts,
     load_run,
@@ -226,7 +226,7 @@ def _training(data: RunData) -> str:
     )
 
 
-def _tasks(rollouts: Rollouts) -> str:
+def _tasks(rollouts: RunRollouts) -> str:
     rows = []
     half = (int(rollouts.step.min()) + int(rollouts.step.max()) + 1) / 2
     for task in rollouts.tasks:

@@ -49,7 +49,7 @@ REMEMBERED = 3
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LengthComparison:
     """Trained against issued over the newest settled cohorts."""
 
     cohorts: int
@@ -88,7 +88,7 @@ class StepAudit:
     """Samples issued for this step's batch that have no length yet."""
     unfinished_share: float
     """Of the samples issued for the newest `window_steps` batches up to this one: neither finished nor dropped."""
-    comparison: Comparison
+    comparison: LengthComparison
     warning: str | None
     """In plain words, when trained and issued differ significantly and materially."""
 
@@ -203,7 +203,7 @@ class LengthAudit:
         self._finished, self._dropped = [], [item for item in self._dropped if item[0] > step]
         return audit
 
-    def _compare(self, step: int) -> Comparison:
+    def _compare(self, step: int) -> LengthComparison:
         cohorts: dict[int, list[_Group]] = {}
         for group in self._groups.values():
             cohorts.setdefault(group.number, []).append(group)
@@ -223,7 +223,7 @@ class LengthAudit:
         statistic, p_value = (
             ks_test(inside, outside) if min(len(inside), len(outside)) >= FEWEST_GROUPS else (None, None)
         )
-        return Comparison(
+        return LengthComparison(
             cohorts=len(chosen),
             groups_trained=len(inside),
             groups_left_out=len(outside),
@@ -258,7 +258,7 @@ def ks_test(some: Sequence[float], others: Sequence[float]) -> tuple[float, floa
     return float(found.statistic), float(found.pvalue)
 
 
-def warning(comparison: Comparison, level: float) -> str | None:
+def warning(comparison: LengthComparison, level: float) -> str | None:
     """What to tell a person of a comparison; None while p is `level` or more, or the difference does not matter."""
     ratio, p_value = comparison.mean_ratio, comparison.p_value
     if ratio is None or p_value is None or p_value >= level or abs(ratio - 1) <= MATERIAL:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from streamrl.files import replace_json
+from streamrl.atomic_files import replace_json
 
 BEST_FILE = "best.json"
 

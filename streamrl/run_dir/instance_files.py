@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.files import replace_json
+from streamrl.atomic_files import replace_json
 from streamrl.run_dir import layout
 
 

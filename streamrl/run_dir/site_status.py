@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from streamrl.files import replace_json
+from streamrl.atomic_files import replace_json
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.status import ABSENT_AFTER_S, StatusModel

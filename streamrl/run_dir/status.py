@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from streamrl.atomic_files import replace_json
 from streamrl.errors import UserError
-from streamrl.files import replace_json
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.metrics import MetricsRow
@@ -21,7 +21,7 @@ from streamrl.run_dir.metrics import MetricsRow
 STALE_AFTER_S = 10.0
 """The controller writes every half second: twenty missed updates are no hiccup."""
 
-State = Literal["starting", "running", "stopping", "done", "interrupted", "failed"]
+RunState = Literal["starting", "running", "stopping", "done", "interrupted", "failed"]
 FINAL_STATES: frozenset[str] = frozenset({"done", "interrupted", "failed"})
 
 
@@ -49,7 +49,7 @@ class RoleStatus(StatusModel):
     dtype_why: str = ""
 
 
-class Progress(StatusModel):
+class StepProgress(StatusModel):
     """The step under way."""
 
     groups_total: int = 0
@@ -126,7 +126,7 @@ class RunStatus(StatusModel):
     """A whole status file; times are unix seconds."""
 
     run: str
-    state: State
+    state: RunState
     step: int = Field(ge=0, description="optimizer steps completed")
     steps: int = Field(ge=0, description="optimizer steps wanted")
     started_at: float
@@ -139,7 +139,7 @@ class RunStatus(StatusModel):
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
     sites: dict[str, RemoteSite] = Field(default_factory=dict)
     scaling: ScalingStatus = Field(default_factory=ScalingStatus)
-    progress: Progress = Field(default_factory=Progress)
+    progress: StepProgress = Field(default_factory=StepProgress)
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None
     waits: list[WaitStatus] = Field(default_factory=list)

@@ -14,7 +14,7 @@ from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
-from streamrl.machine.engine_settings import Choice, chosen_settings
+from streamrl.machine.engine_settings import EngineChoice, chosen_settings
 from streamrl.machine.model_files import resolve_model
 from streamrl.run_dir import layout, start_stages
 from streamrl.runtime.handshake import agreement
@@ -117,7 +117,7 @@ class RoleContext:
         """What this process's heartbeats say of the type that it computes in."""
         return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
 
-    def engine_choice(self, pool: GenerationPool) -> Choice:
+    def engine_choice(self, pool: GenerationPool) -> EngineChoice:
         """vLLM's settings of a pool's instances on this machine's CPU.
 
         Raises:

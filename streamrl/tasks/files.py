@@ -18,7 +18,7 @@ from streamrl.tasks.procedural import nearest
 
 
 @dataclass(frozen=True)
-class Row:
+class TaskRow:
     """One prompt of a file."""
 
     prompt: str
@@ -26,7 +26,7 @@ class Row:
     """Reference answer (str, int, float, bool, list, dict); None when the task has no answer column."""
 
 
-def load_rows(task: FileTask) -> list[Row]:
+def load_rows(task: FileTask) -> list[TaskRow]:
     """All rows, in the file's order.
 
     Raises:
@@ -42,7 +42,7 @@ def load_rows(task: FileTask) -> list[Row]:
     return rows
 
 
-def _file_rows(task: FileTask) -> Iterator[Row]:
+def _file_rows(task: FileTask) -> Iterator[TaskRow]:
     path = Path(task.path).expanduser()
     if path.is_dir():
         raise UserError(f"task {task.key!r}: {path} is a folder; kind: hf_dataset reads folders")
@@ -56,7 +56,7 @@ def _file_rows(task: FileTask) -> Iterator[Row]:
     raise UserError(f"task {task.key!r}: {path} must end in .jsonl or .parquet")
 
 
-def _jsonl_rows(task: FileTask, path: Path) -> Iterator[Row]:
+def _jsonl_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -78,7 +78,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parquet_rows(task: FileTask, path: Path) -> Iterator[Row]:
+def _parquet_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
     parquet = import_extra("pyarrow.parquet", f"task {task.key!r}")
     arrow = import_extra("pyarrow", f"task {task.key!r}")
     try:
@@ -116,7 +116,7 @@ def _hf_table(task: FileTask) -> Any:
     return data.with_format("arrow")[:]  # a table with the rows in the data set's own order
 
 
-def _table_rows(task: FileTask, table: Any, where: str) -> Iterator[Row]:
+def _table_rows(task: FileTask, table: Any, where: str) -> Iterator[TaskRow]:
     columns = _columns(task)
     values = [table.column(name).to_pylist() for name in columns]
     for number, cells in enumerate(zip(*values, strict=True), start=1):
@@ -127,7 +127,7 @@ def _columns(task: FileTask) -> list[str]:
     return [task.prompt_column, *([task.answer_column] if task.answer_column is not None else [])]
 
 
-def _row(task: FileTask, where: str, record: dict[str, Any]) -> Row:
+def _row(task: FileTask, where: str, record: dict[str, Any]) -> TaskRow:
     prompt = record[task.prompt_column]
     if not isinstance(prompt, str):
         raise UserError(f"{where}: column {task.prompt_column!r} must be text, got {_kind(prompt)}")
@@ -142,7 +142,7 @@ def _row(task: FileTask, where: str, record: dict[str, Any]) -> Row:
             answer = plain(answer)
         except TypeError as error:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
-    return Row(prompt, answer)
+    return TaskRow(prompt, answer)
 
 
 def plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ PLAIN_SCORES = 2**23
 """A CPU computes rows whose groups have up to so many attention scores each (32 MB in fp32, for a moment) with
 `PlainAttention`."""
 
-Lengths = tuple[int, ...]
+RowLengths = tuple[int, ...]
 
 
 def shared_prefix_attention(
@@ -73,7 +73,7 @@ def shared_prefix_attention(
 
 
 def _prefix_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: int, lengths: Lengths, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: int, lengths: RowLengths, scale: float
 ) -> torch.Tensor:
     """Attention of sequences that lie one behind the other and share a prefix.
 
@@ -107,7 +107,7 @@ def _scores(group: GroupLayout) -> int:
     return max(group.prompt_length**2, answers)
 
 
-def _pad(x: torch.Tensor, prefix: int, lengths: Lengths) -> torch.Tensor:
+def _pad(x: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
     """[H, prefix + sum(lengths), D] -> [G, H, prefix + max(lengths), D], the prefix in every row, zeros behind."""
     heads, _, width = x.shape
     out = x.new_zeros(len(lengths), heads, prefix + max(lengths), width)
@@ -117,7 +117,7 @@ def _pad(x: torch.Tensor, prefix: int, lengths: Lengths) -> torch.Tensor:
     return out
 
 
-def _unpad(grad: torch.Tensor, prefix: int, lengths: Lengths) -> torch.Tensor:
+def _unpad(grad: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
     """The transpose of `_pad`: [G, H, prefix + max(lengths), D] -> [H, prefix + sum(lengths), D]."""
     parts = [row[:, prefix : prefix + length] for row, length in zip(grad, lengths, strict=True)]
     if prefix:
@@ -129,7 +129,7 @@ class Padded(torch.autograd.Function):
     """`_pad` with a gradient that is one copy (indexing's would be a scatter)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, prefix: int, lengths: Lengths) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
         """[H, prefix + T, D] -> [G, H, prefix + C, D]."""
         ctx.shape = prefix, lengths
         return _pad(x, prefix, lengths)
@@ -144,7 +144,7 @@ class Unpadded(torch.autograd.Function):
     """`_unpad` of sequences without a prefix, with a gradient that is one copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, lengths: RowLengths) -> torch.Tensor:
         """[G, H, C, D] -> [H, T, D]."""
         ctx.lengths = lengths
         return _unpad(x, 0, lengths)

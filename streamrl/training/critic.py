@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from streamrl.training.packing import PackedBatch
-from streamrl.training.policy import packed_model
+from streamrl.training.policy_model import packed_model
 from streamrl.training.tensor_parallel import whole
 
 

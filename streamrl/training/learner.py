@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.training.critic import Critic
-from streamrl.training.policy import Policy
+from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
 
 Model = TypeVar("Model", Policy, Critic)

@@ -42,7 +42,7 @@ from streamrl.training.learner import Division, Learner, compute_type, copy_weig
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
-from streamrl.training.policy import Policy, load_policy
+from streamrl.training.policy_model import Policy, load_policy
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
 

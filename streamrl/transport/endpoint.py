@@ -12,7 +12,7 @@ Kinds handled in here: hello, welcome, refused, unknown, heartbeat, ack, bye. Al
     hub -> unknown {}                       to a connection that has not said hello: it says it (again)
 """
 
-from streamrl.transport.base import Delivery, PeerLost, Refused
+from streamrl.transport.endpoint_base import Delivery, PeerLost, Refused
 from streamrl.transport.flow import Flow
 from streamrl.transport.hub import Hub, Peer
 from streamrl.transport.link import Link

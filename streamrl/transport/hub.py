@@ -24,11 +24,11 @@ import zmq
 import zmq.asyncio
 
 from streamrl.errors import RunFailed
-from streamrl.transport import base
-from streamrl.transport.base import Delivery, Endpoint, Frames, Outgoing, PeerLost, send_now, size_of
+from streamrl.transport import endpoint_base
 from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, unguard
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
+from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
@@ -61,7 +61,7 @@ class _Door:
 
 
 @dataclass(frozen=True)
-class Route:
+class PeerRoute:
     """A connection, as ROUTER names it."""
 
     door: _Door
@@ -80,7 +80,7 @@ class Peer:
     flow: Flow = field(default_factory=Flow)
     site: str | None = None
     """Where it is, if it came through the outer door."""
-    route: Route | None = None
+    route: PeerRoute | None = None
     inbox: Inbox = field(default_factory=Inbox)
     last_seen: float = 0.0
     """Monotonic seconds."""
@@ -129,7 +129,7 @@ class Hub(Endpoint):
         self.misplaced = 0
         """Messages from outside, dropped because the connection's key was not that of the peer's site."""
         self._doors: list[_Door] = []
-        self._routes: dict[Route, Peer] = {}
+        self._routes: dict[PeerRoute, Peer] = {}
         self._joined = asyncio.Event()
         self._beat_at = time.monotonic()
         """When the peers were looked at last."""
@@ -218,7 +218,7 @@ class Hub(Endpoint):
 
     def _stalled(self, now: float) -> float:
         """Seconds by which the next look at the peers is overdue."""
-        return max(0.0, now - self._beat_at - base.HEARTBEAT_S)
+        return max(0.0, now - self._beat_at - endpoint_base.HEARTBEAT_S)
 
     async def send(
         self,
@@ -249,22 +249,22 @@ class Hub(Endpoint):
         if peer.route is not None and self._answer(peer.route, frames):
             peer.bytes_out += size_of(frames)
 
-    def _answer(self, route: Route, frames: Frames) -> bool:
+    def _answer(self, route: PeerRoute, frames: Frames) -> bool:
         return send_now(route.door.socket, [route.routing_id, *frames])
 
     async def _read(self, door: _Door) -> None:
         for count in itertools.count(1):
-            if count % base.YIELD_EVERY == 0:
+            if count % endpoint_base.YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             if door.keys is None:
                 routing_id, *frames = await door.socket.recv_multipart()
-                self._arrived(Route(door, routing_id), frames, None)
+                self._arrived(PeerRoute(door, routing_id), frames, None)
             else:
                 first, *others = await door.socket.recv_multipart(copy=False)
                 site = door.keys.site_of(first)
-                self._arrived(Route(door, first.bytes), [frame.buffer.toreadonly() for frame in others], site)
+                self._arrived(PeerRoute(door, first.bytes), [frame.buffer.toreadonly() for frame in others], site)
 
-    def _arrived(self, route: Route, frames: list[Any], site: str | None) -> None:
+    def _arrived(self, route: PeerRoute, frames: list[Any], site: str | None) -> None:
         """Handles one message, whatever it is; `site` is that of the connection's key."""
         peer = self._routes.get(route)
         if route.door.keys is not None and (site is None or (peer is not None and peer.site != site)):
@@ -289,7 +289,7 @@ class Hub(Endpoint):
 
     def _handle(self, peer: Peer, message: Message, size: int) -> None:
         if message.kind == "ack":
-            if base.take_ack(peer.outbox, self.session, message):
+            if endpoint_base.take_ack(peer.outbox, self.session, message):
                 peer.credit.set()
         elif message.kind == "heartbeat":
             self._heartbeat(peer, message, size)
@@ -309,7 +309,7 @@ class Hub(Endpoint):
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
-        peer.state, times = base.take_state(message)
+        peer.state, times = endpoint_base.take_state(message)
         sent = times.get("sent")
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
@@ -324,7 +324,7 @@ class Hub(Endpoint):
 
         return ack
 
-    def _hello(self, route: Route, message: Message, site_of_key: str | None) -> None:
+    def _hello(self, route: PeerRoute, message: Message, site_of_key: str | None) -> None:
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
@@ -357,7 +357,7 @@ class Hub(Endpoint):
             self._joined.set()
 
     def _judge(
-        self, route: Route, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
+        self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
     ) -> tuple[str | None, Flow]:
         """Why a hello is refused (None: it is not), and the flow of its peer."""
         site = meta.get("site") if route.door.outside else None
@@ -398,7 +398,7 @@ class Hub(Endpoint):
     async def _beat(self) -> None:
         self._beat_at = time.monotonic()
         while True:
-            await asyncio.sleep(base.HEARTBEAT_S)
+            await asyncio.sleep(endpoint_base.HEARTBEAT_S)
             now = time.monotonic()
             stalled, self._beat_at = self._stalled(now), now
             for peer in list(self.peers.values()):
@@ -417,6 +417,6 @@ class Hub(Endpoint):
         """Stops serving."""
         await self._stop()
         for door in self._doors:
-            door.socket.close(base.LINGER_MS)
+            door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, self._domain)

@@ -17,12 +17,12 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
-from streamrl.transport import base
-from streamrl.transport.base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
+from streamrl.transport import endpoint_base
 from streamrl.transport.clock import ClockSync
 from streamrl.transport.curve import ClientSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
+from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
 
@@ -193,7 +193,7 @@ class Link(Endpoint):
 
     async def _read(self) -> None:
         for count in itertools.count(1):
-            if count % base.YIELD_EVERY == 0:
+            if count % endpoint_base.YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             self._arrived(await self._socket.recv_multipart())
 
@@ -242,12 +242,12 @@ class Link(Endpoint):
 
     def _handle(self, message: Message) -> None:
         if message.kind == "heartbeat":
-            self.hub_state, times = base.take_state(message)
+            self.hub_state, times = endpoint_base.take_state(message)
             sent, hub = times.get("sent"), times.get("hub")
             if is_time(sent) and is_time(hub):
                 self.clock.add(sent, hub, self._clock())
         elif message.kind == "ack":
-            if base.take_ack(self._outbox, self.session, message):
+            if endpoint_base.take_ack(self._outbox, self.session, message):
                 self._credit.set()
                 if not self._outbox.pending:
                     self._all_acknowledged.set()
@@ -274,7 +274,7 @@ class Link(Endpoint):
     async def _beat(self) -> None:
         last = time.monotonic()
         for beat in itertools.count():
-            pause = base.HEARTBEAT_S / (1 if beat >= FIRST_BEATS else 10)
+            pause = endpoint_base.HEARTBEAT_S / (1 if beat >= FIRST_BEATS else 10)
             own = {"waits": self.waits.snapshot(), "malformed": self.malformed}
             clocks = {"clock_offset_s": self.clock.offset_s, "rtt_s": self.clock.rtt_s}
             self._put(self._control("heartbeat", self.state() | own | clocks | {"clock": {"sent": self._clock()}}))
@@ -294,4 +294,4 @@ class Link(Endpoint):
         if self._answered.is_set() and self._refusal is None and not self._closed:
             self._put(self._control("bye"))
         await self._stop()
-        self._socket.close(base.LINGER_MS)
+        self._socket.close(endpoint_base.LINGER_MS)

@@ -13,7 +13,7 @@ from streamrl.weights.backends.base import Compute, WeightBackend, WeightPath, w
 from streamrl.weights.backends.streamed import StreamedBackend
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 
 
 def path_of(context: RoleContext) -> WeightPath:

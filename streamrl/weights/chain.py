@@ -28,7 +28,7 @@ class Unreachable(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStep:
     """One part of a way: complete weights (base None) or the delta of a version."""
 
     number: int
@@ -73,7 +73,7 @@ class Chain:
         self._since_anchor = 0
         self._full_bytes = 0
         """Of the newest version, not compressed."""
-        self._deltas: dict[int, Step] = {}
+        self._deltas: dict[int, ChainStep] = {}
         """Kept deltas, oldest first; without gaps, each starts where the one before it ends."""
         self._severed: set[int] = set()
         """Versions whose delta no longer leads to the newest, not yet collected."""
@@ -112,7 +112,7 @@ class Chain:
         elif self.newest is None:
             raise ValueError("the first version has nothing to be a delta of")
         else:
-            self._deltas[number] = Step(number, self.newest, delta_bytes)
+            self._deltas[number] = ChainStep(number, self.newest, delta_bytes)
         self.newest = number
         self._complete[number] = self._full_bytes = full_bytes
         self._since_anchor += 1
@@ -128,7 +128,7 @@ class Chain:
         self.anchor, self.coming_anchor = self.coming_anchor, None
         self._complete[self.anchor] = nbytes
 
-    def path(self, holds: int | None, want: int) -> tuple[Step, ...]:
+    def path(self, holds: int | None, want: int) -> tuple[ChainStep, ...]:
         """The fewest bytes that bring a receiver from the version it holds to another; of equal ones the shortest,
         then the one that starts latest. Empty if it holds what it wants.
 
@@ -137,13 +137,13 @@ class Chain:
         """
         if holds == want:
             return ()
-        best: tuple[tuple[int, int], tuple[Step, ...]] | None = None
-        tail: tuple[Step, ...] = ()
+        best: tuple[tuple[int, int], tuple[ChainStep, ...]] | None = None
+        tail: tuple[ChainStep, ...] = ()
         at: int | None = want
         while at is not None:  # backwards along the deltas: the way may start at each version that is passed
-            way: tuple[Step, ...] | None = tail if at == holds else None
+            way: tuple[ChainStep, ...] | None = tail if at == holds else None
             if way is None and at in self._complete:
-                way = (Step(at, None, self._complete[at]), *tail)
+                way = (ChainStep(at, None, self._complete[at]), *tail)
             if way is not None:
                 cost = (sum(step.nbytes for step in way), len(way))
                 if best is None or cost < best[0]:

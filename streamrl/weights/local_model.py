@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from streamrl.weights.quantize import SCALE_SUFFIX, Kind, is_quantized, quantize
+from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest, lay_out
 
@@ -22,7 +22,7 @@ Expected = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type (torch's name) and shape of every tensor of a version, in its order."""
 
 
-def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] | Kind) -> Expected:
+def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] | CodeKind) -> Expected:
     """What the versions of a run hold; no weights are read.
 
     Args:
@@ -39,7 +39,7 @@ def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] |
 
 
 def initial_version(
-    model: str, expected: Expected, dtype: str, generation_dtype: Literal["same"] | Kind
+    model: str, expected: Expected, dtype: str, generation_dtype: Literal["same"] | CodeKind
 ) -> tuple[Manifest, np.ndarray] | None:
     """Version 0 as a run's trainer lays it out, from the model's safetensors files, one tensor in memory at a time.
 

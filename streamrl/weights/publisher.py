@@ -32,7 +32,7 @@ import numpy as np
 
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
-from streamrl.weights.chain import Chain, Step, Unreachable
+from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.pacing import Pacer
 from streamrl.weights.version import Manifest, Part, checksum, kind_of
@@ -327,7 +327,7 @@ class WeightPublisher:
         streams = tuple(self._stream(step) for step in path)
         return _Transfer(request, self._versions[want].manifest, streams, is_delta=True)
 
-    def _stream(self, step: Step) -> Stream:
+    def _stream(self, step: ChainStep) -> Stream:
         """The bytes of a step; what is complete and not packed is the newest version."""
         version = self._versions[step.number]
         stream = version.packed if step.base is None else version.delta

@@ -24,10 +24,10 @@ import torch
 
 from streamrl.weights.version import CorruptWeights, Manifest
 
-Kind = Literal["fp8", "int8"]
+CodeKind = Literal["fp8", "int8"]
 
-CODE_TYPES: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LIMITS: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0}
+CODE_TYPES: dict[CodeKind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LIMITS: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0}
 """The largest code."""
 SCALE_SUFFIX = ".scale"
 NOT_LINEAR = ("embed", "norm", "wte", "wpe")
@@ -50,7 +50,7 @@ def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     return module not in ROUTERS and not any(word in module for word in NOT_LINEAR)
 
 
-def quantized(tensors: Mapping[str, Described], kind: Kind) -> dict[str, Described]:
+def quantized(tensors: Mapping[str, Described], kind: CodeKind) -> dict[str, Described]:
     """What a version holds, in its order, given what it would hold if nothing were quantized.
 
     Raises:
@@ -69,7 +69,7 @@ def quantized(tensors: Mapping[str, Described], kind: Kind) -> dict[str, Describ
     return result
 
 
-def quantize(tensor: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a matrix to 8 bits. Rows do not depend on each other, so a part of them gives their part of the result.
 
     Args:

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
-from streamrl.weights.quantize import SCALE_SUFFIX, Kind, is_quantized, quantize, quantized
+from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
 from streamrl.weights.version import (
     ALIGNMENT,
     Manifest,
@@ -136,7 +136,7 @@ class ShardedLayout:
     """Makes versions of one model. To lay one out, torch.distributed must be initialised."""
 
     def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype, generation_dtype: Literal["same"] | Kind = "same"
+        self, model: PreTrainedModel, dtype: torch.dtype, generation_dtype: Literal["same"] | CodeKind = "same"
     ) -> None:
         """
         Args:
@@ -150,7 +150,7 @@ class ShardedLayout:
             ValueError: it cannot be quantized.
         """
         self.dtype = dtype
-        self.kind: Kind | None = None if generation_dtype == "same" else generation_dtype
+        self.kind: CodeKind | None = None if generation_dtype == "same" else generation_dtype
         self._parameters = dict(model.named_parameters())  # tied ones come once
         self._revert: Revert = lambda tensors: revert_weight_conversion(model, tensors)
         self._parts = conversions({name: tuple(p.shape) for name, p in self._parameters.items()}, self._revert)

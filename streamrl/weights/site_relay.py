@@ -26,8 +26,8 @@ import numpy as np
 from streamrl.errors import RunFailed
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights.codec.delta import decode_tensor
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, kind_of
+from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
 

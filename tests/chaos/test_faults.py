@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from streamrl.chaos.faults import LEAST_PAUSE_S, MOST_PAUSE_S, OF_LINKS, WHAT, Inventory, Kind, schedule, targets
+from streamrl.chaos.faults import LEAST_PAUSE_S, MOST_PAUSE_S, OF_LINKS, WHAT, FaultKind, Inventory, schedule, targets
 
 ONE_SITE = Inventory(
     home="here", instances=("here-regular-0", "here-tail-0"), services=("service-here",), rewards=("rewards-here",)
@@ -15,7 +15,7 @@ ONE_SITE = Inventory(
 
 
 def test_every_kind_says_what_it_does() -> None:
-    assert set(WHAT) == set(Kind)
+    assert set(WHAT) == set(FaultKind)
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_one_does_not() -> None:
@@ -37,7 +37,7 @@ def test_no_kind_is_ever_more_than_one_ahead_of_another() -> None:
 
 def test_targets_of_a_kind_take_turns() -> None:
     possible, _ = targets(ONE_SITE)
-    kills = [fault.target for fault in islice(schedule(0, possible, [Kind.INSTANCE_KILL]), 8)]
+    kills = [fault.target for fault in islice(schedule(0, possible, [FaultKind.INSTANCE_KILL]), 8)]
     assert all(
         {first, second} == set(ONE_SITE.instances) for first, second in zip(kills[::2], kills[1::2], strict=True)
     )
@@ -45,24 +45,24 @@ def test_targets_of_a_kind_take_turns() -> None:
 
 def test_kinds_without_their_precondition_are_left_out_with_the_reason() -> None:
     possible, left_out = targets(ONE_SITE)
-    assert set(left_out) == {Kind.SITE_KILL, *OF_LINKS}
-    assert left_out[Kind.LINK_CUT] == "the run has no emulated link"
-    assert set(possible) | set(left_out) == set(Kind)
+    assert set(left_out) == {FaultKind.SITE_KILL, *OF_LINKS}
+    assert left_out[FaultKind.LINK_CUT] == "the run has no emulated link"
+    assert set(possible) | set(left_out) == set(FaultKind)
     possible, left_out = targets(
         Inventory("home", ("west-a-0",), ("service-west",), (), ("west",), ("west",), True, False)
     )
-    assert possible[Kind.LINK_SLOW] == possible[Kind.SITE_KILL] == ("west",)
-    assert set(left_out) == {Kind.REWARDS_KILL, Kind.DISK_FULL, Kind.LAUNCHER_KILL}
-    assert "nobody would start the run again" in left_out[Kind.LAUNCHER_KILL]
+    assert possible[FaultKind.LINK_SLOW] == possible[FaultKind.SITE_KILL] == ("west",)
+    assert set(left_out) == {FaultKind.REWARDS_KILL, FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL}
+    assert "nobody would start the run again" in left_out[FaultKind.LAUNCHER_KILL]
 
 
 def test_a_run_of_another_machine_keeps_its_controller() -> None:
     possible, left_out = targets(Inventory("home", ("west-a-0",), ("service-west",), (), trains_here=False))
-    assert {Kind.CONTROLLER_KILL, Kind.TRAINER_KILL} <= set(left_out)
-    assert Kind.SERVICE_KILL in possible
+    assert {FaultKind.CONTROLLER_KILL, FaultKind.TRAINER_KILL} <= set(left_out)
+    assert FaultKind.SERVICE_KILL in possible
 
 
 def test_a_selection_of_which_nothing_is_possible_is_refused() -> None:
     possible, _ = targets(ONE_SITE)
     with pytest.raises(ValueError, match="no kind"):
-        schedule(0, possible, [Kind.SITE_KILL])
+        schedule(0, possible, [FaultKind.SITE_KILL])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from streamrl.chaos.faults import Fault, Kind
-from streamrl.chaos.follow import Following, Seen, SeenProcess, SeenRole
+from streamrl.chaos.faults import Fault, FaultKind
+from streamrl.chaos.follow import Following, Observation, SeenProcess, SeenRole
 
 PROCESSES = {
     "controller": SeenProcess(1, "controller", ""),
@@ -20,10 +20,10 @@ ROLES = {
     "b-0": SeenRole("instance", "generating", 4, weight_version=3),
 }
 POOLS = {"here/a": 1, "here/b": 1}
-BEFORE = Seen(100.0, "running", 99.8, 5, 90.0, "", PROCESSES, ROLES, POOLS, POOLS)
+BEFORE = Observation(100.0, "running", 99.8, 5, 90.0, "", PROCESSES, ROLES, POOLS, POOLS)
 
 
-def at(now: float, **changes: object) -> Seen:
+def at(now: float, **changes: object) -> Observation:
     return replace(BEFORE, now=now, updated_at=now - 0.2, **changes)  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ def process(name: str, pid: int, exit_code: int | None = None) -> dict[str, Seen
     return PROCESSES | {name: replace(PROCESSES[name], pid=pid, exit_code=exit_code)}
 
 
-def following(kind: Kind, target: str, replaced: bool = True) -> Following:
+def following(kind: FaultKind, target: str, replaced: bool = True) -> Following:
     found = Following(Fault(1, kind, target, 1.0), BEFORE, frozenset({target} if replaced else ()), 100.0)
     found.over = True
     return found
@@ -53,7 +53,7 @@ def test_a_healthy_run_is_one_in_which_everything_is_there_and_says_so() -> None
 
 
 def test_a_killed_instance_is_noticed_served_for_replaced_and_followed_by_a_step() -> None:
-    seen = following(Kind.INSTANCE_KILL, "a-0")
+    seen = following(FaultKind.INSTANCE_KILL, "a-0")
     seen.see(at(100.2))  # the status still tells how it was
     assert (seen.noticed, seen.serving, seen.recovered) == (None, None, None)
     seen.see(at(101.0, processes=process("a-0", 3, -9), roles=role("a-0", state="dead", running=0)))
@@ -70,14 +70,14 @@ def test_a_killed_instance_is_noticed_served_for_replaced_and_followed_by_a_step
 
 
 def test_an_instance_that_is_dead_serves_for_nobody_while_no_other_one_works() -> None:
-    seen = following(Kind.INSTANCE_KILL, "a-0")
+    seen = following(FaultKind.INSTANCE_KILL, "a-0")
     alone = {name: one for name, one in role("a-0", state="dead", running=0).items() if name != "b-0"}
     seen.see(at(101.0, processes=process("a-0", 3, -9), roles=alone))
     assert (seen.noticed, seen.serving) == (1.0, None)
 
 
 def test_the_state_from_before_a_death_is_no_recovery() -> None:
-    seen = following(Kind.SERVICE_KILL, "service-here")
+    seen = following(FaultKind.SERVICE_KILL, "service-here")
     replaced = process("service-here", 8)
     seen.see(at(101.5, processes=replaced, roles=role("service-here", silent_s=1.6)))  # heard last before it died
     seen.see(at(104.0, processes=replaced, roles=role("service-here", silent_s=4.2)))
@@ -87,7 +87,7 @@ def test_the_state_from_before_a_death_is_no_recovery() -> None:
 
 
 def test_a_pause_is_over_when_the_instance_is_heard_again_and_nobody_is_replaced() -> None:
-    seen = following(Kind.INSTANCE_PAUSE, "a-0", replaced=False)
+    seen = following(FaultKind.INSTANCE_PAUSE, "a-0", replaced=False)
     seen.over = False
     seen.see(at(103.0, roles=role("a-0", state="suspect")))
     seen.see(at(105.0))
@@ -98,7 +98,7 @@ def test_a_pause_is_over_when_the_instance_is_heard_again_and_nobody_is_replaced
 
 
 def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged() -> None:
-    seen = following(Kind.INSTANCE_PAUSE, "a-0", replaced=False)
+    seen = following(FaultKind.INSTANCE_PAUSE, "a-0", replaced=False)
     seen.see(at(103.0, said=("WARNING streamrl.generation.site.fleet: a-00 is silent",)))
     assert seen.noticed is None
     seen.see(at(104.0, said=("WARNING streamrl.generation.site.fleet: a-0 is silent",)))
@@ -106,7 +106,7 @@ def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged()
 
 
 def test_a_cut_link_is_noticed_by_the_silence_of_its_site() -> None:
-    seen = following(Kind.LINK_CUT, "west", replaced=False)
+    seen = following(FaultKind.LINK_CUT, "west", replaced=False)
     seen.see(at(103.0, silent_sites={"west": 3.0}))
     assert seen.noticed is None
     seen.see(at(106.0, silent_sites={"west": 6.0}))
@@ -120,7 +120,7 @@ def test_damaged_weights_that_are_loaded_without_a_word_are_told() -> None:
     loaded = at(120.0, processes=process("a-0", 7))
     # version 3 is what it serves: damaged in time, damaged when it may have been read already, or another one damaged
     for damaged, unnoticed in (({3: 105.0}, True), ({3: 119.0}, False), ({2: 105.0}, False), ({}, False)):
-        seen = following(Kind.WEIGHTS_CORRUPT, "a-0")
+        seen = following(FaultKind.WEIGHTS_CORRUPT, "a-0")
         for one in (starting, loaded):
             seen.see(one)
             seen.weights_loaded(one, "a-0", damaged)
@@ -128,6 +128,6 @@ def test_damaged_weights_that_are_loaded_without_a_word_are_told() -> None:
 
 
 def test_damaged_weights_are_noticed_by_what_a_log_says() -> None:
-    seen = following(Kind.WEIGHTS_CORRUPT, "a-0")
+    seen = following(FaultKind.WEIGHTS_CORRUPT, "a-0")
     seen.see(at(104.0, said=("CorruptTensors: version 3: tensor 'x' is corrupt",)))
     assert seen.noticed == 4.0

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.chaos.faults import Fault, Kind
-from streamrl.chaos.follow import Seen, SeenProcess
+from streamrl.chaos.faults import Fault, FaultKind
+from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.chaos.inject import DAMAGED_BYTES, Injector, NotPossible, _damage
 from streamrl.config.load import load_cluster, load_run
 from tests.waiting import scaled, wait_for
@@ -37,23 +37,23 @@ def injector(run_dir: Path) -> Injector:
     return Injector(run_dir, load_cluster(CLUSTER), load_run(None), 0, None)
 
 
-def seen(pid: int, exit_code: int | None = None) -> Seen:
+def seen(pid: int, exit_code: int | None = None) -> Observation:
     processes = {name: SeenProcess(pid, name, "", exit_code) for name in ("controller", "instance")}
-    return Seen(0.0, processes=processes)
+    return Observation(0.0, processes=processes)
 
 
-def fault(kind: Kind, target: str = "instance") -> Fault:
+def fault(kind: FaultKind, target: str = "instance") -> Fault:
     return Fault(1, kind, target, 0.0)
 
 
 def test_a_process_is_killed_by_its_id(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    done = injector(tmp_path).inject(fault(Kind.INSTANCE_KILL), seen(sleeper.pid))
+    done = injector(tmp_path).inject(fault(FaultKind.INSTANCE_KILL), seen(sleeper.pid))
     assert done.replaced == {"instance"}
     assert sleeper.wait(scaled(5)) == -signal.SIGKILL
 
 
 def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    done = injector(tmp_path).inject(fault(Kind.INSTANCE_PAUSE), seen(sleeper.pid))
+    done = injector(tmp_path).inject(fault(FaultKind.INSTANCE_PAUSE), seen(sleeper.pid))
     assert 0 < done.lasts_s < load_run(None).deadlines.heartbeat_s
     wait_for_status(sleeper.pid, stopped=True)
     done.undo()
@@ -71,13 +71,13 @@ def test_a_process_that_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
     faults = injector(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         with pytest.raises(NotPossible, match="not instance any more"):
-            faults.inject(fault(Kind.INSTANCE_KILL), seen(other.pid))
+            faults.inject(fault(FaultKind.INSTANCE_KILL), seen(other.pid))
         assert other.poll() is None
         other.kill()
     with pytest.raises(NotPossible, match="not running"):
-        faults.inject(fault(Kind.INSTANCE_KILL), seen(1, exit_code=-9))
+        faults.inject(fault(FaultKind.INSTANCE_KILL), seen(1, exit_code=-9))
     with pytest.raises(NotPossible, match="somebody else's"):
-        faults.inject(fault(Kind.LAUNCHER_KILL, "launcher"), seen(1))
+        faults.inject(fault(FaultKind.LAUNCHER_KILL, "launcher"), seen(1))
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
@@ -85,7 +85,7 @@ def test_a_full_disk_is_a_limit_on_files_that_leaves_room_for_last_words(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     before = resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)
-    done = injector(tmp_path).inject(fault(Kind.DISK_FULL, "controller"), seen(sleeper.pid))
+    done = injector(tmp_path).inject(fault(FaultKind.DISK_FULL, "controller"), seen(sleeper.pid))
     soft, hard = resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)
     assert 100 < soft < 1 << 20 and hard == before[1]
     done.undo()

@@ -10,7 +10,7 @@ import numpy as np
 from streamrl.chaos.audit import Position, audit
 from streamrl.chaos.observation import Logs, interrupted, look, processes_of, read_account
 from streamrl.rollouts.ledger import Ledger
-from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.metrics import MetricsRow, MetricsWriter

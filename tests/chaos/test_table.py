@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from streamrl.chaos.audit import Audit
-from streamrl.chaos.faults import Kind
+from streamrl.chaos.faults import FaultKind
 from streamrl.chaos.study import Result, line
 from streamrl.chaos.table import COLUMNS, kept_share, markdown, problems, rows, summary
 
-KILL = Result(1, Kind.INSTANCE_KILL, "a-0", 0.0, 3, 0.8, 1.0, 20.0, 25.0, 4, 900, 880, 20)
+KILL = Result(1, FaultKind.INSTANCE_KILL, "a-0", 0.0, 3, 0.8, 1.0, 20.0, 25.0, 4, 900, 880, 20)
 CLEAN = Audit(9, 54, 162, 6, 0, 0, 0)
 
 
 def test_a_row_has_the_median_and_the_longest_time_of_its_kind() -> None:
     more = [replace(KILL, number=2, noticed_s=1.2), replace(KILL, number=3, noticed_s=2.0, serving_s=None)]
-    service = Result(4, Kind.SERVICE_KILL, "service-here", 0.0, 5, 1.0, 9.0, 9.0, 12.0)
+    service = Result(4, FaultKind.SERVICE_KILL, "service-here", 0.0, 5, 1.0, 9.0, 9.0, 12.0)
     table = [dict(zip(COLUMNS, row, strict=True)) for row in rows([service, KILL, *more])]
     assert [row["fault"] for row in table] == ["instance-kill", "service-kill"]
     assert table[0]["noticed in"] == "1.2 s, at most 2.0"
@@ -33,7 +33,7 @@ def test_what_an_instance_has_produced_unseen_counts_as_made_again() -> None:
 
 def test_only_a_disk_and_a_launcher_may_end_the_run() -> None:
     assert KILL.harmless and not replace(KILL, ended="cannot write").harmless
-    assert replace(KILL, kind=Kind.DISK_FULL, ended="cannot write").harmless
+    assert replace(KILL, kind=FaultKind.DISK_FULL, ended="cannot write").harmless
 
 
 def test_a_run_passes_only_if_nothing_was_lost_doubled_hung_or_left_unseen() -> None:
@@ -48,7 +48,7 @@ def test_a_run_passes_only_if_nothing_was_lost_doubled_hung_or_left_unseen() -> 
 
 def test_the_markdown_has_the_table_the_verdict_and_what_was_left_out() -> None:
     sentences = summary([KILL], CLEAN, None)
-    text = markdown([KILL], {Kind.LINK_CUT: "no link"}, sentences, [], "About.")
+    text = markdown([KILL], {FaultKind.LINK_CUT: "no link"}, sentences, [], "About.")
     assert "| instance-kill | 1 | 0.8 s | 1.0 s | 20.0 s | 95.7% | 40 | 0 | 0 | 0 |" in text
     assert "Passed." in text and "- link-cut: no link" in text
     assert "162 samples trained in 9 steps: 0 lost, 0 trained twice, 0 malformed; 6 prompts open" in text

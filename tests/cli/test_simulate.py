@@ -11,7 +11,7 @@ import pytest
 
 from ranker.data import read_rollouts
 from ranker.train import train
-from streamrl.rollouts.store import SCHEMA
+from streamrl.rollouts.rollout_store import SCHEMA
 from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
 

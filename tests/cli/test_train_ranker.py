@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.model import LengthModel
-from streamrl.rollouts.store import SCHEMA
+from streamrl.rollouts.rollout_store import SCHEMA
 from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
 

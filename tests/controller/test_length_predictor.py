@@ -11,9 +11,9 @@ import pytest
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
-from streamrl.controller.length_predictor import COLUMNS, Lengths, places
+from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, places
 from streamrl.errors import UserError
-from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
 from tests.rollouts.test_rollouts import make_sample
 
@@ -46,7 +46,7 @@ def _scored(sample: object) -> object:
     return Scored(sample, 1.0, None, 5.0)  # type: ignore[arg-type]
 
 
-def play(lengths: Lengths, number: int, right: bool = True) -> tuple[list[Group], object]:
+def play(lengths: LengthPredictor, number: int, right: bool = True) -> tuple[list[Group], object]:
     groups = step_of(number, right)
     lengths.predict(groups)
     return groups, asyncio.run(lengths.learn(groups, FLEET))
@@ -59,7 +59,7 @@ def test_places_are_shared_by_equal_scores() -> None:
 
 
 def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
-    lengths = Lengths(RUN)
+    lengths = LengthPredictor(RUN)
     first, told = play(lengths, 1)
     assert told.measured is None and told.saving.saved == 0.0  # nothing known: dispatch by load
     assert all(group.predicted_rank is None and group.forecast is None for group in first)
@@ -84,7 +84,7 @@ def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path / "rollouts")
     for number in (1, 2, 3):
         store.write(number, step_of(number))
-    lengths = Lengths(RUN)
+    lengths = LengthPredictor(RUN)
     lengths.restore(store.newest(COLUMNS, 10_000))
     groups = step_of(4)
     lengths.predict(groups)
@@ -95,7 +95,7 @@ def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:
 
 
 def test_a_fresh_start_without_rollouts_is_restored_as_nothing(tmp_path: Path) -> None:
-    lengths = Lengths(RUN)
+    lengths = LengthPredictor(RUN)
     lengths.restore(RolloutStore(tmp_path / "rollouts").newest(COLUMNS, 100))
     groups = step_of(1)
     lengths.predict(groups)
@@ -103,7 +103,7 @@ def test_a_fresh_start_without_rollouts_is_restored_as_nothing(tmp_path: Path) -
 
 
 def test_refits_can_be_switched_off() -> None:
-    lengths = Lengths(RUN.model_copy(update={"ranker": RUN.ranker.model_copy(update={"refit_every": 0})}))
+    lengths = LengthPredictor(RUN.model_copy(update={"ranker": RUN.ranker.model_copy(update={"refit_every": 0})}))
     play(lengths, 1)
     groups, _ = play(lengths, 2)
     assert groups[0].predicted_rank is None
@@ -113,4 +113,4 @@ def test_a_file_that_is_no_ranker_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ranker.lgb"
     path.write_text("no")
     with pytest.raises(UserError, match=r"ranker\.path: .*ranker\.lgb: broken ranker file"):
-        Lengths(RunConfig.model_validate({"ranker": {"path": str(path)}}))
+        LengthPredictor(RunConfig.model_validate({"ranker": {"path": str(path)}}))

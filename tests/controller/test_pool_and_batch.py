@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from ranker.online import Trust
-from scheduler.schedule.schedules import State, make_schedule
+from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of
 from streamrl.controller.length_predictor import StepLengths
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, Span, Traffic
 from streamrl.errors import RunFailed
@@ -52,9 +52,9 @@ def pool_of(names: Iterable[str], size: int = 2, batch: int = 3, steps: int = 9)
     return pool
 
 
-def taken(run: RunConfig, rewards: dict[str, Sequence[float]]) -> Batch:
+def taken(run: RunConfig, rewards: dict[str, Sequence[float]]) -> StepBatch:
     """A batch of groups with these rewards."""
-    pool, batch = pool_of(rewards, len(next(iter(rewards.values())))), Batch(run, 1)
+    pool, batch = pool_of(rewards, len(next(iter(rewards.values())))), StepBatch(run, 1)
     for name, values in rewards.items():
         finish(pool, name, values)
         batch.take(pool.take())
@@ -98,7 +98,7 @@ def test_a_schedule_is_told_what_is_due() -> None:
     pool.take()
     pool.issue([empty_group("e")], 1)
     state = pool.state(version=1, step=1, taken=1, max_staleness=2)
-    assert state == State(2, 5, 1, 1, 1, 1, 0, due=(0, 3), steps=9)  # a, b, d within two steps, e within three
+    assert state == ScheduleState(2, 5, 1, 1, 1, 1, 0, due=(0, 3), steps=9)  # a, b, d within two steps, e within three
 
 
 def test_a_resumed_pool_counts_what_is_trained() -> None:
@@ -115,7 +115,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 def test_flat_groups_are_counted_and_not_sent() -> None:
     run, pool = config(aggregation="token"), pool_of("abc")
-    batch = Batch(run, 4)
+    batch = StepBatch(run, 4)
     finish(pool, "a", [1.0, 0.0])
     batch.take(pool.take())
     micro = batch.next_micro_batch(1000, ranks=1)
@@ -147,7 +147,7 @@ def test_every_gradient_reaches_the_trainer_once_and_the_last_micro_batch_is_las
 ) -> None:
     rng = random.Random(seed)
     names = [f"g{i}" for i in range(9)]
-    pool, batch = pool_of(names, 3, batch=9), Batch(config(9, 3, advantage=advantage), 1)
+    pool, batch = pool_of(names, 3, batch=9), StepBatch(config(9, 3, advantage=advantage), 1)
     waiting = list(names)
     rng.shuffle(waiting)
     sent: list[str] = []
@@ -182,7 +182,7 @@ def test_advantages_are_the_algorithms() -> None:
 
 
 def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
-    pool, batch = pool_of("a"), Batch(config(1, mask_truncated=True, aggregation="token"), 1)
+    pool, batch = pool_of("a"), StepBatch(config(1, mask_truncated=True, aggregation="token"), 1)
     finish(pool, "a", [1.0, 0.0], reason="length")
     batch.take(pool.take())
     assert batch.next_micro_batch(1000, 1) == ([[]], True)
@@ -193,7 +193,7 @@ def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
 
 def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
     run = config(2, name="dapo", max_replaced=1.0)
-    pool, batch = pool_of("abcde", batch=2), Batch(run, 1)
+    pool, batch = pool_of("abcde", batch=2), StepBatch(run, 1)
     assert not batch.may_replace(finish(pool, "a", [1.0, 0.0]))
     for name in "bc":
         group = finish(pool, name, [1.0, 1.0])

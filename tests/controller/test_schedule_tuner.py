@@ -9,7 +9,7 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.controller.schedule_tuner import Auto, Setup, setups
-from streamrl.controller.step_batch import Batch
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
 from streamrl.rollouts.types import Group, Scored
 from tests.rollouts.test_rollouts import make_sample
@@ -54,8 +54,8 @@ def test_of_many_splits_some_are_tried() -> None:
     assert all(s.schedule.max_staleness == 2 for s in found if s.schedule.name == "async")
 
 
-def step(length: int) -> Batch:
-    batch = Batch(RUN, 1)
+def step(length: int) -> StepBatch:
+    batch = StepBatch(RUN, 1)
     for name in "wxyz":
         group = Group(name, 1, 0, "t/0", "t", 0, "p", np.arange(10, dtype=np.int32), 2)
         for number in range(2):

@@ -13,8 +13,8 @@ from streamrl.emulation.shaping import (
     QUEUE_S,
     SEGMENT,
     UNSHAPED_WINDOW,
-    Flow,
     LinkShape,
+    ShapedFlow,
     Transit,
     Wire,
 )
@@ -38,14 +38,14 @@ def wire(bandwidth: float | None, delay_s: float = 0.0, loss: float = 0.0, rng: 
 
 
 def test_bytes_leave_at_the_bandwidth_and_arrive_a_delay_later() -> None:
-    line, flow = wire(MEGABYTE, 0.02), Flow()
+    line, flow = wire(MEGABYTE, 0.02), ShapedFlow()
     assert line.send(10.0, 10_000, flow) == Transit(pytest.approx(10.01), pytest.approx(10.03))
     assert line.send(10.0, 5_000, flow) == Transit(pytest.approx(10.015), pytest.approx(10.035))
     assert line.send(11.0, 1_000, flow) == Transit(pytest.approx(11.001), pytest.approx(11.021))  # it was idle
 
 
 def test_connections_share_one_bandwidth() -> None:
-    line, one, other = wire(MEGABYTE), Flow(), Flow()
+    line, one, other = wire(MEGABYTE), ShapedFlow(), ShapedFlow()
     for _ in range(10):
         line.send(0.0, 1000, one)
         line.send(0.0, 1000, other)
@@ -54,20 +54,20 @@ def test_connections_share_one_bandwidth() -> None:
 
 
 def test_without_a_bandwidth_only_the_delay_counts() -> None:
-    line, flow = wire(None, 0.5), Flow()
+    line, flow = wire(None, 0.5), ShapedFlow()
     assert line.send(3.0, 10**9, flow) == Transit(3.0, 3.5)
     assert line.ready_at(3.0) == 3.0
 
 
 def test_a_wire_that_somebody_else_paces_keeps_only_the_window_of_its_bandwidth() -> None:
     line = Wire(LinkShape(10 * MEGABYTE, 0.02), Random(0), paced=False)
-    flow = Flow()
+    flow = ShapedFlow()
     assert line.send(3.0, 10**6, flow) == Transit(3.0, 3.02)
     assert not line.may_read(flow)
 
 
 def test_bytes_may_enter_again_when_the_queue_holds_less_than_its_limit() -> None:
-    line, flow = wire(MEGABYTE), Flow()
+    line, flow = wire(MEGABYTE), ShapedFlow()
     line.send(0.0, int(QUEUE_S * MEGABYTE), flow)
     assert line.ready_at(0.0) == 0.0
     line.send(0.0, 7_000, flow)
@@ -76,7 +76,7 @@ def test_bytes_may_enter_again_when_the_queue_holds_less_than_its_limit() -> Non
 
 
 def test_a_reader_stops_at_its_window_and_goes_on_when_bytes_were_delivered() -> None:
-    line, flow, other = wire(10 * MEGABYTE, 0.02), Flow(), Flow()
+    line, flow, other = wire(10 * MEGABYTE, 0.02), ShapedFlow(), ShapedFlow()
     window = line.shape.window
     line.send(0.0, window - 1, flow)
     assert line.may_read(flow)
@@ -102,7 +102,7 @@ def test_a_window_holds_the_round_trip_and_the_queue(bandwidth: float | None, de
 
 def test_a_loss_holds_back_what_is_behind_it_in_its_connection_and_nothing_else() -> None:
     rng = Draws(1, 0, 1, 1)
-    line, hit, other = wire(SEGMENT * 1000.0, 0.03, 0.1, rng), Flow(), Flow()
+    line, hit, other = wire(SEGMENT * 1000.0, 0.03, 0.1, rng), ShapedFlow(), ShapedFlow()
     assert line.send(0.0, SEGMENT, hit).arrives == pytest.approx(0.031)
     assert line.send(0.0, SEGMENT, hit).arrives == pytest.approx(0.032 + 0.2)
     assert line.send(0.0, SEGMENT, hit).arrives == pytest.approx(0.032 + 0.2)  # behind it
@@ -111,25 +111,25 @@ def test_a_loss_holds_back_what_is_behind_it_in_its_connection_and_nothing_else(
 
 def test_a_retransmission_takes_a_round_trip_where_that_is_longer() -> None:
     line = wire(None, 0.3, 0.1, Draws(0))
-    assert line.send(0.0, 1, Flow()).arrives == pytest.approx(0.3 + 0.6)
+    assert line.send(0.0, 1, ShapedFlow()).arrives == pytest.approx(0.3 + 0.6)
 
 
 def test_losses_are_repaired_side_by_side() -> None:
-    line, flow = wire(None, 0.0, 0.1, Draws(0, 0)), Flow()
+    line, flow = wire(None, 0.0, 0.1, Draws(0, 0)), ShapedFlow()
     line.send(0.0, 1, flow)
     assert line.send(0.01, 1, flow).arrives == pytest.approx(0.21)
 
 
 def test_a_long_chunk_is_hit_by_the_loss_of_any_of_its_segments() -> None:
     chance = 1 - 0.99**10
-    assert wire(None, 0.0, 0.01, Draws(chance - 1e-9)).send(0.0, 10 * SEGMENT, Flow()).arrives > 0
-    assert wire(None, 0.0, 0.01, Draws(chance + 1e-9)).send(0.0, 10 * SEGMENT, Flow()).arrives == 0
+    assert wire(None, 0.0, 0.01, Draws(chance - 1e-9)).send(0.0, 10 * SEGMENT, ShapedFlow()).arrives > 0
+    assert wire(None, 0.0, 0.01, Draws(chance + 1e-9)).send(0.0, 10 * SEGMENT, ShapedFlow()).arrives == 0
 
 
 def test_the_share_of_lost_segments_is_the_declared_one_and_repeats_with_the_seed() -> None:
     def arrivals(seed: int) -> list[float]:
         line = wire(None, 0.0, 0.05, Random(seed))
-        return [line.send(0.0, SEGMENT, Flow()).arrives for _ in range(4000)]
+        return [line.send(0.0, SEGMENT, ShapedFlow()).arrives for _ in range(4000)]
 
     assert arrivals(1) == arrivals(1)
     assert arrivals(1) != arrivals(2)
@@ -137,7 +137,7 @@ def test_the_share_of_lost_segments_is_the_declared_one_and_repeats_with_the_see
 
 
 def test_a_new_bandwidth_holds_for_what_is_still_in_the_queue() -> None:
-    line, flow = wire(MEGABYTE), Flow()
+    line, flow = wire(MEGABYTE), ShapedFlow()
     line.send(0.0, 20_000, flow)
     line.reshape(0.01, LinkShape(MEGABYTE / 2))
     assert line.backlog_s(0.01) == pytest.approx(0.02)
@@ -146,7 +146,7 @@ def test_a_new_bandwidth_holds_for_what_is_still_in_the_queue() -> None:
 
 
 def test_a_shorter_delay_lets_no_byte_overtake_another() -> None:
-    line, flow = wire(None, 0.5), Flow()
+    line, flow = wire(None, 0.5), ShapedFlow()
     assert line.send(0.0, 10, flow).arrives == 0.5
     line.reshape(0.1, LinkShape(None, 0.01))
     assert line.send(0.1, 10, flow).arrives == 0.5

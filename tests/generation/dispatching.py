@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.dispatch.base import TAIL, Assignment, Fleet, Progress, Request
+from scheduler.dispatch.policy import TAIL, Assignment, Fleet, Request, TokenProgress
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
@@ -39,7 +39,7 @@ class Scripted(Fleet):
         self.ended.append((request_id, length))
         super().finished(request_id, length)
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         assert produced is not None
         self.seen = {request_id: produced(request_id) for request_id in self.where}
         decisions = [self.start(request, self.instances["a"]) for request in self.new]

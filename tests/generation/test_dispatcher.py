@@ -9,9 +9,9 @@ import pytest
 
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import REGULAR, TAIL
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.planned import SkewAware
+from scheduler.dispatch.policy import REGULAR, TAIL
 from scheduler.dispatch.registry import make_policy
 from streamrl.protocol.samples import request_from_wire
 from tests.generation.dispatching import Scripted, Sent, dispatcher, end, give_back, part, requests

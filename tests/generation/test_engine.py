@@ -21,9 +21,9 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
-from streamrl.weights.quantize import Kind, dequantize, is_quantized, quantize
-from streamrl.weights.store import WeightStore
+from streamrl.weights.quantize import CodeKind, dequantize, is_quantized, quantize
 from streamrl.weights.version import lay_out
+from streamrl.weights.version_store import WeightStore
 from tests.tiny_model import save_tiny_model
 from tests.waiting import holds, scaled, until
 
@@ -193,7 +193,7 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines
     assert_same(after, engines.fresh(config(new), number, sample_all))
 
 
-def stored_as_codes(store: WeightStore, number: int, model: Path, kind: Kind, rounded: Path) -> str:
+def stored_as_codes(store: WeightStore, number: int, model: Path, kind: CodeKind, rounded: Path) -> str:
     """Puts a model with 8-bit linear weights into the store; `rounded` becomes a checkpoint of what they stand for."""
     weights, tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), {}
     for name, parameter in weights.named_parameters():

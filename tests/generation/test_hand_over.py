@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.dispatch.base import REGULAR
 from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.policy import REGULAR
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.protocol.samples import request_from_wire

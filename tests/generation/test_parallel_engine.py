@@ -21,7 +21,7 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import Place
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 from tests.generation.test_engine import (
     assert_logprobs_are_the_models,
     config,

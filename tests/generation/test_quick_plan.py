@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.generation.instance.calibration import QUICK_TOKENS, QuickPlan, Trial
+from streamrl.generation.instance.calibration import QUICK_TOKENS, QuickPlan, TimingTrial
 
 PROMPT = 128
 
 
-def play(plan: QuickPlan, base: float, row: float, overhead: float = 0.0) -> list[Trial]:
+def play(plan: QuickPlan, base: float, row: float, overhead: float = 0.0) -> list[TimingTrial]:
     """Trials on an engine whose step of `n` tokens, a prompt's among them, takes base + row * n seconds."""
     trials = []
     while (trial := plan.next()) is not None:
@@ -26,10 +26,10 @@ def test_a_quick_engine_is_measured_at_all_sizes_the_largest_first() -> None:
     trials = play(plan, 0.02, 0.001, overhead=0.3)
     few, many = QUICK_TOKENS
     assert trials == [
-        *(Trial(48, 1, few), Trial(48, 1, many)),
-        *(Trial(1, 1, few), Trial(1, 1, many)),
-        Trial(1, PROMPT, 1),
-        *(Trial(12, 1, few), Trial(12, 1, many)),
+        *(TimingTrial(48, 1, few), TimingTrial(48, 1, many)),
+        *(TimingTrial(1, 1, few), TimingTrial(1, 1, many)),
+        TimingTrial(1, PROMPT, 1),
+        *(TimingTrial(12, 1, few), TimingTrial(12, 1, many)),
     ]
     curve = plan.curve
     assert plan.left_out == ""
@@ -42,7 +42,7 @@ def test_a_quick_engine_is_measured_at_all_sizes_the_largest_first() -> None:
 def test_a_slow_engine_is_measured_where_it_matters_and_the_rest_is_said() -> None:
     plan = QuickPlan(48, PROMPT, budget_s=16.5)
     trials = play(plan, 0.5, 0.1)  # 5.3 s a step of the largest batch, 0.6 s one of a single request
-    assert trials[:1] == [Trial(48, 1, 2)] and Trial(1, PROMPT, 1) not in trials
+    assert trials[:1] == [TimingTrial(48, 1, 2)] and TimingTrial(1, PROMPT, 1) not in trials
     assert plan.points[48] == pytest.approx(5.3) and plan.points[1] == pytest.approx(0.6)
     assert plan.spent_s < 16.5
     assert plan.left_out.startswith("step times of 2 of 3 batch sizes and of no prompt measured in 14 s; the rest ")
@@ -53,7 +53,7 @@ def test_a_slow_engine_is_measured_where_it_matters_and_the_rest_is_said() -> No
 
 def test_a_hopeless_engine_is_measured_once() -> None:
     plan = QuickPlan(64, PROMPT, budget_s=20.0)
-    assert play(plan, 0.0, 10.0) == [Trial(64, 1, 2)]
+    assert play(plan, 0.0, 10.0) == [TimingTrial(64, 1, 2)]
     assert plan.curve.batches == (64,) and plan.left_out.startswith("step times of 1 of 3")
 
 

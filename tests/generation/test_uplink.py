@@ -17,7 +17,7 @@ from streamrl.generation.site.sample_batches import (
     unpack_samples,
 )
 from streamrl.generation.site.uplink import Uplink
-from streamrl.transport import base
+from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
 from tests.generation.samples import assert_same, items
@@ -219,7 +219,7 @@ def test_withheld_acknowledgements_congest_and_the_flush_says_for_what_it_waited
 def test_a_controller_that_is_away_for_a_while_congests_the_uplink_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
         some = items(200)

@@ -244,7 +244,7 @@ from streamrl.launcher import entry_point
 async def fails():
     {code}
 entry_point._role = lambda args: fails()
-role.answer_requests = role.say = lambda *args: None
+entry_point.answer_requests = entry_point.say = lambda *args: None
 sys.argv = ["role", "controller", "--run-dir", "."]
 sys.exit(entry_point.main())
 """

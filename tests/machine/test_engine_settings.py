@@ -14,9 +14,9 @@ from streamrl.machine.engine_settings import (
     CANDIDATES,
     DEFAULT,
     NOT_MEASURED,
-    Choice,
+    EngineChoice,
     EngineSettings,
-    Trial,
+    EngineTrial,
     choose,
     chosen_settings,
     keep,
@@ -24,12 +24,12 @@ from streamrl.machine.engine_settings import (
     table,
 )
 
-BASE, BOUND, COMPILED, FP8 = (Trial(settings, 10.0, ((1, 0.05), (64, 0.4))) for settings in CANDIDATES)
+BASE, BOUND, COMPILED, FP8 = (EngineTrial(settings, 10.0, ((1, 0.05), (64, 0.4))) for settings in CANDIDATES)
 CPU = Cpu("one", frozenset({"avx2"}))
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 1}
 
 
-def quicker(trial: Trial, factor: float, start_s: float = 10.0) -> Trial:
+def quicker(trial: EngineTrial, factor: float, start_s: float = 10.0) -> EngineTrial:
     return replace(trial, start_s=start_s, step_s=tuple((size, s / factor) for size, s in trial.step_s))
 
 
@@ -54,11 +54,11 @@ def test_nothing_that_is_not_proven_right_is_chosen_however_fast_it_is() -> None
         ([BASE, quicker(COMPILED, 1.2, start_s=39.0)], COMPILED.settings),
         ([BASE, quicker(BOUND, 2.0)], DEFAULT),  # two instances would take the same cores
         ([BASE, quicker(FP8, 2.0)], DEFAULT),  # other log-probabilities
-        ([BASE, Trial(COMPILED.settings, error="no compiler")], DEFAULT),
+        ([BASE, EngineTrial(COMPILED.settings, error="no compiler")], DEFAULT),
     ],
 )
 def test_the_default_gives_way_only_to_what_is_faster_and_safe(
-    trials: list[Trial], chosen: EngineSettings, compiled_is_proven: None
+    trials: list[EngineTrial], chosen: EngineSettings, compiled_is_proven: None
 ) -> None:
     assert choose(trials, "one").settings == chosen
 
@@ -70,13 +70,13 @@ def test_a_speed_is_the_mean_over_batch_sizes_that_both_have() -> None:
 
 
 def test_without_the_default_nothing_is_chosen() -> None:
-    for trials in ([], [COMPILED], [Trial(DEFAULT, error="no memory"), COMPILED]):
+    for trials in ([], [COMPILED], [EngineTrial(DEFAULT, error="no memory"), COMPILED]):
         with pytest.raises(ValueError, match="nothing to compare"):
             choose(trials, "one")
 
 
 def test_the_choice_says_what_was_measured_in_one_sentence(compiled_is_proven: None) -> None:
-    trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), Trial(FP8.settings, error="needs AVX-512")]
+    trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), EngineTrial(FP8.settings, error="needs AVX-512")]
     assert str(choose(trials, "one CPU, 2026-01-02")) == (
         "vLLM: compiled, free threads, KV cache of the model's type (measured on one CPU, 2026-01-02: "
         "compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512)"
@@ -85,7 +85,7 @@ def test_the_choice_says_what_was_measured_in_one_sentence(compiled_is_proven: N
 
 
 def test_the_table_has_a_line_for_each_trial() -> None:
-    lines = table([BASE, Trial(FP8.settings, error="needs AVX-512")])
+    lines = table([BASE, EngineTrial(FP8.settings, error="needs AVX-512")])
     assert lines[0].split() == ["start", "s", "batch", "1,", "ms", "batch", "64,", "ms", "settings"]
     assert lines[1].split()[:3] == ["10.0", "50.0", "400.0"]
     assert lines[2].split()[:3] == ["0.0", "-", "-"] and lines[2].endswith("KV cache of fp8: needs AVX-512")
@@ -103,7 +103,7 @@ def test_a_kept_choice_is_found_again_for_the_same_machine_model_type_and_thread
     path = keep(choice, [BASE], model, "float32", 1)
     assert chosen_settings(model, "float32", 1) == choice
     assert chosen_settings(model, "bfloat16", 1) == chosen_settings(model, "float32", 2) == NOT_MEASURED
-    keep(Choice(FP8.settings, "by hand"), [BASE], model, "float32", 1)
+    keep(EngineChoice(FP8.settings, "by hand"), [BASE], model, "float32", 1)
     assert chosen_settings(model, "float32", 1) == NOT_MEASURED  # whatever the file says
     path.write_text("{")
     assert chosen_settings(model, "float32", 1) == NOT_MEASURED

@@ -113,11 +113,11 @@ class Fetching:
         monkeypatch.setattr(model_files, "_download", self._download)
         monkeypatch.setattr(model_files, "_convert", self._convert)
 
-    def _download(self, model: model_files.KnownModel, work: Path, progress: model_files.Progress) -> Path:
+    def _download(self, model: model_files.KnownModel, work: Path, progress: model_files.Say) -> Path:
         self.downloads += 1
         return self.source
 
-    def _convert(self, gguf: Path, target: Path, progress: model_files.Progress) -> None:
+    def _convert(self, gguf: Path, target: Path, progress: model_files.Say) -> None:
         make_folder(target, "config.json", "tokenizer.json")
         if self.fail is not None:
             raise self.fail

@@ -14,8 +14,8 @@ from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import HISTORY
 from ranker.model import LengthModel
-from ranker.report import Captured, Dispatch, Report
 from ranker.train import refit, train, train_and_hold_out
+from ranker.training_report import Captured, Dispatch, Report
 from tests.ranker.synthetic import CAP, noisy, small_reasoner
 
 

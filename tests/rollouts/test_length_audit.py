@@ -7,7 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from streamrl.rollouts.length_audit import FEWEST_GROUPS, Comparison, LengthAudit, StepAudit, bucket_edges, ks_test
+from streamrl.rollouts.length_audit import (
+    FEWEST_GROUPS,
+    LengthAudit,
+    LengthComparison,
+    StepAudit,
+    bucket_edges,
+    ks_test,
+)
 
 LIMIT = 512
 SIZE = 4
@@ -171,7 +178,7 @@ def test_what_still_runs_is_counted_as_open_and_its_cohort_is_not_compared() -> 
     audit.finished("b.000", "b", 7)
     found = audit.end_step(1)
     assert found.open == 1 and found.unfinished_share == 0.25 and sum(found.issued) == 3
-    assert found.comparison == Comparison(0, 0, 0, None, None, None, None, None)
+    assert found.comparison == LengthComparison(0, 0, 0, None, None, None, None, None)
 
 
 def test_events_of_forgotten_or_unknown_groups_are_counted_and_nothing_more() -> None:

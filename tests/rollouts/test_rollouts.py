@@ -22,7 +22,7 @@ from streamrl.protocol.samples import (
 from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
 from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_group
-from streamrl.rollouts.store import RolloutStore
+from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
 from streamrl.transport.wire import Message, decode, encode
 from tests.training.conftest import random_groups

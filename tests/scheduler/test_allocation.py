@@ -13,8 +13,8 @@ from scheduler.capacity.allocation import (
     COARSE,
     FINE,
     Allocator,
-    Objective,
     Offer,
+    PlanObjective,
     Problem,
     Replicas,
     Route,
@@ -73,7 +73,7 @@ def seconds(split: Split, allocator: Allocator) -> float:
     return max(generation, split.time.seconds)
 
 
-def best(splits: list[Split], one: Problem, allocator: Allocator, objective: Objective) -> float:
+def best(splits: list[Split], one: Problem, allocator: Allocator, objective: PlanObjective) -> float:
     affordable = [split for split in splits if split.rent(one.offers) <= one.budget]
     if objective == "throughput":
         return min(seconds(split, allocator) for split in affordable)
@@ -151,7 +151,7 @@ def test_the_faster_of_two_sites_is_shrunk_to_match_and_the_rest_released() -> N
 
 
 def test_more_gpus_or_bandwidth_are_never_slower_and_higher_prices_never_cheaper() -> None:
-    def step(one: Problem, objective: Objective = "throughput") -> float:
+    def step(one: Problem, objective: PlanObjective = "throughput") -> float:
         allocator = Allocator(one, "async")
         return best(list(allocator.candidates(objective)), one, allocator, objective)
 

@@ -12,8 +12,8 @@ import pytest
 from scheduler.capacity.auto_schedule import (
     AutoSchedule,
     Option,
-    Prediction,
     Profile,
+    SchedulePrediction,
     during_change,
     lengths_differ,
     predict,
@@ -132,8 +132,8 @@ def test_splits_are_options_like_others() -> None:
 OPTIONS = options()
 
 
-def told(**step_s: float) -> list[Prediction]:
-    return [Prediction(o, step_s[o.label], 0.05, 0.03, 0.0) for o in OPTIONS if o.label in step_s]
+def told(**step_s: float) -> list[SchedulePrediction]:
+    return [SchedulePrediction(o, step_s[o.label], 0.05, 0.03, 0.0) for o in OPTIONS if o.label in step_s]
 
 
 def test_why_is_a_sentence_with_figures() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from scheduler.cost.decode import PAPER_7B_H800, StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import REGULAR, TAIL, DispatchPolicy, Request
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
+from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Request
 from scheduler.dispatch.registry import make_policy
 
 POLICIES: dict[str, Callable[[], DispatchPolicy]] = {

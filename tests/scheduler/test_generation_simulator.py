@@ -7,9 +7,9 @@ import pytest
 
 from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import Assignment, Progress
 from scheduler.dispatch.baselines import LeastLoaded, RoundRobin
 from scheduler.dispatch.planned import SkewAware
+from scheduler.dispatch.policy import Assignment, TokenProgress
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 96).round().clip(1)
@@ -56,7 +56,7 @@ def test_arrivals_wait_for_their_time() -> None:
 class MoveOnce(LeastLoaded):
     """Moves the last request over when the first has ended."""
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         decisions = super().decide(produced)
         if not decisions and "1" in self.where and self.where["1"].name == "a" and "0" not in self.where:
             assert produced is not None and produced("1") == pytest.approx(10)

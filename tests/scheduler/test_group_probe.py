@@ -7,8 +7,8 @@ import pytest
 
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import MIDPOINTS, Forecast
-from scheduler.dispatch.base import Request
 from scheduler.dispatch.group_probe import GroupProbe
+from scheduler.dispatch.policy import Request
 from scheduler.dispatch.registry import make_policy
 
 WIDE = Forecast.lognormal(np.log(200), 0.6)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler.dispatch.base import Request
 from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.policy import Request
 
 
 def requests(groups: int, size: int) -> list[Request]:

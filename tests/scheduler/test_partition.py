@@ -10,11 +10,11 @@ import pytest
 from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
 from scheduler.cost.expected_time import Worker, expected_time
 from scheduler.cost.length_forecast import Forecast, scenarios
-from scheduler.dispatch.base import Request
 from scheduler.dispatch.baselines import LeastLoaded
-from scheduler.dispatch.candidates import blocks, even, greedy, packed, together
-from scheduler.dispatch.partition import SCENARIOS, Prompts, _Timed, best_partition, plan
+from scheduler.dispatch.partition import SCENARIOS, PromptGroups, _Timed, best_partition, plan
+from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
 from scheduler.dispatch.planned import SkewAware
+from scheduler.dispatch.policy import Request
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 STEEP = StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3))
@@ -196,7 +196,7 @@ def test_of_two_stretches_the_first_holds_the_tail() -> None:
 def test_siblings_come_together_where_their_prompts_cost_time() -> None:
     groups = [f"g{n // 4}" for n in range(48)]
     values = np.repeat(np.linspace(400, 100, 12), 4)[:, None]
-    prompts = Prompts(groups, [200] * 48)
+    prompts = PromptGroups(groups, [200] * 48)
 
     def apart(curve: StepCurve) -> int:
         chosen = plan(values, workers(3, slots=16, curve=curve), prompts=prompts)

@@ -15,11 +15,13 @@ from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.rounds import PartialRollouts, Rounds, TailBatching
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Link, Pipeline, PipelineOutcome, Stages
+from scheduler.simulation.pipeline import Pipeline, PipelineOutcome, SimulatedLink, Stages
 
 UNIT = StepCurve((1, 64), (1.0, 1.0))
 """A second per token, whatever the batch."""
-STAGES = Stages(train_tokens_s=2.0, optimizer_s=1.0, reward_s=3.0, weights_gb=1.0, link=Link(8.0, 1.0), switch_s=1.5)
+STAGES = Stages(
+    train_tokens_s=2.0, optimizer_s=1.0, reward_s=3.0, weights_gb=1.0, link=SimulatedLink(8.0, 1.0), switch_s=1.5
+)
 """Half a second per token; a transfer takes 1 + 1 s, and a change of turn on shared devices 1.5 s."""
 
 
@@ -125,7 +127,7 @@ def test_async_overlaps_everything_up_to_its_bound() -> None:
 
 
 def test_a_slow_link_sends_one_version_after_the_other_while_training_goes_on() -> None:
-    slow = Stages(train_tokens_s=10.0, weights_gb=10.0, link=Link(8.0))
+    slow = Stages(train_tokens_s=10.0, weights_gb=10.0, link=SimulatedLink(8.0))
     fleet = [SimulatedInstance("a", UNIT, 8)]
     outcome = Pipeline(LeastLoaded(), fleet, slow, make_schedule("async", 3), 1).run(groups([[10.0]] * 3), 3)
     assert outcome.published == (21.0, 31.0, 41.0)
@@ -139,7 +141,9 @@ def random_run(
     batch, steps = rng.randint(1, 6), rng.randint(2, 12)
     lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(rng.randint(1, 4))] for _ in range(batch * steps)]
     fleet = [SimulatedInstance(f"i{n}", UNIT.scaled(rng.uniform(0.1, 1)), rng.randint(1, 6)) for n in range(3)]
-    stages = Stages(rng.uniform(1, 200), rng.random(), rng.uniform(0, 20), rng.random(), Link(rng.uniform(0.05, 9)))
+    stages = Stages(
+        rng.uniform(1, 200), rng.random(), rng.uniform(0, 20), rng.random(), SimulatedLink(rng.uniform(0.05, 9))
+    )
     run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule, bound, sync_every), batch)
     return run.run(groups(lengths), steps), batch, steps
 
@@ -245,7 +249,7 @@ def test_wrong_input_is_refused() -> None:
     with pytest.raises(ValueError, match="rate above 0"):
         Stages(0.0)
     with pytest.raises(ValueError, match="bandwidth above 0"):
-        Stages(1.0, link=Link(0.0))
+        Stages(1.0, link=SimulatedLink(0.0))
     with pytest.raises(ValueError, match="must not be negative"):
         Stages(1.0, reward_s=-1.0)
     with pytest.raises(ValueError, match="at least one group"):

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from scheduler.sites.relay_tree import Path, relay_tree
+from scheduler.sites.relay_tree import RelayPath, relay_tree
 
 
-def between(**values: tuple[float, float]) -> dict[frozenset[str], Path]:
-    return {frozenset(pair.split("_")): Path(*value) for pair, value in values.items()}
+def between(**values: tuple[float, float]) -> dict[frozenset[str], RelayPath]:
+    return {frozenset(pair.split("_")): RelayPath(*value) for pair, value in values.items()}
 
 
 PATHS = between(home_a=(10.0, 0.1), home_b=(1.0, 0.1), a_b=(8.0, 0.1))
@@ -42,10 +42,10 @@ def test_a_site_without_a_way_is_named() -> None:
 @pytest.mark.parametrize("value", [(0.0, 0.0), (-1.0, 0.0), (1.0, -0.1), (float("nan"), 0.0)])
 def test_a_path_that_is_none_is_refused(value: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="positive bandwidth"):
-        Path(*value)
+        RelayPath(*value)
 
 
-def arrival(site: str, parents: dict[str, str], paths: dict[frozenset[str], Path], nbytes: float) -> float:
+def arrival(site: str, parents: dict[str, str], paths: dict[frozenset[str], RelayPath], nbytes: float) -> float:
     total = 0.0
     while site in parents:
         total += paths[frozenset((site, parents[site]))].seconds(nbytes)
@@ -57,10 +57,10 @@ def arrival(site: str, parents: dict[str, str], paths: dict[frozenset[str], Path
 def test_no_other_tree_brings_any_site_its_weights_earlier(seed: int) -> None:
     draw = random.Random(seed)
     sites = ["a", "b", "c", "d"]
-    paths = {frozenset(("home", site)): Path(draw.uniform(0.1, 10), draw.uniform(0, 1)) for site in sites}
+    paths = {frozenset(("home", site)): RelayPath(draw.uniform(0.1, 10), draw.uniform(0, 1)) for site in sites}
     for pair in itertools.combinations(sites, 2):
         if draw.random() < 0.7:
-            paths[frozenset(pair)] = Path(draw.uniform(0.1, 10), draw.uniform(0, 1))
+            paths[frozenset(pair)] = RelayPath(draw.uniform(0.1, 10), draw.uniform(0, 1))
     relays = [site for site in sites if draw.random() < 0.7]
     nbytes = draw.choice([0.1, 10.0])
     found = relay_tree("home", sites, paths, relays, nbytes)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost.decode import StepCurve, replica_time
 from scheduler.cost.length_forecast import MIDPOINTS, Forecast, equally_likely, same_width, stack
-from scheduler.dispatch.base import Instance, Request
+from scheduler.dispatch.policy import Instance, Request
 from scheduler.dispatch.remaining_length import Remaining, beyond
 
 LENGTHS = st.lists(st.floats(1, 5000), min_size=16, max_size=16).map(sorted)

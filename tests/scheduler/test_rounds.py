@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.schedule.rounds import PartialRollouts, Round, Rounds, TailBatching, taking
-from scheduler.schedule.schedules import State, due_within, make_schedule
+from scheduler.schedule.schedules import ScheduleState, due_within, make_schedule
 
 
 def test_tail_rounds_by_hand() -> None:
@@ -145,7 +145,7 @@ class Driver:
             first = self.under[self.complete[0]]
             due = due_within(self.under.values(), self.step, self.schedule.max_staleness)
             batch, step = self.planner.batch, self.step
-            state = State(batch, 0, 0, step, step, batch - self.room, len(self.complete), due, 1000)
+            state = ScheduleState(batch, 0, 0, step, step, batch - self.room, len(self.complete), due, 1000)
             if not self.schedule.may_take(state, first):
                 return
             group = self.complete.pop(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler.capacity.auto_schedule import during_change
-from scheduler.schedule.schedules import NAMES, Schedule, State, due_within, make_schedule
+from scheduler.schedule.schedules import NAMES, Schedule, ScheduleState, due_within, make_schedule
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Driver:
         self.taking = self.schedule
         """Asked for what may be trained."""
 
-    def state(self) -> State:
+    def state(self) -> ScheduleState:
         under = [*self.generating.values(), *self.rewarding.values(), *(version for version, _, _ in self.complete)]
-        return State(
+        return ScheduleState(
             batch=self.batch,
             issued=self.issued,
             generated=self.issued - len(self.generating),
@@ -186,10 +186,10 @@ def test_a_run_may_change_its_schedule_between_steps(seed: int) -> None:
 def test_on_policy_schedules_train_all_of_a_version_before_the_next_is_used(name: str, sync_every: int) -> None:
     schedule = make_schedule(name, sync_every=sync_every)
     batch = 4
-    state = State(batch, 0, 0, version=0, step=0, taken=0, complete=0, due=(0,) * (sync_every - 1), steps=7)
+    state = ScheduleState(batch, 0, 0, version=0, step=0, taken=0, complete=0, due=(0,) * (sync_every - 1), steps=7)
 
     def issued(number: int, version: int) -> bool:
-        return schedule.may_issue(State(batch, number, number, version, version, 0, 0, state.due, 7))
+        return schedule.may_issue(ScheduleState(batch, number, number, version, version, 0, 0, state.due, 7))
 
     assert issued(sync_every * batch - 1, 0) and not issued(sync_every * batch, 0)
     assert issued(sync_every * batch, sync_every)
@@ -200,7 +200,7 @@ def test_whole_batches_wait_for_all_that_comes_before_the_next_publication() -> 
     schedule = make_schedule("sync", sync_every=2)
 
     def may_take(step: int, taken: int, complete: int) -> bool:
-        return schedule.may_take(State(4, 8, 8, 0, step, taken, complete, (0,), steps=3), step // 2 * 2)
+        return schedule.may_take(ScheduleState(4, 8, 8, 0, step, taken, complete, (0,), steps=3), step // 2 * 2)
 
     assert may_take(0, 0, 8) and not may_take(0, 0, 7)
     assert may_take(0, 3, 5) and may_take(1, 0, 4) and may_take(1, 3, 1)
@@ -222,9 +222,11 @@ def test_due_counts_what_the_next_steps_must_take() -> None:
 def test_a_group_that_is_due_keeps_its_place() -> None:
     schedule = make_schedule("async", 1)
     # one place is left in this step, and a group that is due has not come yet
-    assert not schedule.may_take(State(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=1)
-    assert schedule.may_take(State(4, 12, 10, 1, 1, 2, 2, (1,), 9), issued_under=1)
-    assert schedule.may_take(State(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=0), "the one that is due may come"
+    assert not schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=1)
+    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 2, 2, (1,), 9), issued_under=1)
+    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=0), (
+        "the one that is due may come"
+    )
 
 
 @pytest.mark.parametrize(

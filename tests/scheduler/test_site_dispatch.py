@@ -12,7 +12,7 @@ import pytest
 from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, replica_time, roofline
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import Forecast
-from scheduler.sites.site_candidates import Prediction, Problem, SiteFacts, with_tails
+from scheduler.sites.site_candidates import SiteLoad, SitePrediction, SiteProblem, with_tails
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 
 LONGEST = 20_000
@@ -20,8 +20,8 @@ LINEAR = StepCurve((1, 2), (1e-3, 2e-3))
 """Of an instance that is not faster for taking several at once: its speed is its capacity."""
 
 
-def near(name: str, curve: StepCurve = PAPER_7B_H800, count: int = 4, slots: int = 256, **facts: float) -> SiteFacts:
-    return SiteFacts(name, ((slots, curve),) * count, **facts)
+def near(name: str, curve: StepCurve = PAPER_7B_H800, count: int = 4, slots: int = 256, **facts: float) -> SiteLoad:
+    return SiteLoad(name, ((slots, curve),) * count, **facts)
 
 
 def test_a_site_with_more_instances_gets_more_and_keeps_what_it_has() -> None:
@@ -51,7 +51,7 @@ def uncertain(count: int, seed: int = 0, spread: float = 0.4) -> list[SiteGroup]
     return [SiteGroup(f"g{n}", 8, Forecast.lognormal(float(log), spread), 300) for n, log in enumerate(logs)]
 
 
-def dispatch(*sites: SiteFacts, tolerance: float = 0.0, bytes_per_token: float = 10.0) -> SiteDispatch:
+def dispatch(*sites: SiteLoad, tolerance: float = 0.0, bytes_per_token: float = 10.0) -> SiteDispatch:
     policy = SiteDispatch(LONGEST, bytes_per_token, tolerance)
     for site in sites:
         policy.join(site)
@@ -73,12 +73,12 @@ def tokens(where: dict[str, str], groups: Sequence[SiteGroup]) -> Counter[str]:
     return sums
 
 
-def predicted(policy: SiteDispatch) -> Prediction:
+def predicted(policy: SiteDispatch) -> SitePrediction:
     assert policy.predicted is not None
     return policy.predicted
 
 
-def mixed() -> tuple[SiteFacts, ...]:
+def mixed() -> tuple[SiteLoad, ...]:
     h20, l40s = (roofline(QWEN_7B, device(name)) for name in ("H20", "L40S"))
     return (
         near("home", roofline(QWEN_7B, device("H800")), price_per_hour=11.4),
@@ -255,7 +255,7 @@ def test_tails_keep_the_mean_weight_and_the_order() -> None:
     assert with_more @ weights == pytest.approx(exact, rel=0.02)
 
 
-def problem_of(sites: Sequence[SiteFacts], groups: Sequence[SiteGroup]) -> Problem:
+def problem_of(sites: Sequence[SiteLoad], groups: Sequence[SiteGroup]) -> SiteProblem:
     policy = dispatch(*sites)
     policy.submit(groups)
     return policy._problem(list(policy._sites.values()))[0]
@@ -263,7 +263,7 @@ def problem_of(sites: Sequence[SiteFacts], groups: Sequence[SiteGroup]) -> Probl
 
 @pytest.mark.parametrize("spread", [0.0, 0.4, 0.8])
 @pytest.mark.parametrize("sites", [mixed(), (near("a"), near("b"), near("c"))])
-def test_no_placement_is_predicted_worse_than_dealing_by_capacity(sites: tuple[SiteFacts, ...], spread: float) -> None:
+def test_no_placement_is_predicted_worse_than_dealing_by_capacity(sites: tuple[SiteLoad, ...], spread: float) -> None:
     groups = uncertain(150, spread=spread) if spread else known(np.random.default_rng(0).lognormal(7, 1, 150).tolist())
     problem = problem_of(sites, groups)
     assert problem.solve()[1].end <= problem.predict(problem.by_capacity()).end
@@ -281,7 +281,7 @@ def test_no_time_is_paid_for_money_without_a_tolerance_and_little_with_one() -> 
         policy = dispatch(*mixed(), tolerance=tolerance)
         placed(policy, groups)
         outcomes.append(predicted(policy))
-    free = dispatch(*(SiteFacts(site.name, site.instances, site.bytes_per_s, site.rtt_s) for site in mixed()))
+    free = dispatch(*(SiteLoad(site.name, site.instances, site.bytes_per_s, site.rtt_s) for site in mixed()))
     placed(free, groups)
     assert outcomes[0].end == predicted(free).end, "prices alone must not change how soon it ends"
     assert outcomes[1].end <= 1.1 * outcomes[0].end
@@ -308,7 +308,7 @@ def test_what_goes_over_a_link_is_paid_too() -> None:
     assert set(where.values()) == {"home"}
 
 
-def exact_end(lengths: Sequence[float], seats: Sequence[int], sites: Sequence[SiteFacts], size: int) -> float:
+def exact_end(lengths: Sequence[float], seats: Sequence[int], sites: Sequence[SiteLoad], size: int) -> float:
     """From the formulas, for sites of one instance, links without bandwidth limits."""
     ends = []
     for number, site in enumerate(sites):
@@ -347,7 +347,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="0 samples"):
         policy.submit([SiteGroup("empty", 0)])
     with pytest.raises(ValueError, match="instances"):
-        SiteFacts("none", ())
+        SiteLoad("none", ())
     with pytest.raises(ValueError, match="bandwidth"):
         near("cut off", bytes_per_s=0.0)
     with pytest.raises(ValueError, match="tolerance"):

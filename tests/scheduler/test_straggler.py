@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import Request
+from scheduler.dispatch.policy import Request
 from scheduler.dispatch.registry import make_policy
 from scheduler.dispatch.straggler import OTHERWISE, SLOW, STRETCHES, WELL, SlowWatch
 

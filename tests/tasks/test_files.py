@@ -15,9 +15,9 @@ import pytest
 
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
-from streamrl.tasks.files import Row, load_rows
+from streamrl.tasks.files import TaskRow, load_rows
 
-ROWS = [Row("one?", "1"), Row("two?\nreally?", "2"), Row("dreißig?", "30")]
+ROWS = [TaskRow("one?", "1"), TaskRow("two?\nreally?", "2"), TaskRow("dreißig?", "30")]
 COLUMNS = {"prompt": [row.prompt for row in ROWS], "answer": [row.answer for row in ROWS], "other": [1, 2, 3]}
 
 
@@ -74,7 +74,7 @@ def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
 
 def test_no_answer_column(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n')
-    assert load_rows(file_task(tmp_path / "a.jsonl", answer_column=None)) == [Row("p", None)]
+    assert load_rows(file_task(tmp_path / "a.jsonl", answer_column=None)) == [TaskRow("p", None)]
 
 
 GOOD = '{"prompt": "p", "answer": 1}\n'

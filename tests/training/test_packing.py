@@ -13,7 +13,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.training import attention
 from streamrl.training.attention import PLAIN_SCORES
 from streamrl.training.packing import pack
-from streamrl.training.policy import load_policy
+from streamrl.training.policy_model import load_policy
 from tests.training.conftest import random_groups, relative_error
 
 

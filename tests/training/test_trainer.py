@@ -30,7 +30,7 @@ from streamrl.training.critic import load_critic
 from streamrl.training.learner import Division, Learner
 from streamrl.training.objective import policy_objective
 from streamrl.training.packing import pack
-from streamrl.training.policy import load_policy
+from streamrl.training.policy_model import load_policy
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer, learning_rate
 from tests.tiny_model import save_tiny_model

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint import Delivery, Hub, Link
-from streamrl.transport.hub import Peer, Route, _Door
+from streamrl.transport.hub import Peer, PeerRoute, _Door
 
 RESEND_S = 5
 which = st.integers(0, 10**6)
@@ -234,7 +234,7 @@ class EndsMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.items, self.connection = 0, 0
-        self.to_hub: list[tuple[Route, Any]] = []
+        self.to_hub: list[tuple[PeerRoute, Any]] = []
         self.to_link: list[Any] = []
         self.work: list[tuple[str, Delivery]] = []
         """Handed over, not yet committed: (to whom, what)."""
@@ -261,13 +261,13 @@ class EndsMachine(RuleBasedStateMachine):
         self.link._put = self._put  # type: ignore[method-assign]
         self.break_connection(False)
 
-    def _route(self) -> Route:
-        return Route(DOOR, str(self.connection).encode())
+    def _route(self) -> PeerRoute:
+        return PeerRoute(DOOR, str(self.connection).encode())
 
     def _put(self, frames: Any) -> None:
         self.to_hub.append((self._route(), [bytes(frame) for frame in frames]))
 
-    def _answer(self, route: Route, frames: Any) -> bool:
+    def _answer(self, route: PeerRoute, frames: Any) -> bool:
         if route == self._route():
             self.to_link.append([bytes(frame) for frame in frames])
         return route == self._route()

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from streamrl.errors import RunFailed
-from streamrl.transport import base
+from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, PeerLost
 from streamrl.transport.wire import Message, encode
@@ -109,7 +109,7 @@ def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
 
 
 def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address, lost_after_s=0.8), await link_to(address)
@@ -124,7 +124,7 @@ def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address), await link_to(address, lost_after_s=0.8)
@@ -138,7 +138,7 @@ def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
         hub, link = hub_at(address), await link_to(address)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.transport import base
+from streamrl.transport import endpoint_base
 from streamrl.transport.clock import KEPT, ClockSync
 from streamrl.transport.deadlines import DeadlineExpired
 from streamrl.transport.delivery import Outbox
@@ -136,7 +136,7 @@ def test_who_waits_for_a_peer_that_starts_anew_sends_to_its_new_life() -> None:
 
 
 def test_nothing_is_repeated_into_silence_and_the_rest_is_after_resend_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.05)
 
     async def body() -> None:
         sites = Sites()
@@ -158,7 +158,7 @@ def test_nothing_is_repeated_into_silence_and_the_rest_is_after_resend_s(monkeyp
 def test_a_hub_that_stood_still_does_not_take_that_for_silence_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.05)
 
     async def body() -> None:
         sites = Sites()
@@ -211,7 +211,7 @@ def test_a_sample_that_cannot_be_is_left_out(sample: tuple[float, float, float])
 
 
 def test_a_peer_whose_clock_is_90_s_wrong_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.05)
 
     async def body() -> None:
         loop = asyncio.get_running_loop()

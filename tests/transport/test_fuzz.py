@@ -40,16 +40,16 @@ from streamrl.rollouts.ledger import unpack_content
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.run_dir import instance_files, layout, site_status, status
 from streamrl.transport import curve
-from streamrl.transport.base import Delivery
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
-from streamrl.transport.hub import Route
+from streamrl.transport.endpoint_base import Delivery
+from streamrl.transport.hub import PeerRoute
 from streamrl.transport.wire import DTYPES, MalformedMessage, Message, decode, encode, is_plain
 from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor, is_complete
 from streamrl.weights.codec.entropy import Writer
 from streamrl.weights.publisher import code
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
+from streamrl.weights.version_store import WeightStore
 from tests.training.conftest import free_port, random_groups
 from tests.transport.mutations import (
     DEEP,
@@ -261,7 +261,7 @@ def test_no_frames_end_a_hub_whether_of_a_stranger_or_of_a_peer(record_property:
     async def body() -> None:
         hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
         hub._answer = lambda route, frames: False  # type: ignore[method-assign]  # there is nobody
-        routes = [Route(hub._doors[0], name) for name in (b"known", b"strange")]
+        routes = [PeerRoute(hub._doors[0], name) for name in (b"known", b"strange")]
 
         def arrive(frames: Frames) -> None:
             if "service-west" not in hub.peers:

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Refused
-from streamrl.transport.hub import Route
+from streamrl.transport.hub import PeerRoute
 from streamrl.transport.wire import MAX_STATE_BYTES, MalformedMessage, Message, decode, encode, is_plain
 from tests.training.conftest import free_port
 from tests.transport.sockets import Sites, link, run
@@ -97,7 +97,7 @@ def hello(name: str, session: str, **meta: str) -> list[Any]:
 def test_nothing_of_a_hundred_thousand_ends_a_hub_and_each_is_counted(seed: int) -> None:
     async def body() -> None:
         hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
-        known, strange = Route(hub._doors[0], b"known"), Route(hub._doors[0], b"strange")
+        known, strange = PeerRoute(hub._doors[0], b"known"), PeerRoute(hub._doors[0], b"strange")
         hub._arrived(known, hello("peer", "life"), None)
         hellos = 0
         for frames in messages(seed, 13_000, "life"):
@@ -173,7 +173,7 @@ def test_a_link_survives_the_same() -> None:
 def test_an_acknowledgement_of_nonsense_or_of_an_earlier_life_frees_nothing() -> None:
     async def body() -> None:
         hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
-        route = Route(hub._doors[0], b"known")
+        route = PeerRoute(hub._doors[0], b"known")
         hub._arrived(route, hello("peer", "life"), None)
         await hub.send("peer", "item", {"i": 1})
         for ack in ({"n": True, "s": hub.session}, {"n": 1.0, "s": hub.session}, {"n": 1}, {"n": 1, "s": [1]}):
@@ -191,7 +191,7 @@ def test_an_acknowledgement_of_nonsense_or_of_an_earlier_life_frees_nothing() ->
 def test_repeats_are_dropped_also_after_messages_of_another_session() -> None:
     async def body() -> None:
         hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
-        route = Route(hub._doors[0], b"known")
+        route = PeerRoute(hub._doors[0], b"known")
         hub._arrived(route, hello("peer", "life"), None)
         for session in ("life", "another", "life"):
             hub._arrived(route, encode(Message("item", session, 1, {"of": session})), None)
@@ -206,7 +206,7 @@ def test_repeats_are_dropped_also_after_messages_of_another_session() -> None:
 def test_a_huge_or_odd_heartbeat_leaves_the_state_as_it_was() -> None:
     async def body() -> None:
         hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
-        route = Route(hub._doors[0], b"known")
+        route = PeerRoute(hub._doors[0], b"known")
         hub._arrived(route, hello("peer", "life"), None)
         odd = ({"x": "y" * MAX_STATE_BYTES}, {"x": b"bytes"}, {"x": {b"key": 1}}, {"x": nested(40)}, {"clock": 3})
         for state in ({"x": 1}, *odd):

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from streamrl.errors import RunFailed
-from streamrl.transport import base
+from streamrl.transport import endpoint_base
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Refused
@@ -289,11 +289,11 @@ def test_a_recorded_stream_of_a_valid_client_delivers_nothing_when_it_is_sent_ag
 def test_nothing_is_lost_or_doubled_over_a_connection_that_breaks(
     encrypted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body() -> None:
         sites = Sites()
-        flow = base.Flow(resend_s=1000.0)  # only connecting anew sends again
+        flow = endpoint_base.Flow(resend_s=1000.0)  # only connecting anew sends again
         hub = sites.hub(flow=flow) if encrypted else Hub("hub", WaitRegistry("hub"), flow=flow).bind(sites.address)
         proxy = await Proxy(sites.port).start()
         east = await link("service-east", "east", flow=flow).connect(
@@ -335,7 +335,7 @@ def test_nothing_is_lost_or_doubled_over_a_connection_that_breaks(
 
 
 def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr("streamrl.transport.link.PING_S", 0.2)
     monkeypatch.setattr("streamrl.transport.link.DEAD_AFTER_S", 0.5)
 
@@ -343,7 +343,7 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         sites = Sites()
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
-        flow = base.Flow(resend_s=0.5)
+        flow = endpoint_base.Flow(resend_s=0.5)
         east = await link("service-east", "east", flow=flow).connect(proxy.address, 10, sites.as_client(sites.east))
         proxy.deaf.add(0)  # as a firewall that has forgotten it
         await east.send("item", {"i": 1})
@@ -357,7 +357,7 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
 
 
 def test_a_hub_that_no_longer_admits_a_site_ends_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body() -> None:
         sites = Sites()

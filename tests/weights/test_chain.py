@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.weights.chain import Chain, Step, Unreachable
+from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.pacing import Pacer
 
 FULL = 1000
@@ -23,7 +23,7 @@ def chain_of(*delta_bytes: int, every: int = 3, bound: int | None = None) -> Cha
     return chain
 
 
-def steps(path: tuple[Step, ...]) -> list[tuple[int, int | None]]:
+def steps(path: tuple[ChainStep, ...]) -> list[tuple[int, int | None]]:
     return [(step.number, step.base) for step in path]
 
 
@@ -122,9 +122,9 @@ def test_what_cannot_be_published_is_refused() -> None:
         Chain(0)
 
 
-def cheapest(deltas: list[Step], complete: dict[int, int], holds: int | None, want: int) -> int | None:
+def cheapest(deltas: list[ChainStep], complete: dict[int, int], holds: int | None, want: int) -> int | None:
     """Bytes of the cheapest way, by trying all sets of steps in all useful orders (a way never goes back)."""
-    all_steps = [Step(n, None, size) for n, size in complete.items()] + deltas
+    all_steps = [ChainStep(n, None, size) for n, size in complete.items()] + deltas
     costs = []
     for count in range(len(all_steps) + 1):
         for chosen in itertools.combinations(all_steps, count):
@@ -149,7 +149,7 @@ def test_the_path_is_the_cheapest_of_all(
     chain = chain_of(*sizes, every=every, bound=10**6)
     if collected:
         chain.collect()
-    deltas = [Step(n, n - 1, sizes[n - 1]) for n in chain.deltas]
+    deltas = [ChainStep(n, n - 1, sizes[n - 1]) for n in chain.deltas]
     expected = cheapest(deltas, dict.fromkeys(chain.complete, FULL), holds, want)
     if expected is None:
         with pytest.raises(Unreachable):

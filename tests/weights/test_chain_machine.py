@@ -29,8 +29,8 @@ from streamrl.run_dir import layout
 from streamrl.weights.chain import Chain, Unreachable
 from streamrl.weights.publisher import Stream, code
 from streamrl.weights.site_relay import _decode
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, checksum, lay_out
+from streamrl.weights.version_store import WeightStore
 from tests.weights.world import flip_a_bit
 
 Version = tuple[Manifest, np.ndarray]

@@ -16,8 +16,8 @@ from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.quantize import is_quantized, quantize
 from streamrl.weights.site_relay import WeightRelay
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import lay_out
+from streamrl.weights.version_store import WeightStore
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
 

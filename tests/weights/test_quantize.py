@@ -11,7 +11,7 @@ import torch
 from streamrl.weights.quantize import (
     CODE_TYPES,
     LIMITS,
-    Kind,
+    CodeKind,
     dequantize,
     full_precision,
     is_quantized,
@@ -21,7 +21,7 @@ from streamrl.weights.quantize import (
 )
 from streamrl.weights.version import CorruptWeights, Manifest, lay_out
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[CodeKind, ...] = get_args(CodeKind)
 
 
 def weights(rows: int = 64, columns: int = 96, seed: int = 0) -> torch.Tensor:
@@ -31,7 +31,7 @@ def weights(rows: int = 64, columns: int = 96, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * sizes).bfloat16()
 
 
-def steps(tensor: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tensor:
+def steps(tensor: torch.Tensor, scales: torch.Tensor, kind: CodeKind) -> torch.Tensor:
     """Distance between the codes around each weight, in units of the weights (fp64)."""
     if kind == "int8":
         return scales.double()[:, None].expand(tensor.shape)
@@ -41,7 +41,7 @@ def steps(tensor: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_is_at_most_half_a_step(kind: Kind) -> None:
+def test_an_error_is_at_most_half_a_step(kind: CodeKind) -> None:
     tensor = weights()
     codes, scales = quantize(tensor, kind)
     assert (codes.dtype, scales.dtype) == (CODE_TYPES[kind], torch.float32)
@@ -55,7 +55,7 @@ def test_an_error_is_at_most_half_a_step(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_codes_can_stand_for_is_kept_exactly(kind: Kind) -> None:
+def test_what_codes_can_stand_for_is_kept_exactly(kind: CodeKind) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(CODE_TYPES[kind])
     values = every.float()
     every = every[values.isfinite() & (values.abs() <= LIMITS[kind])]
@@ -78,7 +78,7 @@ def test_ties_go_to_the_even_code() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_zeros_and_of_the_smallest_numbers_stay_so(kind: Kind) -> None:
+def test_rows_of_zeros_and_of_the_smallest_numbers_stay_so(kind: CodeKind) -> None:
     tensor = torch.zeros(3, 5)
     tensor[1] = 1e-44  # subnormal: its own absmax / limit would be 0
     tensor[2, 0] = -3.0
@@ -95,7 +95,7 @@ def test_rows_of_zeros_and_of_the_smallest_numbers_stay_so(kind: Kind) -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_inf_and_nan_are_refused(kind: Kind, bad: float) -> None:
+def test_inf_and_nan_are_refused(kind: CodeKind, bad: float) -> None:
     tensor = weights()
     tensor[7, 3] = bad
     with pytest.raises(ValueError, match="inf or nan"):
@@ -105,7 +105,7 @@ def test_inf_and_nan_are_refused(kind: Kind, bad: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_the_rows_gives_that_part_of_the_codes(kind: Kind) -> None:
+def test_a_part_of_the_rows_gives_that_part_of_the_codes(kind: CodeKind) -> None:
     tensor = weights()
     codes, scales = quantize(tensor, kind)
     for first, last in ((0, 1), (1, 38), (38, 64)):
@@ -125,14 +125,14 @@ def test_linear_weights_are_quantized_and_nothing_else() -> None:
         assert not is_quantized(f"{name}.weight", (8, 4))
 
 
-def version(kind: Kind) -> tuple[Manifest, np.ndarray]:
+def version(kind: CodeKind) -> tuple[Manifest, np.ndarray]:
     codes, scales = quantize(weights(), kind)
     tensors = {"a.q_proj.weight": codes, "a.q_proj.weight.scale": scales, "norm.weight": torch.ones(5).bfloat16()}
     return lay_out(1, tensors.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_version_tells_what_is_codes_and_gives_the_weights_back(kind: Kind) -> None:
+def test_a_version_tells_what_is_codes_and_gives_the_weights_back(kind: CodeKind) -> None:
     manifest, buffer = version(kind)
     assert scales_of(manifest) == {"a.q_proj.weight": "a.q_proj.weight.scale"}
     assert scales_of(Manifest.from_dict(manifest.to_dict())) == scales_of(manifest)

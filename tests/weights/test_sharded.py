@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from streamrl.config.run import RunConfig, WeightSyncConfig
 from streamrl.errors import RunFailed
 from streamrl.training.trainer import Trainer
-from streamrl.weights.quantize import CODE_TYPES, Kind, full_precision, is_quantized, quantize
+from streamrl.weights.quantize import CODE_TYPES, CodeKind, full_precision, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
 from streamrl.weights.version import Manifest, lay_out
 from tests.training.conftest import free_port, one_rank, random_groups, run_config, run_ranks, tiny_model  # noqa: F401
@@ -67,7 +67,9 @@ def sharded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def whole(model: PreTrainedModel, dtype: torch.dtype, kind: Kind | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def whole(
+    model: PreTrainedModel, dtype: torch.dtype, kind: CodeKind | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What a version has to hold, made the plain way."""
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()

@@ -20,7 +20,7 @@ from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 from tests.weights.world import DamagingLink, Policy, World, flip_a_bit, in_world
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from streamrl.weights.publisher import code
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
+from streamrl.weights.version_store import WeightStore
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding, WeightRelay
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import Manifest, Part, lay_out
+from streamrl.weights.version_store import WeightStore
 from tests.training.conftest import free_port
 from tests.waiting import scaled
 

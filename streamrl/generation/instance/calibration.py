@@ -34,7 +34,7 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimingTrial:
     """Requests that are timed together."""
 
     batch: int
@@ -66,7 +66,7 @@ class Stopwatch:
             times.append((await self._engine.time(self._requests(batch, prompt), long) - begun) / (long - short))
         return max(statistics.median(times), LEAST_STEP_S)
 
-    async def trial(self, trial: Trial) -> float:
+    async def trial(self, trial: TimingTrial) -> float:
         """Seconds of a trial."""
         return await self._engine.time(self._requests(trial.batch, trial.prompt), trial.tokens)
 
@@ -143,12 +143,12 @@ class QuickPlan:
         self.points: dict[int, float] = {}
         self.per_prefill_token: float | None = None
         self.spent_s = 0.0
-        self._todo = [Trial(size, ONE_TOKEN, QUICK_TOKENS[0]) for size in self.sizes]
-        self._todo.insert(2, Trial(1, prompt, 1))
+        self._todo = [TimingTrial(size, ONE_TOKEN, QUICK_TOKENS[0]) for size in self.sizes]
+        self._todo.insert(2, TimingTrial(1, prompt, 1))
         self._first: float | None = None
         """Seconds of the first trial of the batch at hand."""
 
-    def next(self) -> Trial | None:
+    def next(self) -> TimingTrial | None:
         """What is to be timed now; None: that was all, or all that there is time for."""
         while self._todo and self.points and self._first is None and self._is_too_long(self._todo[0]):
             del self._todo[0]
@@ -168,7 +168,7 @@ class QuickPlan:
                 self.points[trial.batch] = seconds / trial.tokens
                 return
             self._first = seconds
-            self._todo.insert(0, Trial(trial.batch, trial.prompt, trial.tokens + more))
+            self._todo.insert(0, TimingTrial(trial.batch, trial.prompt, trial.tokens + more))
         else:
             self.points[trial.batch] = max((seconds - self._first) / (trial.tokens - QUICK_TOKENS[0]), LEAST_STEP_S)
             self._first = None
@@ -177,7 +177,7 @@ class QuickPlan:
         """Seconds of a step, by what has been measured."""
         return float(StepCurve.measured(self.points).base(batch))
 
-    def _is_too_long(self, trial: Trial) -> bool:
+    def _is_too_long(self, trial: TimingTrial) -> bool:
         """Whether a trial is expected to go beyond the budget. Of a batch below those that were measured no more is
         known than that its step takes between its share of the smallest one's and all of it: half of it is expected."""
         smallest = min(self.points)

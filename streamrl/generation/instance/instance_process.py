@@ -20,7 +20,7 @@ from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import PROCESS
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ MANY = 100_000
 """Messages of an instance that may be unacknowledged when its site is away."""
 
 
-class Instance:
+class InstanceProcess:
     """Wires one engine to its service."""
 
     def __init__(self, context: RoleContext, pool: str, place: Place | None = None) -> None:

@@ -20,7 +20,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
-from streamrl.machine.engine_settings import CANDIDATES, EngineSettings, Trial, choose, keep, table
+from streamrl.machine.engine_settings import CANDIDATES, EngineSettings, EngineTrial, choose, keep, table
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 
@@ -58,7 +58,7 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
     say(f"kept in {path}")
 
 
-def _tried(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> Trial:
+def _tried(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> EngineTrial:
     asked = {"settings": asdict(settings), "pool": pool.model_dump(mode="json"), "run": run.model_dump(mode="json")}
     # in the environment before torch is loaded, as an instance of a run has them
     env = os.environ | PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
@@ -74,11 +74,11 @@ def _tried(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site:
             timeout=TRIAL_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return Trial(settings, error=f"no answer within {TRIAL_LIMIT_S:.0f} s")
+        return EngineTrial(settings, error=f"no answer within {TRIAL_LIMIT_S:.0f} s")
     if done.returncode != 0:
-        return Trial(settings, error=_cause(done.stderr))
+        return EngineTrial(settings, error=_cause(done.stderr))
     told = json.loads(done.stdout.splitlines()[-1])
-    return Trial(settings, told["start_s"], tuple((size, seconds) for size, seconds in told["step_s"]))
+    return EngineTrial(settings, told["start_s"], tuple((size, seconds) for size, seconds in told["step_s"]))
 
 
 def _cause(stderr: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.base import DispatchPolicy, Request
+from scheduler.dispatch.policy import DispatchPolicy, Request
 from streamrl.protocol.samples import request_to_wire
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays

@@ -39,7 +39,7 @@ from streamrl.runtime.site_connections import connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
-from streamrl.weights.store import WeightStore
+from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ THREAD_BYTES = 128 * 1024
 MARK_S = 10.0
 MIN_MARK, MAX_MARK = 4 * 1000 * 1000, 256 * 1000 * 1000
 
-Packed = tuple[dict[str, Any], dict[str, np.ndarray]]
+PackedSamples = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Uplink:
         self.raw_bytes += raw_bytes
         self.sent_bytes += sent_bytes
 
-    async def _pack(self, batch: Sequence[_Waiting], nbytes: int) -> Packed:
+    async def _pack(self, batch: Sequence[_Waiting], nbytes: int) -> PackedSamples:
         how = self.choice.next()
         raw = small = None
         if how != "zstd":
@@ -208,10 +208,10 @@ class Uplink:
         assert chosen is not None
         return chosen
 
-    async def _packed(self, batch: Sequence[_Waiting], nbytes: int, compress: bool) -> tuple[Packed, float]:
+    async def _packed(self, batch: Sequence[_Waiting], nbytes: int, compress: bool) -> tuple[PackedSamples, float]:
         """The batch packed, and the seconds that it took."""
 
-        def pack() -> tuple[Packed, float]:
+        def pack() -> tuple[PackedSamples, float]:
             started = time.perf_counter()
             packed = pack_samples([(waiting.body, waiting.arrays) for waiting in batch], compress)
             return packed, time.perf_counter() - started

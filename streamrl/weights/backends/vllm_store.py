@@ -15,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl.weights.quantize import full_precision
-from streamrl.weights.store import WeightStore
 from streamrl.weights.version import CorruptWeights
+from streamrl.weights.version_store import WeightStore
 
 
 @dataclass

@@ -20,7 +20,7 @@ LONGEST = 0.01
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """A kind of model: LightGBM parameters, and what is predicted of the length."""
 
     name: str
@@ -30,11 +30,11 @@ class Kind:
 
 
 KINDS = (
-    Kind("log_length", {"objective": "l2"}, "log"),
-    Kind("mean_length", {"objective": "l2"}, "length"),
-    Kind("quantile_60", {"objective": "quantile", "alpha": 0.6}, "log"),
-    Kind("quantile_80", {"objective": "quantile", "alpha": 0.8}, "log"),
-    Kind(
+    ModelKind("log_length", {"objective": "l2"}, "log"),
+    ModelKind("mean_length", {"objective": "l2"}, "length"),
+    ModelKind("quantile_60", {"objective": "quantile", "alpha": 0.6}, "log"),
+    ModelKind("quantile_80", {"objective": "quantile", "alpha": 0.8}, "log"),
+    ModelKind(
         "lambdarank",
         # Only pairs with one of the first ranks are learned from: more ranks than the longest 20 % (51) have.
         {
@@ -52,7 +52,7 @@ ROUNDS, PATIENCE, SPREAD_ROUNDS = 300, 25, 60
 
 
 @dataclass(frozen=True)
-class Scorer:
+class LengthScorer:
     """A fitted booster and the map of its raw output to a score."""
 
     booster: lgb.Booster
@@ -87,7 +87,7 @@ def base_parameters(samples: int, prompts: int, seed: int, threads: int) -> dict
 
 
 def fit(
-    kind: Kind,
+    kind: ModelKind,
     features: Array,
     log: Array,
     valid: Array,
@@ -96,7 +96,7 @@ def fit(
     seed: int,
     threads: int,
     rounds: int = 0,
-) -> tuple[Scorer, int]:
+) -> tuple[LengthScorer, int]:
     """Fits a kind; returns it with the number of its trees.
 
     Args:
@@ -136,10 +136,10 @@ def fit(
     # A pairwise model's output has no unit: each fit is brought to the same scale by its training samples.
     raw = np.asarray(booster.predict(features, num_threads=threads)) if kind.target == "grade" else np.array([0.0])
     shift, scale = (float(raw.mean()), float(raw.std()) or 1.0) if kind.target == "grade" else (0.0, 1.0)
-    return Scorer(booster, shift, scale), rounds
+    return LengthScorer(booster, shift, scale), rounds
 
 
-def _target(kind: Kind, log: Array) -> Array:
+def _target(kind: ModelKind, log: Array) -> Array:
     """What is learned of log lengths [N]."""
     if kind.target == "log":
         return log

@@ -20,7 +20,7 @@ from scheduler.cost.length_forecast import Forecast
 REGULAR, TAIL = "regular", "tail"
 """Routes: where a request goes that is not, or is, predicted to be long."""
 
-Progress = Callable[[str], float]
+TokenProgress = Callable[[str], float]
 """Tokens that a running request has produced; 0 for one that has just been placed."""
 
 
@@ -115,7 +115,7 @@ class DispatchPolicy(Protocol):
         """These are wanted no more, whether they wait or run (put off to a later round, aborted); their slots are free.
         Unknown ones are ignored."""
 
-    def decide(self, produced: Progress | None = None) -> list[Assignment]:
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Places as many waiting requests as there are slots; each is returned once and counts as running.
 
         Args:
