@@ -17,6 +17,8 @@ from streamrl.controller.arrivals import arrived
 from streamrl.controller.trainer_client import Trainers
 from streamrl.generation.site.sample_batches import CompressionChoice, SampleBatcher, unpack_samples
 from streamrl.generation.site.uplink import Uplink
+from streamrl.protocol.controller_site import SampleBatch
+from streamrl.protocol.message import body_of, parse
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.micro_batch import TrainGroup, from_wire, train_group
@@ -188,6 +190,7 @@ class Control:
         self.work = work
         waits = WaitRegistry("controller")
         self.hub = Hub("controller", waits, flow=NEAR)
+        self.hub.reads = lambda _, kind, body: parse(SampleBatch, body) if kind == "samples" else body
         self.trainers = Trainers(self.hub, waits, 1, work.limit_s)
         self.ledger = Ledger(work.folder / "ledger.sqlite") if work.ledger else None
         self.open: dict[str, Group] = {}
@@ -261,7 +264,7 @@ class Control:
         while self.late and (not pace or self.allowed >= 1):
             due.append(self.late.popleft())
             if pace:
-                self.allowed -= len(list(unpack_samples(due[-1].body, due[-1].arrays)))
+                self.allowed -= len(list(unpack_samples(body_of(due[-1].body), due[-1].arrays)))
         return due
 
     def _commit(self, deliveries: Sequence[Delivery]) -> None:

@@ -166,7 +166,9 @@ class Bench:
         """Generates the whole batch."""
         from streamrl.controller.group_source import samples_of
         from streamrl.generation.site.dispatcher import Dispatcher
+        from streamrl.protocol.message import parse
         from streamrl.protocol.samples import request_from_wire
+        from streamrl.protocol.site_instance import GenerateSample
         from streamrl.rollouts.types import PartialSample, SampleRequest
 
         lengths: dict[str, int] = {}
@@ -174,7 +176,9 @@ class Bench:
         total = sum(group.size for group in self.groups)
 
         async def work(instance: str, body: dict[str, Any], arrays: Any) -> None:
-            drawn = await self.engines[instance].generate(request_from_wire(body, arrays), body["route"])
+            drawn = await self.engines[instance].generate(
+                request_from_wire(parse(GenerateSample, body), arrays), body["route"]
+            )
             if isinstance(drawn, PartialSample):
                 await dispatcher.released(drawn)
                 return

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCHEDULER_MAY = {"scheduler", "numpy"}
 RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow"}
 HEAVY = {"torch", "vllm", "transformers", "numpy", "pyarrow", "pandas", "matplotlib", "lightgbm", "datasets"}
-HEAVY |= {"ray", "scipy", "pydantic", "yaml", "rich", "psutil", "zmq", "msgpack", "blake3", "pebble"}
+HEAVY |= {"ray", "scipy", "pydantic", "yaml", "rich", "psutil", "zmq", "msgpack", "msgspec", "blake3", "pebble"}
 """Packages that would make a start slow; the help of a command needs none of them."""
 
 
@@ -72,7 +72,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 ORDERS = {
     "streamrl": [
-        {"errors", "files"},
+        {"errors", "atomic_files"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},
         {"run_dir", "protocol"},

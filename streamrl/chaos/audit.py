@@ -90,7 +90,7 @@ class Audit:
     prompts: int
     """Numbers looked at."""
     samples: int
-    """Trained."""
+    """TrainDone."""
     open: int
     """Prompts that are neither trained nor lost."""
     lost: int

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
     from streamrl.run_dir.status import RunStatus
 
 ANSWER_S = 15.0
@@ -39,15 +40,17 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
     status = read_status(directory)
     if status.final:
         raise UserError(f"{directory} is {status.state}: only a running job can be scaled")
-    answer = asyncio.run(_ask(directory, {"pool": pool, "site": site, "replicas": replicas}))
-    if "error" in answer:
-        raise UserError(f"{directory}: {answer['error']}")
-    click.echo(f"pool {answer['pool']}: {answer['before']} -> {answer['after']} instances")
+    from streamrl.protocol.operator import ScalePool, ScalingRefused
+
+    answer = asyncio.run(_ask(directory, ScalePool(pool=pool, site=site, replicas=replicas)))
+    if isinstance(answer, ScalingRefused):
+        raise UserError(f"{directory}: {answer.error}")
+    click.echo(f"pool {answer.pool}: {answer.before} -> {answer.after} instances")
     if wait:
         _follow(directory, answer)
 
 
-async def _ask(directory: Path, body: dict[str, Any]) -> dict[str, Any]:
+async def _ask(directory: Path, order: ScalePool) -> PoolScaled | ScalingRefused:
     """Asks the controller.
 
     Raises:
@@ -57,19 +60,23 @@ async def _ask(directory: Path, body: dict[str, Any]) -> dict[str, Any]:
     import os
 
     from streamrl.errors import RunFailed, UserError
+    from streamrl.protocol.message import MessageReader, wire
+    from streamrl.protocol.operator import FROM_CONTROLLER
     from streamrl.runtime.process_context import Addresses
     from streamrl.runtime.site_connections import OPERATOR
     from streamrl.transport.deadlines import WaitRegistry
     from streamrl.transport.endpoint import Link
 
     link = Link(f"{OPERATOR}-{os.getpid()}", "operator", WaitRegistry("streamrl scale"))
+    link.reads = MessageReader({"hub": FROM_CONTROLLER})
     try:
         await link.connect(Addresses.load(directory).controller, ANSWER_S)
-        await link.send("scale", body)
+        await link.send(*wire(order))
         async with link.waits.deadline("the controller's answer", ANSWER_S):
             delivery = await link.receive()
         delivery.ack()
-        return delivery.body
+        answer: PoolScaled | ScalingRefused = delivery.body
+        return answer
     except (OSError, RunFailed) as error:
         raise UserError(f"{directory}: its controller does not answer: {error}") from error
     finally:
@@ -77,7 +84,7 @@ async def _ask(directory: Path, body: dict[str, Any]) -> dict[str, Any]:
             await link.close()
 
 
-def _follow(directory: Path, answer: dict[str, Any]) -> None:
+def _follow(directory: Path, answer: PoolScaled) -> None:
     """Tells what becomes of it, until the pool is as it was asked to be and all that are new have done something."""
     import time
 
@@ -85,7 +92,7 @@ def _follow(directory: Path, answer: dict[str, Any]) -> None:
 
     told: set[str] = set()
     started = time.time()
-    pool = answer["pool"]
+    pool = answer.pool
     try:
         while True:
             status = read_status(directory)
@@ -94,11 +101,11 @@ def _follow(directory: Path, answer: dict[str, Any]) -> None:
                     click.echo(f"  {line}")
                     told.add(line)
             wanted = status.scaling.wanted.get(pool)
-            if wanted != answer["after"] and time.time() - started > ANSWER_S:
+            if wanted != answer.after and time.time() - started > ANSWER_S:
                 click.echo(f"  somebody has changed it since: {wanted} are wanted now")
                 return
             working = all(one.first_sample_at for one in status.scaling.coming if one.asked_at >= started - 1)
-            settled = status.scaling.ready.get(pool) == status.scaling.there.get(pool) == answer["after"]
+            settled = status.scaling.ready.get(pool) == status.scaling.there.get(pool) == answer.after
             if settled and working:
                 click.echo(f"pool {pool} has {wanted} instances")
                 return

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from streamrl.errors import RunFailed
 from streamrl.generation.site.sample_batches import unpack_samples
+from streamrl.protocol.message import body_of
 from streamrl.protocol.samples import sample_from_wire
 from streamrl.rollouts.ledger import pack_content
 from streamrl.rollouts.types import Sample
@@ -21,7 +22,7 @@ def arrived(deliveries: Iterable[Delivery]) -> list[tuple[Sample, bytes]]:
     found = []
     for delivery in deliveries:
         try:
-            for body, arrays in unpack_samples(delivery.body, delivery.arrays):
+            for body, arrays in unpack_samples(body_of(delivery.body), delivery.arrays):
                 found.append((sample_from_wire(body, arrays), pack_content(body, arrays)))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFailed(f"{delivery.peer} sent samples that cannot be read: {error!r}") from error

@@ -13,7 +13,6 @@ import json
 import logging
 import time
 from dataclasses import replace
-from typing import Any
 
 from scheduler.capacity.auto_schedule import Decision, during_change
 from scheduler.cost.hardware import peak_tflops
@@ -36,9 +35,36 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
-from streamrl.controller.trainer_client import DONE, Trainers
+from streamrl.controller.trainer_client import Trainers
 from streamrl.errors import StartAgain
 from streamrl.machine.model_files import resolve_model
+from streamrl.protocol import controller_rewards, controller_site, controller_trainer, operator
+from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.protocol.controller_site import (
+    FleetChanged,
+    Park,
+    Parked,
+    Resume,
+    SampleBatch,
+    SiteAsleep,
+    WeightAnswer,
+    WeightCall,
+    WeightsReady,
+)
+from streamrl.protocol.controller_trainer import (
+    Answer,
+    CheckpointDone,
+    MoveToCores,
+    OptimizerStep,
+    PrepareDone,
+    Publish,
+    PublishDone,
+    SaveCheckpoint,
+    StepDone,
+    TrainDone,
+)
+from streamrl.protocol.message import MessageReader, wire
+from streamrl.protocol.operator import ScalePool
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -58,6 +84,14 @@ log = logging.getLogger(__name__)
 MOST_EVENTS_AT_ONCE = 512
 """Messages committed to the ledger in one transaction."""
 
+SENDERS = {
+    "service": controller_site.FROM_SERVICE,
+    "trainer": controller_trainer.FROM_TRAINER,
+    "rewards": controller_rewards.FROM_REWARDS,
+    "operator": operator.FROM_OPERATOR,
+}
+"""What the controller may be sent, by the sender's role."""
+
 
 class Controller:
     """One run."""
@@ -68,6 +102,7 @@ class Controller:
         self.waits = WaitRegistry("controller")
         self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
         self.hub.tells_hellos = True
+        self.hub.reads = MessageReader(SENDERS)
         schedule = context.run.schedule
         self.auto: Auto | None = None
         """With `schedule: auto`: chooses the schedule."""
@@ -221,13 +256,13 @@ class Controller:
         """Ends the round that is over, begins the one that may begin."""
         while (put_off := rounds.end_if_over()) or rounds.may_begin(self.services.version, self.step):
             if put_off:
-                await self.services.tell("park", {"sample_ids": self.pool.unfinished(put_off)})
+                await self.services.tell(Park(sample_ids=self.pool.unfinished(put_off)))
                 continue
             begun = rounds.begin(self.services.version)
             groups = [self._new_group() for _ in range(begun.new)]
             rounds.planner.started(group.group_id for group in groups)
             resumed = self.pool.unfinished(begun.resumed)
-            await self.services.tell("resume", {"sample_ids": resumed, "budget": begun.budget, "round": rounds.number})
+            await self.services.tell(Resume(sample_ids=resumed, budget=begun.budget, round=rounds.number))
             await self._generate(groups, begun.budget)
 
     def _new_group(self) -> Group:
@@ -260,17 +295,17 @@ class Controller:
             return
         if self._cores_due:
             cores, self._cores_due = self._cores_due, ()
-            await self.trainers.ask("resources", {"cores": cores})
+            await self.trainers.ask(MoveToCores(cores=list(cores)))
         elif self.publish_due and self._may_publish():
-            await self.trainers.ask("publish", {})
+            await self.trainers.ask(Publish())
         elif self.checkpoint_due:
             untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
             state = {"prompts": self.groups.state(untrained)}
-            pending = self.evaluator.pending
-            await self.trainers.ask("checkpoint", {"step": self.step, "state": state, "pending": pending})
+            pending = list(self.evaluator.pending)
+            await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=pending))
         elif self.batch.trained:
-            body = {"step": self.step, "normalizer": self.batch.normalizer, "skip": self.batch.off_policy}
-            await self.trainers.ask("step", body)
+            batch = self.batch
+            await self.trainers.ask(OptimizerStep(step=self.step, normalizer=batch.normalizer, skip=batch.off_policy))
         else:
             await self._take_groups()
             await self._feed_trainer()
@@ -315,33 +350,33 @@ class Controller:
         deliveries = [await self.waits.first_of_begun(self.hub.receive())]
         while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
             deliveries.append(more)
-        await self._samples([d for d in deliveries if d.kind == "samples"])
-        self._rewards([d for d in deliveries if d.kind == "scored"])
+        await self._samples([d for d in deliveries if isinstance(d.body, SampleBatch)])
+        self._rewards([d for d in deliveries if isinstance(d.body, ScoreAnswer)])
         for delivery in deliveries:
-            if delivery.kind not in ("samples", "scored"):
+            if not isinstance(delivery.body, SampleBatch | ScoreAnswer):
                 await self._handle(delivery)
 
     # -- what follows when the trainer has done something
 
-    async def _trainer_done(self, kind: str, answers: list[dict[str, Any]]) -> None:
+    async def _trainer_done(self, answers: list[Delivery]) -> None:
         """All ranks have answered a command; rank 0's answer comes first."""
-        first = answers[0]
-        self.times.trainer.append((kind, first["started"], first["finished"]))
-        match kind:
-            case "prepare":
-                self.preparation.done([answer["reference_logprobs"] for answer in answers])
-            case "train":
-                self.batch.micro_batch_done([answer["stats"] for answer in answers])
-            case "step":
+        first: Answer = answers[0].body
+        self.times.trainer.append((answers[0].kind.removesuffix("_done"), first.started, first.finished))
+        match first:
+            case PrepareDone():
+                self.preparation.done([answer.arrays["reference_logprobs"] for answer in answers])
+            case TrainDone():
+                self.batch.micro_batch_done([answer.body.stats for answer in answers])
+            case StepDone():
                 await self._step_done(first)
-            case "publish":
+            case PublishDone():
                 self.publish_due = False
                 if await self.services.spread(first):
                     self.times.weights_served(time.time())
-            case "checkpoint":
+            case CheckpointDone():
                 self.checkpoint_due = False
 
-    async def _step_done(self, result: dict[str, Any]) -> None:
+    async def _step_done(self, result: StepDone) -> None:
         """An optimizer step is done: rollouts to Parquet, ledger, metrics, trace; then the next batch."""
         async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", self.limits.training_s):
             assert self._learning is not None
@@ -442,12 +477,13 @@ class Controller:
         """Rewards: groups with all of them are complete, and wait to be taken into a step."""
         scored = []
         for delivery in deliveries:
-            sample_id, reward = delivery.body["sample_id"], float(delivery.body["reward"])
+            answer: ScoreAnswer = delivery.body
+            sample_id = answer.sample_id
             self.rewarders.answered(delivery.peer, sample_id)
             if self.evaluator.awaits(sample_id):
-                self.evaluator.scored(sample_id, reward, delivery.body["error"], time.time())
+                self.evaluator.scored(sample_id, answer.reward, answer.error, time.time())
             elif sample_id in self.pool.received:
-                one, group = self.pool.score(sample_id, reward, delivery.body["error"])
+                one, group = self.pool.score(sample_id, answer.reward, answer.error)
                 scored.append(one)
                 if group.complete:
                     self._complete(group)
@@ -468,40 +504,36 @@ class Controller:
         elif self.rounds is not None:
             self.rounds.planner.completed(group.group_id)
 
-    async def _weights_ready(self, service: str, answer: dict[str, Any]) -> None:
+    async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
         """A site's instances serve the coming version."""
-        self.telemetry.weights_applied(answer["number"], answer["applied"])
-        self.times.loading += [(instance, *span) for instance, span in answer["applied"].items()]
+        self.telemetry.weights_applied(answer.number, answer.applied)
+        self.times.loading += [(instance, *span) for instance, span in answer.applied.items()]
         if await self.services.ready(service, answer):
             self.times.weights_served(time.time())
 
     async def _handle(self, delivery: Delivery) -> None:
         """Everything but samples and rewards."""
-        match delivery.kind:
-            case kind if kind.endswith(DONE):
+        match delivery.body:
+            case Answer():
                 if (answers := self.trainers.answered(delivery)) is not None:
-                    await self._trainer_done(delivery.kind.removesuffix(DONE), answers)
-            case "parked":
+                    await self._trainer_done(answers)
+            case Parked() as parked:
                 if self.rounds is not None:
-                    sample_id = str(delivery.body["sample_id"])
-                    self.rounds.parked(sample_id, group_of(sample_id), delivery.body["round"])
-            case "weights_ready":
-                await self._weights_ready(delivery.peer, delivery.body)
-            case "asleep":
+                    self.rounds.parked(parked.sample_id, group_of(parked.sample_id), parked.round)
+            case WeightsReady() as ready:
+                await self._weights_ready(delivery.peer, ready)
+            case SiteAsleep():
                 self.services.asleep(delivery.peer)
-            case "fleet":
-                self.scaling.fleet_changed(delivery.peer, delivery.body)
-            case "scale":
+            case FleetChanged() as told:
+                self.scaling.fleet_changed(delivery.peer, told)
+            case ScalePool():
                 await self.scaling.asked(delivery, self.hub)
-            case "weight_call":  # NCCL path: the trainer's calls to the instances pass through here, and back
-                await self.services.tell("weight_call", delivery.body)
-            case "weight_answer":
-                await self.hub.send(self.trainers.names[0], "weight_answer", delivery.body)
-            case "hello":
+            case WeightCall() as call:  # NCCL path: the trainer's calls to the instances pass through here, and back
+                await self.services.tell(call)
+            case WeightAnswer() as answer:
+                await self.hub.send(self.trainers.names[0], *wire(answer))
+            case _ if delivery.kind == "hello":
                 await self.recovery.hello(delivery.peer, delivery.body["session"])
-            case "bye":  # its launcher decides what follows
-                if delivery.peer in self.services.names:
-                    self.services.gone(delivery.peer)
-            case other:
-                log.warning("controller ignores %r of %s", other, delivery.peer)
+            case _ if delivery.kind == "bye" and delivery.peer in self.services.names:
+                self.services.gone(delivery.peer)  # its launcher decides what follows
         delivery.ack()

@@ -29,6 +29,9 @@ from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, StepTimes
 from streamrl.errors import UserError
+from streamrl.protocol.controller_site import FleetChanged
+from streamrl.protocol.message import TypedMessage, wire
+from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
 from streamrl.rollouts.types import Sample
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import ProcessSpec, usd_per_hour
@@ -116,16 +119,17 @@ class Scaling:
 
     async def asked(self, delivery: Delivery, hub: Hub) -> None:
         """Does what `streamrl scale` asks for, and answers it."""
-        body = delivery.body
+        order: ScalePool = delivery.body
+        answer: TypedMessage
         try:
-            key = self._find(str(body["pool"]), str(body["site"]))
+            key = self._find(order.pool, order.site)
             before = self.pools.wanted[key]
-            await self._scale(key, self._checked(key, int(body["replicas"])))
-            answer: dict[str, Any] = {"pool": key, "before": before, "after": self.pools.wanted[key]}
+            await self._scale(key, self._checked(key, order.replicas))
+            answer = PoolScaled(pool=key, before=before, after=self.pools.wanted[key])
         except UserError as error:
-            answer = {"error": str(error)}
+            answer = ScalingRefused(error=str(error))
         if delivery.peer in hub.peers:
-            await hub.send(delivery.peer, "scaled", answer)
+            await hub.send(delivery.peer, *wire(answer))
 
     def _find(self, pool: str, site: str) -> str:
         """The pool's name in here.
@@ -204,16 +208,14 @@ class Scaling:
 
     # -- what becomes of it
 
-    def fleet_changed(self, service: str, body: Mapping[str, Any]) -> None:
+    def fleet_changed(self, service: str, told: FleetChanged) -> None:
         """A service has told of its instances."""
         now, site = time.time(), self.services.site_of(service)
         before = set(self._living())
         for key in [key for key in self.pools.configs if key.partition("/")[0] == site]:
             pool = key.partition("/")[2]
-            self.pools.instances[key] = {
-                name: str(about["life"]) for name, about in body["instances"].items() if about["pool"] == pool
-            }
-        self.services.fleet_changed(service, body["fleet"])
+            self.pools.instances[key] = {name: one.life for name, one in told.instances.items() if one.pool == pool}
+        self.services.fleet_changed(service, told.fleet)
         self.spending.change(now, self._usd_per_hour())
         lives = {name: life for some in self.pools.instances.values() for name, life in some.items()}
         self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]

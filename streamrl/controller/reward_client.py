@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
+from streamrl.protocol.controller_rewards import ScoreRequest
+from streamrl.protocol.message import wire
 from streamrl.rollouts.types import Group
 from streamrl.transport.endpoint import Hub
 
@@ -16,15 +17,15 @@ class Rewarders:
     def __init__(self, hub: Hub, names: Sequence[str]) -> None:
         self.names = list(names)
         self._hub = hub
-        self._open: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+        self._open: defaultdict[str, dict[str, ScoreRequest]] = defaultdict(dict)
         """By process and sample: what was asked."""
 
     async def ask(self, group: Group, sample_id: str, text: str) -> None:
         """Has a sample scored; siblings go to the same process."""
         name = self.names[hash(group.group_id) % len(self.names)]
-        body = {"sample_id": sample_id, "task": group.task, "completion": text, "reward_input": group.reward_input}
-        self._open[name][sample_id] = body
-        await self._send(name, body)
+        order = ScoreRequest(sample_id=sample_id, task=group.task, completion=text, reward_input=group.reward_input)
+        self._open[name][sample_id] = order
+        await self._send(name, order)
 
     def answered(self, name: str, sample_id: str) -> None:
         """A reward has come."""
@@ -32,9 +33,9 @@ class Rewarders:
 
     async def returned(self, name: str) -> None:
         """A process was started anew: it is asked again for what it owes."""
-        for body in list(self._open[name].values()):
-            await self._send(name, body)
+        for order in list(self._open[name].values()):
+            await self._send(name, order)
 
-    async def _send(self, name: str, body: dict[str, Any]) -> None:
+    async def _send(self, name: str, order: ScoreRequest) -> None:
         if name in self._hub.peers:  # else it is asked when it is back
-            await self._hub.send(name, "score", body)
+            await self._hub.send(name, *wire(order))

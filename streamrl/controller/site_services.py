@@ -15,6 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from scheduler.sites.relay_tree import RelayPath, relay_tree
 from scheduler.sites.site_candidates import SiteLoad
@@ -24,6 +26,18 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import SampleDraw
 from streamrl.controller.step_times import Traffic
 from streamrl.errors import RunFailed
+from streamrl.protocol.controller_site import (
+    Finish,
+    LoadWeights,
+    Park,
+    Resume,
+    ScalePools,
+    Sleep,
+    Use,
+    WeightsReady,
+)
+from streamrl.protocol.controller_trainer import PublishDone
+from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
@@ -79,9 +93,9 @@ class Services:
         """Of the last transfer of weights that was one."""
         self._coming: dict[str, int] = {}
         """Version that is on its way to a site's instances."""
-        self._next: dict[str, dict[str, Any]] = {}
+        self._next: dict[str, LoadWeights] = {}
         """Announcement of what a site gets after that."""
-        self._newest: dict[str, Any] | None = None
+        self._newest: LoadWeights | None = None
         """Announcement of the version that was made last."""
         self._fleets: dict[str, list[dict[str, Any]]] = {}
         """Instances of each service's site, as it has told."""
@@ -136,7 +150,7 @@ class Services:
             self._next[name] = self._newest
             await self._announce(name)
         if self._using is not None:
-            await self._send(name, "use", {"instances": self._using})
+            await self._send(name, Use(instances=self._using))
         return self._dispatch.groups_of(self._sites[name])
 
     async def again(
@@ -144,22 +158,23 @@ class Services:
     ) -> None:
         """Sends a service what its site has, as `generate` did."""
         if groups:
-            await self._send(name, "generate", *groups_to_wire(groups, samples, time.time(), budget))
+            message, arrays = groups_to_wire(groups, samples, time.time(), budget)
+            await self._send(name, message, arrays)
 
     async def rest(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
         """Tells a service the number of the round under way, and which samples rest in it."""
-        await self._send(name, "resume", {"sample_ids": [], "budget": None, "round": number})
-        await self._send(name, "park", {"sample_ids": list(sample_ids)})
+        await self._send(name, Resume(sample_ids=[], budget=None, round=number))
+        await self._send(name, Park(sample_ids=list(sample_ids)))
 
     async def use(self, instances: Sequence[str]) -> None:
         """From now on only these instances generate."""
         self._using = list(instances)
-        await self.tell("use", {"instances": self._using})
+        await self.tell(Use(instances=self._using))
 
-    async def _send(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
+    async def _send(self, name: str, message: TypedMessage, arrays: Arrays | None = None) -> None:
         """A service that is away gets nothing: when it is back, it is told all that is open."""
         with contextlib.suppress(KeyError):
-            await self._hub.send(name, kind, body, arrays)
+            await self._hub.send(name, *wire(message), arrays)
 
     def _facts(self, name: str) -> SiteLoad:
         site, fleet = self._sites[name], self._fleet(name)
@@ -187,12 +202,12 @@ class Services:
     async def scale(self, site: str, pool: str, replicas: int) -> None:
         """A pool of a site is to have so many instances."""
         for name in (name for name, other in self._sites.items() if other == site):
-            await self._send(name, "scale", {"replicas": {pool: replicas}})
+            await self._send(name, ScalePools(replicas={pool: replicas}))
 
-    async def tell(self, kind: str, body: dict[str, Any]) -> None:
+    async def tell(self, message: TypedMessage) -> None:
         """Sends all of them the same."""
         for name in self.names:
-            await self._send(name, kind, body)
+            await self._send(name, message)
 
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
@@ -216,8 +231,8 @@ class Services:
             dealt[place[group.group_id]].append(number)
         for name, site in self._sites.items():
             if mine := dealt[site]:
-                body = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
-                await self._send(name, "generate", *body)
+                message, arrays = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
+                await self._send(name, message, arrays)
 
     def _hold_absent(self) -> None:
         """Sites that are away or congested get nothing new as long as another one can work."""
@@ -237,36 +252,36 @@ class Services:
         """A sample has come, with so many tokens."""
         self._dispatch.finished(group_id, length)
 
-    async def spread(self, made: dict[str, Any]) -> bool:
+    async def spread(self, made: PublishDone) -> bool:
         """A version is made: it goes to every site, while everything else goes on.
 
         Args:
-            made: the trainer's `number`, `content_hash` and `bytes`.
+            made: the trainer's answer.
 
         Returns:
             Whether it is there already: the trainer itself has brought it (NCCL), or all sites were quicker to get it
             than this to hear of it.
         """
-        if not made["content_hash"]:
-            self._count(int(made["bytes"]) * len(self.names), None, 0.0)
-            self._serving = dict.fromkeys(self.names, int(made["number"]))
+        if not made.content_hash:
+            self._count(made.bytes * len(self.names), None, 0.0)
+            self._serving = dict.fromkeys(self.names, made.number)
             self._asleep.clear()
             return True
-        self._newest = {key: made[key] for key in ("number", "content_hash")}
+        self._newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
         for name in self.names:
-            if self._serving[name] < made["number"]:
+            if self._serving[name] < made.number:
                 self._next[name] = self._newest
                 if name not in self._coming:
                     await self._announce(name)
         return not self._coming
 
     async def _announce(self, name: str) -> None:
-        made = self._next.pop(name) | {"source": self._source(name)}
-        self._coming[name] = made["number"]
+        made = msgspec.structs.replace(self._next.pop(name), source=self._source(name))
+        self._coming[name] = made.number
         # a site that is away gets its weights when it is back
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
-        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made['number']} to reach {name}", limit_s)
-        await self._send(name, "weights", made)
+        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s)
+        await self._send(name, made)
 
     def _source(self, name: str) -> str | None:
         """The site whose relay a service is to get its next weights from; None: the trainer's."""
@@ -286,21 +301,20 @@ class Services:
         parents = relay_tree(root, self._cluster.remote_sites, self._paths, able, self._version_bytes)
         return None if parents[site] == root else parents[site]
 
-    def _measure(self, name: str, report: dict[str, Any]) -> None:
+    def _measure(self, name: str, report: WeightsReady) -> None:
         """What a transfer says of its path."""
-        nbytes, seconds = int(report["bytes"]), float(report["transfer_s"])
-        ends = frozenset((self._sites[name], report["source"] or self._cluster.trainer_site))
+        nbytes, seconds = report.bytes, report.transfer_s
+        ends = frozenset((self._sites[name], report.source or self._cluster.trainer_site))
         if nbytes >= MEASURED_BYTES and seconds > 0 and ends in self._paths:
             self._paths[ends] = RelayPath(nbytes / seconds, self._paths[ends].rtt_s)
             self._version_bytes = nbytes
 
-    async def ready(self, name: str, report: dict[str, Any]) -> bool:
+    async def ready(self, name: str, report: WeightsReady) -> bool:
         """A service's instances serve the version that was coming, or one that was newer by then.
 
         Args:
             name: which.
-            report: the version's `number`, the `bytes` that were received for it from which `source` in how many
-                seconds (`transfer_s`), when it was announced (`started`), when it had come (`fetched`), unix seconds.
+            report: what the service says of it.
 
         Returns:
             Whether every site now serves the newest version there is.
@@ -308,16 +322,16 @@ class Services:
         if self._coming.get(name) is None:
             return not self._coming  # of a process that has been replaced since
         self._waits.end(f"{WEIGHTS} {name}")
-        source = report["source"] or self._cluster.trainer_site
+        source = report.source or self._cluster.trainer_site
         link = self._cluster.link_between(self._sites[name], source)
-        usd = int(report["bytes"]) * link.price_per_gb / 1e9 if link is not None else 0.0
-        self._count(int(report["bytes"]), float(report["fetched"]) - float(report["started"]), usd)
+        usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
+        self._count(report.bytes, report.fetched - report.started, usd)
         self._measure(name, report)
         del self._coming[name]
-        self._serving[name] = int(report["number"])
+        self._serving[name] = report.number
         self._served[name].append(self._serving[name])
         self._asleep.discard(name)  # new weights wake instances up
-        if name in self._next and self._next[name]["number"] <= self._serving[name]:
+        if name in self._next and self._next[name].number <= self._serving[name]:
             del self._next[name]
         if name in self._next:
             await self._announce(name)
@@ -325,13 +339,13 @@ class Services:
 
     async def finish(self, state: str, error: str | None) -> None:
         """The run is over: other sites are told how, if they can be reached within a moment."""
-        body = {"state": state, "error": error}
+        kind, body = wire(Finish(state=state, error=error))
         for name, site in self._sites.items():
             if site in self._cluster.remote_sites and name in self._hub.peers:
                 told = asyncio.get_running_loop().create_future()
                 with contextlib.suppress(RunFailed, TimeoutError):
                     async with asyncio.timeout(FINISH_S):
-                        await self._hub.send(name, "finish", body, on_ack=functools.partial(told.set_result, None))
+                        await self._hub.send(name, kind, body, on_ack=functools.partial(told.set_result, None))
                         await told
 
     def traffic(self) -> Traffic:
@@ -356,7 +370,7 @@ class Services:
             return True
         if SLEEP not in self._waits.begun:
             self._waits.begin(SLEEP, f"{', '.join(self.names)} to leave their devices", self._weights_s)
-            await self.tell("sleep", {})
+            await self.tell(Sleep())
         return False
 
     def asleep(self, name: str) -> None:

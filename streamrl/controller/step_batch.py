@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
@@ -39,7 +38,7 @@ class StepBatch:
     sent_last: bool = False
     """The micro-batch that closes the batch is sent."""
     micro_batches: int = 0
-    stats: list[dict[str, Any]] = field(default_factory=list)
+    stats: list[dict[str, float]] = field(default_factory=list)
     """Of every rank and micro-batch."""
     at_trainer: list[TrainGroup] = field(default_factory=list)
     """Groups of the micro-batch that is being worked on."""
@@ -124,7 +123,7 @@ class StepBatch:
         if counted and not flat:
             self.queue.append(train_group(group, counted))
 
-    def micro_batch_done(self, stats: Sequence[dict[str, Any]]) -> None:
+    def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
         """All ranks have worked through their shares of the micro-batch."""
         self.at_trainer, self.in_flight = [], False
         self.stats += stats

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
+from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.metrics import MetricsRow
@@ -18,7 +18,7 @@ from streamrl.run_dir.metrics import MetricsRow
 def step_metrics(
     batch: StepBatch,
     times: Interval,
-    result: dict[str, Any],
+    result: StepDone,
     traffic: Traffic,
     prompts_too_long: int,
     memory_gb: float | None,
@@ -33,7 +33,7 @@ def step_metrics(
     Args:
         batch: the step's batch, complete and trained.
         times: when things happened.
-        result: the optimizer step's `grad_norm`, `learning_rate` and `skipped`.
+        result: the trainer's answer to the optimizer step.
         traffic: with sites during the step.
         prompts_too_long: prompts skipped since the start.
         memory_gb: memory of all processes now, GiB.
@@ -77,7 +77,7 @@ def step_metrics(
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         loss=stats["loss_sum"] / batch.normalizer,
-        grad_norm=result["grad_norm"],
+        grad_norm=result.grad_norm,
         entropy=per_token("entropy_sum", stats["entropy_tokens"]),
         output_length_mean=float(lengths.mean()),
         output_length_p50=float(np.percentile(lengths, 50)),
@@ -99,7 +99,7 @@ def step_metrics(
         reward_errors=sum(m.error is not None for m in scored),
         prompts_too_long=prompts_too_long,
         truncated_fraction=float(np.mean([s.finish_reason == "length" for s in samples])),
-        learning_rate=result["learning_rate"],
+        learning_rate=result.learning_rate,
         clip_fraction=per_token("clipped", tokens),
         kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
         tokens_trained=int(tokens),
@@ -120,7 +120,7 @@ def step_metrics(
         truncated_weight_fraction=per_token("truncated", tokens),
         value_loss=stats["value_loss_sum"] / batch.normalizer if has_critic else None,
         explained_variance=_explained_variance(stats) if has_critic else None,
-        step_skipped=bool(result["skipped"]),
+        step_skipped=result.skipped,
         groups_dropped=len(batch.dropped),
         samples_parked=put_off,
         weight_publications=len(times.syncs),

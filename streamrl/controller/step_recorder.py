@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.spending import Spending
@@ -11,6 +10,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
 from streamrl.controller.telemetry import Telemetry
+from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -37,7 +37,7 @@ class Recorder:
     def step_done(
         self,
         batch: StepBatch,
-        result: dict[str, Any],
+        result: StepDone,
         lengths: StepLengths,
         publishes: bool,
         traffic: Traffic,
@@ -61,7 +61,7 @@ class Recorder:
         groups = list(batch.groups.values())
         self.rollouts.write(batch.step, [*groups, *batch.dropped])
         self.ledger.train(batch.step, batch.step, groups, now, batch.dropped)
-        times = self.times.end_step(now, result["finished"] if publishes else None)
+        times = self.times.end_step(now, result.finished if publishes else None)
         audit = self._audited(batch)
         memory_gb = self.telemetry.memory_gb
         row = step_metrics(

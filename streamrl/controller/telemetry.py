@@ -167,7 +167,7 @@ class Telemetry:
                     reward=m.reward,
                 )
 
-    def weights_applied(self, number: int, spans: dict[str, list[float]]) -> None:
+    def weights_applied(self, number: int, spans: dict[str, tuple[float, float]]) -> None:
         """Records when each instance loaded a version."""
         for instance, (start, end) in spans.items():
             self.trace.span(instance, "load weights", start, end, version=number)

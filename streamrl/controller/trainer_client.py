@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.errors import StartAgain
+from streamrl.protocol.controller_trainer import MicroBatch, Prepare, Train
+from streamrl.protocol.message import TypedMessage, kind_of, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
 
 WAIT = "trainer"
-DONE = "_done"
-"""A rank answers command `x` with `x_done`."""
 
 
 class Trainers:
@@ -33,7 +34,7 @@ class Trainers:
         """One of each such set; what it answers stands for all of them."""
         self._sharing = sharing
         self._hub, self._waits, self._limit_s = hub, waits, limit_s
-        self._answers: dict[str, dict[str, Any]] = {}
+        self._answers: dict[str, Delivery] = {}
         self._doing: str | None = None
 
     @property
@@ -41,11 +42,12 @@ class Trainers:
         """Whether a command is being worked on."""
         return self._doing is not None
 
-    async def ask(self, command: str, body: dict[str, Any]) -> None:
+    async def ask(self, command: TypedMessage) -> None:
         """Sends every rank a command."""
-        self._expect(command)
+        kind, body = wire(command)
+        self._expect(kind)
         for name in self.names:
-            await self._send(name, command, body)
+            await self._send(name, kind, body)
 
     async def train(self, shares: Sequence[list[TrainGroup]], is_last: bool) -> None:
         """Sends every worker its share of a micro-batch.
@@ -54,20 +56,21 @@ class Trainers:
         computing them is a collective.
         """
         given = all(group.has_reference for share in shares for group in share)
-        await self._deal("train", shares, {"is_last": is_last, "reference_given": given})
+        await self._deal(functools.partial(Train, is_last=is_last, reference_given=given), shares)
 
     async def prepare(self, shares: Sequence[list[TrainGroup]]) -> None:
         """Asks every worker for the reference's log-probabilities of its share, to be answered as
         `reference_logprobs`."""
-        await self._deal("prepare", shares, {})
+        await self._deal(Prepare, shares)
 
-    async def _deal(self, command: str, shares: Sequence[list[TrainGroup]], about: dict[str, Any]) -> None:
+    async def _deal(self, command: Callable[..., MicroBatch], shares: Sequence[list[TrainGroup]]) -> None:
         if len(shares) != len(self.workers):
             raise ValueError(f"{len(shares)} shares for {len(self.workers)} workers")
-        self._expect(command)
+        micro = [to_wire(share) for share in shares]
+        self._expect(kind_of(command(groups=[], advantages=[], has_reference=[])))
         for rank, name in enumerate(self.names):
-            body, arrays = to_wire(shares[rank // self._sharing])
-            await self._send(name, command, body | about, arrays)
+            body, arrays = micro[rank // self._sharing]
+            await self._send(name, *wire(command(**body)), arrays)
 
     async def _send(self, name: str, command: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
         """
@@ -79,9 +82,9 @@ class Trainers:
         except KeyError:
             raise StartAgain(f"{name} has gone") from None
 
-    def answered(self, delivery: Delivery) -> list[dict[str, Any]] | None:
-        """A rank has answered; with the last one, the workers' answers with their arrays by name, rank 0's first."""
-        self._answers[delivery.peer] = delivery.body | dict(delivery.arrays)
+    def answered(self, delivery: Delivery) -> list[Delivery] | None:
+        """A rank has answered; with the last one, the workers' answers, rank 0's first."""
+        self._answers[delivery.peer] = delivery
         if len(self._answers) < len(self.names):
             return None
         self._doing = None

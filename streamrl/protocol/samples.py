@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.protocol.controller_site import Generate, IssuedForecast, IssuedGroup
+from streamrl.protocol.site_instance import GenerateSample, KeptTokens, Progress
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
 
@@ -24,7 +26,7 @@ def groups_to_wire(
     samples: Sequence[Sequence[tuple[str, int, float | None]]],
     t_queued: float,
     budget: int | None = None,
-) -> tuple[dict[str, Any], Arrays]:
+) -> tuple[Generate, Arrays]:
     """Groups that are issued together, so that they can be dispatched as a whole.
 
     Args:
@@ -34,11 +36,11 @@ def groups_to_wire(
         budget: tokens after which a sample is parked; None: it runs to its end.
     """
     described = [
-        {
-            "group_id": group.group_id,
-            "samples": some,
-            "forecast": group.forecast and {"lengths": group.forecast.lengths, "tail": group.forecast.tail},
-        }
+        IssuedGroup(
+            group.group_id,
+            list(some),
+            IssuedForecast(group.forecast.lengths, group.forecast.tail) if group.forecast else None,
+        )
         for group, some in zip(groups, samples, strict=True)
     ]
     prompts = [group.prompt_tokens for group in groups]
@@ -46,10 +48,10 @@ def groups_to_wire(
         "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
     }
-    return {"t_queued": t_queued, "budget": budget, "groups": described}, arrays
+    return Generate(t_queued=t_queued, budget=budget, groups=described), arrays
 
 
-def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
+def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
     """For each group the requests of its completions, and its forecast.
 
     Raises:
@@ -62,41 +64,43 @@ def groups_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[list[Sa
         raise ValueError(f"lengths of prompts do not add up to {len(tokens)} tokens")
     prompts = np.split(tokens, np.cumsum(lengths)[:-1])
     found = []
-    for group, prompt in zip(body["groups"], prompts, strict=True):
+    for group, prompt in zip(message.groups, prompts, strict=True):
         requests = [
-            SampleRequest(sample_id, group["group_id"], prompt, seed, body["t_queued"], temperature, body["budget"])
-            for sample_id, seed, temperature in group["samples"]
+            SampleRequest(sample_id, group.group_id, prompt, seed, message.t_queued, temperature, message.budget)
+            for sample_id, seed, temperature in group.samples
         ]
-        told = group["forecast"]
-        found.append((requests, None if told is None else Forecast(tuple(told["lengths"]), tuple(told["tail"]))))
+        told = group.forecast
+        found.append((requests, None if told is None else Forecast(told.lengths, told.tail)))
     return found
 
 
-def request_to_wire(request: SampleRequest) -> tuple[dict[str, Any], Arrays]:
-    """One request, with what it has produced already."""
-    body = {key: value for key, value in request.__dict__.items() if key not in ("prompt_tokens", "kept")}
+def request_to_wire(request: SampleRequest, route: str) -> tuple[GenerateSample, Arrays]:
+    """One request, with what it has produced already, and where the dispatch policy counts it."""
     arrays = {"prompt_tokens": request.prompt_tokens}
+    kept = None
     if request.kept is not None:
-        kept, kept_arrays = sample_to_wire(request.kept)
-        body["kept"] = kept
+        fields, kept_arrays = sample_to_wire(request.kept)
+        kept = KeptTokens(**fields)
         arrays |= {_KEPT + name: array for name, array in kept_arrays.items()}
-    return body, arrays
+    values = {key: value for key, value in request.__dict__.items() if key not in ("prompt_tokens", "kept")}
+    return GenerateSample(**values, route=route, kept=kept), arrays
 
 
-def request_from_wire(body: dict[str, Any], arrays: Arrays) -> SampleRequest:
-    """One request; the body may hold more keys than a request has.
+def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
+    """One request.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not one.
+        ValueError, KeyError, TypeError: its arrays are not those of one.
     """
-    kept = None
-    if body.get("kept") is not None:
-        kept = partial_from_wire(body["kept"], {n.removeprefix(_KEPT): a for n, a in arrays.items() if _KEPT in n})
-    keys = {field.name for field in fields(SampleRequest)} - {"prompt_tokens", "kept"}
+    values = msgspec.structs.asdict(message)
+    del values["route"]
+    if message.kept is not None:
+        own = {name.removeprefix(_KEPT): array for name, array in arrays.items() if _KEPT in name}
+        values["kept"] = partial_from_wire(msgspec.structs.asdict(message.kept), own)
     prompt = arrays["prompt_tokens"]
     if prompt.ndim != 1:
         raise ValueError(f"a prompt is tokens [P], not {prompt.shape}")
-    return SampleRequest(prompt_tokens=prompt, kept=kept, **{key: body[key] for key in keys})
+    return SampleRequest(prompt_tokens=prompt, **values)
 
 
 def partial_from_wire(body: dict[str, Any], arrays: Arrays) -> PartialSample:
@@ -123,26 +127,26 @@ def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
     return Sample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
-def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[dict[str, Any], Arrays]:
+def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progress, Arrays]:
     """What running requests have produced since they were last asked: (number of the first token, tokens) of each."""
-    body = [
-        [part.sample_id, start, len(part.completion_tokens), part.t_dispatched, part.t_first_token]
+    described = [
+        (part.sample_id, start, len(part.completion_tokens), part.t_dispatched, part.t_first_token)
         for start, part in parts
     ]
     arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in _TOKEN_ARRAYS}
-    return {"parts": body}, arrays
+    return Progress(parts=described), arrays
 
 
-def progress_from_wire(body: dict[str, Any], arrays: Arrays) -> list[tuple[int, PartialSample]]:
+def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, PartialSample]]:
     """The opposite of `progress_to_wire`.
 
     Raises:
         ValueError, KeyError, TypeError: it is not that.
     """
-    ends = np.cumsum([count for _, _, count, _, _ in body["parts"]], dtype=np.int64)
+    ends = np.cumsum([count for _, _, count, _, _ in message.parts], dtype=np.int64)
     columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in _TOKEN_ARRAYS]
     found = []
-    for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(body["parts"]):
+    for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(message.parts):
         tokens, logprobs, versions = (column[n] for column in columns)
         found.append((int(start), PartialSample(sample_id, tokens, logprobs, versions, t_dispatched, t_first_token)))
     return found

@@ -20,7 +20,7 @@ of the run is not compared; `unfinished_share` says how much that is.
 
 The test: samples of one prompt have like lengths and share their fate, so 8 siblings are not 8 observations. One
 observation is the mean length of a group's trained part, or of its left-out part; the two-sample Kolmogorov-Smirnov
-test compares the ones with the others. (Trained against issued would put the same samples on both sides, and the
+test compares the ones with the others. (TrainDone against issued would put the same samples on both sides, and the
 p-value would be none.) It is made after every step, so the level of 0.01 is divided by the looks at one window
 (Bonferroni): in a window of steps without any bias, the chance of a false alarm is at most 1 %. There is a warning when
 that holds *and* the mean trained length differs by more than 5 % from the mean issued length; a tiny difference becomes
@@ -50,7 +50,7 @@ REMEMBERED = 3
 
 @dataclass(frozen=True)
 class LengthComparison:
-    """Trained against issued over the newest settled cohorts."""
+    """TrainDone against issued over the newest settled cohorts."""
 
     cohorts: int
     """Settled cohorts compared."""
@@ -79,7 +79,7 @@ class StepAudit:
     finished: tuple[int, ...]
     """Finished since the step before, whatever they were issued for."""
     trained: tuple[int, ...]
-    """Trained in this step, whatever they were issued for."""
+    """TrainDone in this step, whatever they were issued for."""
     dropped: tuple[int, ...]
     """Dropped since the step before; those that still ran with the tokens they had."""
     drop_reasons: dict[str, int]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
+from streamrl.protocol import controller_rewards
+from streamrl.protocol.controller_rewards import ScoreAnswer, ScoreRequest
+from streamrl.protocol.message import MessageReader, wire
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import connect_home, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Link
-
-log = logging.getLogger(__name__)
+from streamrl.transport.endpoint import Link
 
 
 class RewardWorker:
@@ -21,13 +21,13 @@ class RewardWorker:
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
-        rewards = context.cluster.sites[context.site].rewards
+        pool = context.cluster.sites[context.site].rewards
         run = context.run
         held_out = run.evaluation.held_out(run.tasks) if run.evaluation else []
         self.pool = RewardPool(
             [*run.tasks, *held_out],
             context.run.seed,
-            workers=rewards.workers if rewards else 1,
+            workers=pool.workers if pool else 1,
             timeout_s=context.run.deadlines.reward_s,
             log_file=context.run_dir / layout.LOGS / f"{context.name}-workers.log",
         )
@@ -50,6 +50,7 @@ class RewardWorker:
                 "running": self.scoring,
                 "detail": f"{self.scored} scored",
             }
+            link.reads = MessageReader({"hub": controller_rewards.FROM_CONTROLLER})
             link.on_new_hub = lambda: self._new_controller(link)
             self.context.say(waiting_for(["the controller"]))
             await connect_home(self.context, link, self.context.addresses.controller)
@@ -57,7 +58,9 @@ class RewardWorker:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     while True:
-                        tasks.create_task(self._score(link, await link.receive()))
+                        delivery = await link.receive()
+                        delivery.ack()  # now: a reward may take long, and open ones must not use up the credits
+                        tasks.create_task(self._score(link, delivery.body))
             finally:
                 await link.close()
         finally:
@@ -68,20 +71,17 @@ class RewardWorker:
         self._life += 1
         link.forget_sent()
 
-    async def _score(self, link: Link, delivery: Delivery) -> None:
-        if delivery.kind != "score":
-            log.warning("rewards ignores %r", delivery.kind)
-            delivery.ack()
-            return
-        body, life = delivery.body, self._life
-        delivery.ack()  # at once: a reward may take long, and requests under way must not use up the credits
+    async def _score(self, link: Link, order: ScoreRequest) -> None:
+        life = self._life
         self.scoring += 1
         try:
-            result = await self.pool.score(body["task"], body["completion"], body["reward_input"])
+            result = await self.pool.score(order.task, order.completion, order.reward_input)
         finally:
             self.scoring -= 1
         self.scored += 1
         if life != self._life:
             return
-        answer = {"sample_id": body["sample_id"], "reward": result.reward, "error": result.error}
-        await link.send("scored", answer | {"seconds": result.seconds})
+        answer = ScoreAnswer(
+            sample_id=order.sample_id, reward=result.reward, error=result.error, seconds=result.seconds
+        )
+        await link.send(*wire(answer))

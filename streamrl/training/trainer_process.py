@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -27,6 +28,23 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import resolve_model
+from streamrl.protocol.controller_trainer import (
+    FROM_CONTROLLER,
+    Answer,
+    CheckpointDone,
+    MoveToCores,
+    OptimizerStep,
+    Prepare,
+    PrepareDone,
+    Publish,
+    PublishDone,
+    ResourcesDone,
+    SaveCheckpoint,
+    StepDone,
+    Train,
+    TrainDone,
+)
+from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -80,6 +98,7 @@ class TrainerWorker:
                 tasks.create_task(self.weights.serve())
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.near)
+            link.reads = MessageReader({"hub": FROM_CONTROLLER})
             link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
             self._say(waiting_for(["the controller"]))
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
@@ -141,48 +160,42 @@ class TrainerWorker:
             log.info("computes in %s, like the other ranks", agreed)
 
     async def _handle(self, link: Link, delivery: Delivery) -> None:
-        body = delivery.body
         started = time.time()
         arrays: Arrays = {}
-        match delivery.kind:
-            case "prepare":
+        answer: Callable[..., Answer]
+        match delivery.body:
+            case Prepare() as order:
                 self.state = "preparing"
-                groups = from_wire(body, delivery.arrays)
+                groups = from_wire(body_of(order), delivery.arrays)
                 arrays = {"reference_logprobs": await self._compute(self.trainer.prepare, groups)}
-                answer: dict[str, Any] = {}
-            case "train":
+                answer = PrepareDone
+            case Train() as order:
                 self.state = "training"
-                groups = from_wire(body, delivery.arrays)
-                stats = await self._compute(
-                    self.trainer.accumulate, groups, bool(body["is_last"]), bool(body["reference_given"])
-                )
-                answer = {"stats": asdict(stats)}
-            case "step":
+                groups = from_wire(body_of(order), delivery.arrays)
+                stats = await self._compute(self.trainer.accumulate, groups, order.is_last, order.reference_given)
+                answer = functools.partial(TrainDone, stats=asdict(stats))
+            case OptimizerStep() as order:
                 self.state = "optimizer step"
-                result = await self._compute(
-                    self.trainer.step, int(body["step"]), float(body["normalizer"]), bool(body["skip"])
-                )
-                self.version = int(body["step"]) + 1
-                answer = asdict(result)
-            case "resources":
-                self._move_to({int(core) for core in body["cores"]})
-                answer = {}
-            case "publish":
+                result = await self._compute(self.trainer.step, order.step, order.normalizer, order.skip)
+                self.version = order.step + 1
+                answer = functools.partial(StepDone, **asdict(result))
+            case MoveToCores() as order:
+                self._move_to(set(order.cores))
+                answer = ResourcesDone
+            case Publish():
                 self.state = "publishing weights"
-                answer = asdict(await self.weights.publish(self.trainer, self.version, link))
+                published = await self.weights.publish(self.trainer, self.version, link)
                 await self._compute(self.trainer.mark_published)
-            case "checkpoint":
+                answer = functools.partial(PublishDone, **asdict(published))
+            case SaveCheckpoint() as order:
                 self.state = "saving"
-                await self._compute(self._checkpoint, int(body["step"]), body["state"], body["pending"])
-                answer = {"step": body["step"]}
+                await self._compute(self._checkpoint, order.step, order.state, order.pending)
+                answer = functools.partial(CheckpointDone, step=order.step)
             case other:
-                log.warning("trainer ignores %r", other)
-                delivery.ack()
-                return
+                raise RunFailed(f"{self.name} got {other!r}, which answers nothing that it has sent")
         self.state = "idle"
         delivery.ack()
-        about = {"rank": self.rank, "started": started, "finished": time.time()}
-        await link.send(f"{delivery.kind}_done", answer | about, arrays)
+        await link.send(*wire(answer(rank=self.rank, started=started, finished=time.time())), arrays)
 
     async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the trainer's work in its thread, on the OpenMP threads that it has now."""

@@ -27,6 +27,8 @@ YIELD_EVERY = 32
 """Messages; a reader that always finds another one would otherwise never let anything else run."""
 
 Frames = list[bytes | memoryview]
+Reads = Callable[[str, str, dict[str, Any]], Any]
+"""(sender's role, kind, body) -> message; raises MalformedMessage for what the sender may not send, or does not fit."""
 
 
 class PeerLost(RunFailed):
@@ -43,7 +45,8 @@ class Delivery:
 
     peer: str
     kind: str
-    body: dict[str, Any]
+    body: Any
+    """The message, as the endpoint's `reads` has made it; a dict of the fields where there is none."""
     arrays: Arrays
     ack: Callable[[], None]
     """To be called once, after the commit."""
@@ -104,6 +107,8 @@ class Endpoint:
         """Messages refused because they were not of this protocol."""
         self.unknown = 0
         """Well-formed messages from peers that had not said hello."""
+        self.reads: Reads | None = None
+        """Makes messages of bodies; what it refuses is acknowledged and counted as malformed."""
         self.state: Callable[[], dict[str, Any]] = dict
         """Called for every heartbeat: what this process tells of itself."""
         self._clock = clock
@@ -120,6 +125,21 @@ class Endpoint:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
             self._inbox.put_nowait(error)
+
+    def _deliver(self, peer: str, role: str, message: Message, ack: Callable[[], None]) -> None:
+        """Hands a message to the owner.
+
+        Raises:
+            MalformedMessage: `reads` refuses it. It is acknowledged: sent again it would not be any better.
+        """
+        body: Any = message.body
+        if self.reads is not None:
+            try:
+                body = self.reads(role, message.kind, message.body)
+            except MalformedMessage:
+                ack()
+                raise
+        self._inbox.put_nowait(Delivery(peer, message.kind, body, message.arrays, ack))
 
     def _refuse(self, error: MalformedMessage) -> None:
         """Counts a malformed message; logs the 1st, 10th, 100th ..., so that a flood of them is no flood of lines."""

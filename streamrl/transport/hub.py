@@ -297,12 +297,12 @@ class Hub(Endpoint):
             self._forget(peer)
             self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
         elif message.number == 0:
-            self._inbox.put_nowait(Delivery(peer.name, message.kind, message.body, message.arrays, lambda: None))
+            self._deliver(peer.name, peer.role, message, lambda: None)
         else:
             verdict = peer.inbox.receive(message.session, message.number)
             if verdict == "new":
                 ack = self._ack_function(peer, message.session, message.number)
-                self._inbox.put_nowait(Delivery(peer.name, message.kind, message.body, message.arrays, ack))
+                self._deliver(peer.name, peer.role, message, ack)
             elif verdict == "committed":
                 self._to(peer, self._ack(message.session, message.number))
 

@@ -22,7 +22,7 @@ from streamrl.transport.clock import ClockSync
 from streamrl.transport.curve import ClientSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
+from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
 
@@ -252,12 +252,12 @@ class Link(Endpoint):
                 if not self._outbox.pending:
                     self._all_acknowledged.set()
         elif message.number == 0:
-            self._inbox.put_nowait(Delivery("hub", message.kind, message.body, message.arrays, lambda: None))
+            self._deliver("hub", "hub", message, lambda: None)
         else:
             verdict = self._inbox_state.receive(message.session, message.number)
             if verdict == "new":
                 ack = self._ack_function(message.session, message.number)
-                self._inbox.put_nowait(Delivery("hub", message.kind, message.body, message.arrays, ack))
+                self._deliver("hub", "hub", message, ack)
             elif verdict == "committed":
                 self._put(self._ack(message.session, message.number))
 

@@ -30,12 +30,15 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.protocol.message import parse, wire
+from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.wire import MalformedMessage
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.pacing import Pacer
-from streamrl.weights.version import Manifest, Part, checksum, kind_of
+from streamrl.weights.version import Manifest, Part, checksum, transfer_kind
 
 log = logging.getLogger(__name__)
 
@@ -177,9 +180,9 @@ class WeightPublisher:
             delivery = await self.hub.receive()
             match delivery.kind:
                 case "fetch":
-                    self._start(delivery, self._send(delivery))
+                    self._start(delivery, self._send(delivery.peer, delivery.body))
                 case "again":
-                    self._start(delivery, self._send_again(delivery))
+                    self._start(delivery, self._send_again(delivery.peer, delivery.body))
                 case "have":
                     transfer = self._open.pop(delivery.peer, None)
                     if transfer is not None and transfer.is_delta:
@@ -209,28 +212,28 @@ class WeightPublisher:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("sending weights to %s failed: %s", peer, error, exc_info=error)
 
-    async def _send(self, delivery: Delivery) -> None:
+    async def _send(self, peer: str, body: dict[str, Any]) -> None:
         started = time.monotonic()
-        peer = delivery.peer
         self._open.pop(peer, None)
         try:
-            transfer = await self._prepare(delivery)
-        except _Refused as refused:
-            await self._refuse(delivery, str(refused))
+            order = parse(Fetch, body)
+            transfer = await self._prepare(peer, order)
+        except (_Refused, MalformedMessage) as refused:
+            await self._refuse(peer, body, str(refused))
             return
         self._open[peer] = transfer
         parts = [part.to_dict() for part, _ in transfer.streams]
-        body = {"request": transfer.request, "manifest": transfer.manifest.to_dict(), "parts": parts}
+        file = self._file(peer, transfer, order.host)
+        answer = ManifestOf(request=transfer.request, manifest=transfer.manifest.to_dict(), parts=parts, file=file)
         everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
-        if (file := self._file(peer, transfer, delivery.body.get("host"))) is not None:
-            await self.hub.send(peer, "manifest", body | {"file": file})
+        await self.hub.send(peer, *wire(answer))
+        if file is not None:
             self.bytes_sent += transfer.manifest.nbytes
         else:
-            await self.hub.send(peer, "manifest", body)
             await self._send_ranges(peer, transfer, transfer.request, everything)
-        self._count(peer, transfer, everything, kind_of([part for part, _ in transfer.streams]), started)
+        self._count(peer, transfer, everything, transfer_kind([part for part, _ in transfer.streams]), started)
 
-    def _file(self, peer: str, transfer: _Transfer, host: Any) -> str | None:
+    def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
         """Path that a relay on this host reads the whole transfer from; None: it has to be sent. What comes from
         outside goes by its link, also where links are emulated on one host."""
         if not host or host != this_host() or self.hub.peers[peer].site is not None:
@@ -238,27 +241,27 @@ class WeightPublisher:
         (part, stream), *others = transfer.streams
         return str(stream.filename) if not part.coded and not others and isinstance(stream, np.memmap) else None
 
-    async def _send_again(self, delivery: Delivery) -> None:
+    async def _send_again(self, peer: str, body: dict[str, Any]) -> None:
         started = time.monotonic()
-        peer, body = delivery.peer, delivery.body
         transfer = self._open.get(peer)
         try:
-            if transfer is None or transfer.request != body["of"]:
-                raise LookupError("no such transfer is under way")
-            payloads = [(i, transfer.streams[i][0].payloads[j]) for i, indexes in body["tensors"] for j in indexes]
-            request = int(body["request"])
-        except (LookupError, TypeError, ValueError) as error:
-            await self._refuse(delivery, f"cannot send again: {error}")
+            order = parse(FetchAgain, body)
+            if transfer is None or transfer.request != order.of:
+                raise LookupError("no such transfer is in flight")
+            payloads = [(i, transfer.streams[i][0].payloads[j]) for i, indexes in order.tensors for j in indexes]
+        except (LookupError, MalformedMessage) as error:
+            await self._refuse(peer, body, f"cannot send again: {error}")
             return
         ranges = [(i, payload.offset, payload.nbytes) for i, payload in payloads]
-        await self._send_ranges(peer, transfer, request, ranges)
+        await self._send_ranges(peer, transfer, order.request, ranges)
         self._count(peer, transfer, ranges, "again", started)
 
-    async def _refuse(self, delivery: Delivery, reason: str) -> None:
+    async def _refuse(self, peer: str, body: dict[str, Any], reason: str) -> None:
         newest = [] if self._newest is None else [self._newest.manifest.version.number]
         available = sorted({*self.chain.complete, *self.chain.deltas, *newest})
-        body = {"request": delivery.body.get("request"), "available": available, "reason": reason}
-        await self.hub.send(delivery.peer, "no_version", body)
+        request = body.get("request")
+        known = request if isinstance(request, int) else None
+        await self.hub.send(peer, *wire(NoVersion(request=known, available=available, reason=reason)))
 
     async def _send_ranges(
         self, peer: str, transfer: _Transfer, request: int, ranges: list[tuple[int, int, int]]
@@ -272,8 +275,8 @@ class WeightPublisher:
                 if (wait_s := pacer.wait_s(chunk.nbytes, self.rate_of(peer), time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
                 self.bytes_sent += chunk.nbytes
-                body = {"request": request, "part": part, "offset": offset}
-                await self.hub.send(peer, "chunk", body, {"data": chunk})
+                kind, body = wire(Chunk(request=request, part=part, offset=offset))
+                await self.hub.send(peer, kind, body, {"data": chunk})
 
     def _count(
         self, peer: str, transfer: _Transfer, ranges: list[tuple[int, int, int]], kind: str, started: float
@@ -282,34 +285,32 @@ class WeightPublisher:
         number = transfer.manifest.version.number
         self.sent.append(Sent(number, peer, nbytes, kind, time.monotonic() - started))
 
-    async def _prepare(self, delivery: Delivery) -> _Transfer:
+    async def _prepare(self, peer: str, order: Fetch) -> _Transfer:
         """Chooses what to send.
 
         Raises:
             _Refused: it cannot be sent.
         """
-        body = delivery.body
-        number, request, newest = body.get("number"), body.get("request"), body.get("newest") is True
-        if not isinstance(number, int) or not isinstance(request, int):
-            raise _Refused("number or request is no number")
+        number, request, newest = order.number, order.request, order.newest
         if self._newest is None or number > self._newest.manifest.version.number:
             raise _Refused("it is not published")
-        if self.deltas and body.get("encoding") == "delta":
-            return await self._prepare_way(delivery, number, request, newest)
+        if self.deltas and order.encoding == "delta":
+            return await self._prepare_way(peer, order)
         manifest, buffer = self._newest.manifest, self._newest.buffer
         assert buffer is not None
         if manifest.version.number != number and not newest:
             raise _Refused("a newer one has replaced it")
         return _Transfer(request, manifest, ((Part.of_buffer(manifest), buffer),), is_delta=False)
 
-    async def _prepare_way(self, delivery: Delivery, number: int, request: int, newest: bool) -> _Transfer:
+    async def _prepare_way(self, peer: str, order: Fetch) -> _Transfer:
+        number, newest = order.number, order.newest
         assert self._newest is not None
         if self.chain.newest is None:
             self._append(self._newest, None)
         assert self.chain.newest is not None
-        held = self._versions.get(holds) if isinstance(holds := delivery.body.get("holds"), int) else None
+        held = self._versions.get(order.holds) if order.holds is not None else None
         base = None
-        if held is not None and held.manifest.version.content_hash == delivery.body.get("holds_hash"):
+        if held is not None and held.manifest.version.content_hash == order.holds_hash:
             base = held.manifest.version.number
         try:
             if number > self.chain.newest:
@@ -318,14 +319,14 @@ class WeightPublisher:
                 await self._wait_for(self._packing)
         except Exception as error:  # the next `publish` ends the run with it; the relay need not wait so long
             raise _Refused(f"it could not be coded: {error}") from error
-        self.chain.acknowledged(delivery.peer, base)
+        self.chain.acknowledged(peer, base)
         try:
             want = self.chain.newest if newest else number
             path = self.chain.path(base, want)
         except Unreachable as error:
             raise _Refused(str(error)) from error
         streams = tuple(self._stream(step) for step in path)
-        return _Transfer(request, self._versions[want].manifest, streams, is_delta=True)
+        return _Transfer(order.request, self._versions[want].manifest, streams, is_delta=True)
 
     def _stream(self, step: ChainStep) -> Stream:
         """The bytes of a step; what is complete and not packed is the newest version."""

@@ -24,9 +24,12 @@ from typing import Any, Literal
 import numpy as np
 
 from streamrl.errors import RunFailed
+from streamrl.protocol.message import M, kind_of, parse, wire
+from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.transport.endpoint import Delivery, Link
+from streamrl.transport.wire import Arrays, MalformedMessage
 from streamrl.weights.codec.delta import decode_tensor
-from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, kind_of
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, transfer_kind
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class Received:
     nbytes: int
     """Payload bytes, repeated ones too."""
     kind: str
-    """complete, packed, delta, packed+delta, or nothing (`kind_of`)."""
+    """complete, packed, delta, packed+delta, or nothing (`transfer_kind`)."""
     seconds: float
     """From the request until the version was verified and stored."""
 
@@ -139,7 +142,7 @@ class WeightRelay:
                 self.corrupt += 1
                 log.warning("fetching again: %s", error)
             else:
-                await self.link.send("have", {"number": manifest.version.number})
+                await self.link.send(*wire(Have(number=manifest.version.number)))
                 nbytes = self.bytes_received - received
                 self.version = manifest.version.number
                 self.last = Received(manifest.version.number, nbytes, kind, time.monotonic() - started)
@@ -172,20 +175,26 @@ class WeightRelay:
         self._request += 1  # what still arrives of an earlier, failed request is told apart by it
         self._first = self._request
         self._early.clear()
-        ask: dict[str, Any] = {"number": number, "newest": newest, "encoding": self.encoding, "host": self.host}
-        if base is not None:
-            ask |= {"holds": base.version.number, "holds_hash": base.version.content_hash}
+        order = Fetch(
+            request=self._request,
+            number=number,
+            newest=newest,
+            encoding=self.encoding,
+            host=self.host,
+            holds=None if base is None else base.version.number,
+            holds_hash=None if base is None else base.version.content_hash,
+        )
         begun: int | None = None
         try:
             async with self.link.waits.deadline(f"the publisher to send weight version {number}", self.limit_s):
-                await self.link.send("fetch", ask | {"request": self._request})
-                answer = await self._next("manifest", number)
-                manifest = Manifest.from_dict(answer.body["manifest"])
-                parts = self._check(manifest, answer.body.get("parts"), number, content_hash, newest, base)
+                await self.link.send(*wire(order))
+                answer, _ = await self._next(ManifestOf, number)
+                manifest = Manifest.from_dict(answer.manifest)
+                parts = self._check(manifest, answer.parts, number, content_hash, newest, base)
                 if not parts:
-                    return manifest, kind_of(parts)
+                    return manifest, transfer_kind(parts)
                 begun, first = manifest.version.number, parts[0].base
-                file = answer.body.get("file") if self.host else None
+                file = answer.file if self.host else None
                 try:
                     target = await asyncio.to_thread(self.store.begin, manifest, first, file)
                 except (FileNotFoundError, PermissionError) as error:
@@ -201,7 +210,7 @@ class WeightRelay:
                     self.bytes_received += manifest.nbytes
                 await self._complete(manifest, target, incoming)
                 begun = None
-                return manifest, kind_of(parts)
+                return manifest, transfer_kind(parts)
         finally:
             if begun is not None:
                 self.store.abandon(begun)
@@ -214,7 +223,7 @@ class WeightRelay:
     def _check(
         self,
         manifest: Manifest,
-        parts: Any,
+        parts: list[dict[str, Any]],
         number: int,
         content_hash: str,
         newest: bool,
@@ -228,8 +237,6 @@ class WeightRelay:
         elif not newest or version.number < number:
             raise CorruptWeights(f"version {version.number} came instead of {number}")
         self._check_model(manifest)
-        if not isinstance(parts, list):
-            raise CorruptWeights("an answer has no list of parts")
         way = [Part.from_dict(values, manifest) for values in parts]
         at = None if base is None else base.version.number
         for part in way:
@@ -256,37 +263,45 @@ class WeightRelay:
                     f"{_described(there)}, expected {_described(here)}"
                 )
 
-    async def _next(self, kind: str, number: int) -> Delivery:
-        """The next message of this kind that belongs to the current request. After a reconnect messages may come in
-        another order than they were sent: chunks that come before their manifest wait."""
-        while kind != "chunk" or not self._early:
+    async def _next(self, wanted: type[M], number: int) -> tuple[M, Arrays]:
+        """The next message of this type that belongs to the current request, and its arrays. After a reconnect messages
+        may come in another order than they were sent: chunks that come before their manifest wait.
+
+        Raises:
+            CorruptWeights: something else came, or a message that does not fit its type.
+            NotPublished: the publisher does not have the version.
+        """
+        while wanted is not Chunk or not self._early:
             delivery = await self.link.receive()
             delivery.ack()
             if delivery.body.get("request") != self._request:
                 log.debug("relay ignores %r of another request", delivery.kind)
-            elif delivery.kind == "no_version":
-                raise NotPublished(
-                    f"the publisher has no weight version {number} ({delivery.body.get('reason')}); "
-                    f"it has {delivery.body.get('available')}"
-                )
-            elif delivery.kind == kind:
-                return delivery
-            elif delivery.kind == "chunk":
+            elif delivery.kind == kind_of(NoVersion):
+                no = self._fits(NoVersion, delivery)
+                raise NotPublished(f"the publisher has no weight version {number} ({no.reason}); it has {no.available}")
+            elif delivery.kind == kind_of(wanted):
+                return self._fits(wanted, delivery), delivery.arrays
+            elif delivery.kind == kind_of(Chunk):
                 self._early.append(delivery)
             else:
-                raise CorruptWeights(f"{delivery.kind!r} came instead of {kind!r}")
-        return self._early.pop()
+                raise CorruptWeights(f"{delivery.kind!r} came instead of {kind_of(wanted)!r}")
+        early = self._early.pop()
+        return self._fits(wanted, early), early.arrays
+
+    def _fits(self, wanted: type[M], delivery: Delivery) -> M:
+        try:
+            return parse(wanted, delivery.body)
+        except MalformedMessage as error:
+            raise CorruptWeights(str(error)) from error
 
     async def _receive(self, incoming: list[_Incoming], ranges: list[tuple[int, int, int]], number: int) -> None:
         """Waits for (part, offset, bytes) of the streams."""
         missing = sum(nbytes for _, _, nbytes in ranges)
         while missing > 0:
-            chunk = await self._next("chunk", number)
-            data, part, at = chunk.arrays.get("data"), chunk.body.get("part"), chunk.body.get("offset")
+            chunk, arrays = await self._next(Chunk, number)
+            data, part, at = arrays.get("data"), chunk.part, chunk.offset
             if data is None or data.dtype != np.uint8 or data.ndim != 1 or data.size == 0:
                 raise CorruptWeights(f"a chunk of version {number} has no bytes")
-            if not isinstance(part, int) or not isinstance(at, int):
-                raise CorruptWeights(f"a chunk of version {number} has no place")
             if not any(part == i and o <= at and at + data.size <= o + nbytes for i, o, nbytes in ranges):
                 raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not asked for")
             incoming[part].stream[at : at + data.size] = data
@@ -308,8 +323,8 @@ class WeightRelay:
         log.warning("weight version %d: fetching %d corrupt payloads again", number, count)
         self._request += 1
         self._early.clear()
-        again = {"request": self._request, "of": self._first, "tensors": [[i, list(js)] for i, js in corrupt]}
-        await self.link.send("again", again)
+        tensors = [(i, list(indexes)) for i, indexes in corrupt]
+        await self.link.send(*wire(FetchAgain(request=self._request, of=self._first, tensors=tensors)))
         payloads = [(i, incoming[i].part.payloads[j]) for i, indexes in corrupt for j in indexes]
         await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
 

@@ -208,7 +208,7 @@ class Part:
         return tuple(indexes[i] for i in found)
 
 
-def kind_of(parts: Iterable[Part]) -> str:
+def transfer_kind(parts: Iterable[Part]) -> str:
     """What a way is made of, in a word or two."""
     kinds = ["complete" if not part.coded else "packed" if part.base is None else "delta" for part in parts]
     return "+".join(dict.fromkeys(kinds)) or "nothing"

@@ -22,6 +22,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, Span, Traffic
 from streamrl.errors import RunFailed
+from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
 from streamrl.tasks.source import PromptSource
@@ -301,7 +302,7 @@ def test_step_metrics_are_what_they_say() -> None:
     times = Interval(
         0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present, ((5.0, 7.0),)
     )
-    result = {"grad_norm": 0.3, "learning_rate": 1e-3, "skipped": False}
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
     audit = LengthAudit(128).end_step(1)
     row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11, 16.0)

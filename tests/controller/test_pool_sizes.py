@@ -17,6 +17,8 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_times import StepTimes
+from streamrl.protocol.controller_site import FleetChanged, InstanceState
+from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.endpoint import Delivery
@@ -61,7 +63,7 @@ class Answers:
         self.sent: list[dict[str, Any]] = []
 
     async def send(self, peer: str, kind: str, body: dict[str, Any]) -> None:
-        assert (peer, kind) == ("operator-1", "scaled")
+        assert peer == "operator-1" and ("error" in body) == (kind == "refused_scaling")
         self.sent.append(body)
 
 
@@ -74,16 +76,16 @@ def make(folder: Path, run: dict[str, Any] | None = None, **home: Any) -> tuple[
 
 def ask(scaling: Scaling, pool: str, replicas: int, site: str = "") -> dict[str, Any]:
     answers = Answers()
-    body = {"pool": pool, "site": site, "replicas": replicas}
-    asyncio.run(scaling.asked(Delivery("operator-1", "scale", body, {}, lambda: None), answers))  # type: ignore[arg-type]
+    order = ScalePool(pool=pool, site=site, replicas=replicas)
+    asyncio.run(scaling.asked(Delivery("operator-1", "scale", order, {}, lambda: None), answers))  # type: ignore[arg-type]
     return answers.sent[0]
 
 
 def told(scaling: Scaling, **lives: str) -> None:
     """The service says where its instances are in their lives."""
-    instances = {name.replace("_", "-"): {"pool": name.split("_")[1], "life": life} for name, life in lives.items()}
-    ready = [name for name, about in instances.items() if about["life"] == "ready"]
-    scaling.fleet_changed("service-home", {"instances": instances, "fleet": ready})
+    instances = {name.replace("_", "-"): InstanceState(name.split("_")[1], life, "") for name, life in lives.items()}
+    ready = [name for name, one in instances.items() if one.life == "ready"]
+    scaling.fleet_changed("service-home", FleetChanged(instances=instances, fleet=ready))  # type: ignore[arg-type]
 
 
 START = {"home_regular_0": "ready", "home_regular_1": "ready", "home_tail_0": "ready"}

@@ -173,8 +173,8 @@ def test_ranks_that_share_layers_get_the_same_groups_and_answer_once() -> None:
         await trainers.train([[first], [second]], is_last=True)
         for rank, name in enumerate(trainers.names):
             assert trainers.busy
-            answer = trainers.answered(Delivery(name, "train_done", {"stats": rank}, {}, lambda: None))
-        assert answer == [{"stats": 0}, {"stats": 2}]
+            answer = trainers.answered(Delivery(name, "train_done", rank, {}, lambda: None))
+        assert answer is not None and [one.body for one in answer] == [0, 2]
         with pytest.raises(ValueError, match="4 shares for 2 workers"):
             await trainers.train([[], [], [], []], is_last=True)
 
@@ -202,7 +202,7 @@ def test_all_ranks_compute_the_reference_or_none_does() -> None:
         for name, values in zip(reversed(trainers.names), reversed(answers(shares)), strict=True):
             answer = trainers.answered(Delivery(name, "prepare_done", {}, {"reference_logprobs": values}, lambda: None))
         assert answer is not None and not trainers.busy
-        preparation.done([one["reference_logprobs"] for one in answer])
+        preparation.done([one.arrays["reference_logprobs"] for one in answer])
         finish(pool, "c", [0.0, 1.0])
         groups: list[Group] = [pool.take() for _ in range(3)]
         for group in groups:

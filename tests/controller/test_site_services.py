@@ -16,6 +16,8 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_times import Traffic
+from streamrl.protocol.controller_site import Use, WeightsReady
+from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.transport.deadlines import WaitRegistry
@@ -80,8 +82,12 @@ def services(wire: Wire) -> Services:
     return made
 
 
-def version(number: int) -> dict[str, Any]:
-    return {"number": number, "content_hash": f"hash {number}", "bytes": 100}
+def version(number: int) -> PublishDone:
+    return PublishDone(rank=0, started=0.0, finished=1.0, number=number, content_hash=f"hash {number}", bytes=100)
+
+
+def report(values: dict[str, Any]) -> WeightsReady:
+    return WeightsReady(**({"applied": {}} | values))
 
 
 def some_groups(first: int, count: int) -> tuple[list[Group], list[list[tuple[str, int, float | None]]]]:
@@ -97,18 +103,18 @@ def test_a_slow_site_skips_versions_and_the_run_goes_by_the_oldest_that_is_serve
         assert services.version == -1
         await services.spread(version(0))
         assert not services.can_take_version
-        assert not await services.ready("service-home", {"number": 0, "bytes": 100} | QUICK)
+        assert not await services.ready("service-home", report({"number": 0, "bytes": 100} | QUICK))
         assert services.version == -1 and services.can_take_version
         await services.spread(version(1))
-        await services.ready("service-home", {"number": 1, "bytes": 100} | QUICK)
+        await services.ready("service-home", report({"number": 1, "bytes": 100} | QUICK))
         await services.spread(version(2))
         assert wire.weights("service-home") == [0, 1, 2]
         assert wire.weights("service-far") == [0]
-        assert not await services.ready("service-far", {"number": 0, "bytes": 90} | SLOW)
+        assert not await services.ready("service-far", report({"number": 0, "bytes": 90} | SLOW))
         assert services.version == 0
         assert wire.weights("service-far") == [0, 2]  # version 1 is skipped
-        assert not await services.ready("service-home", {"number": 2, "bytes": 100} | QUICK)
-        assert await services.ready("service-far", {"number": 2, "bytes": 7} | QUICK)
+        assert not await services.ready("service-home", report({"number": 2, "bytes": 100} | QUICK))
+        assert await services.ready("service-far", report({"number": 2, "bytes": 7} | QUICK))
         assert services.version == 2 and not services.updating
         wire.peers["service-far"].bytes_in, wire.peers["service-far"].bytes_out = 30_000_000, 10_000_000
         wire.peers["service-home"].bytes_in = 10**9  # inside the trainer's site: no link
@@ -124,7 +130,7 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
     async def play() -> None:
         await services.spread(version(0))
         for name in ("service-home", "service-far"):
-            await services.ready(name, {"number": 0, "bytes": 100} | QUICK)
+            await services.ready(name, report({"number": 0, "bytes": 100} | QUICK))
         groups, samples = some_groups(0, 6)
         await services.generate(groups, samples)
         had = wire.groups("service-far")
@@ -133,13 +139,13 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
         assert wire.weights("service-far") == [0, 1]
         peer = wire.peers.pop("service-far")  # it says goodbye
         services.gone("service-far")
-        await services.tell("use", {"instances": []})  # who is away is told nothing, and that is no error
+        await services.tell(Use(instances=[]))  # who is away is told nothing, and that is no error
         wire.peers["service-far"] = peer
         assert await services.returned("service-far") == had
         assert wire.weights("service-far") == [0, 1, 1]
-        assert not await services.ready("service-home", {"number": 1, "bytes": 1} | QUICK)
-        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
-        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)  # of the one before: no news
+        assert not await services.ready("service-home", report({"number": 1, "bytes": 1} | QUICK))
+        assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
+        assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
         again = [(group, some) for group, some in zip(groups, samples, strict=True) if group.group_id in had]
         await services.again("service-far", [g for g, _ in again], [s for _, s in again], None)
         assert wire.groups("service-far") == had + had
@@ -150,12 +156,12 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
 def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services: Services) -> None:
     async def play() -> None:
         await services.spread(version(0))
-        await services.ready("service-far", {"number": 0, "bytes": 1} | QUICK)
-        await services.ready("service-home", {"number": 1, "bytes": 1} | QUICK)  # made, but not yet told here
+        await services.ready("service-far", report({"number": 0, "bytes": 1} | QUICK))
+        await services.ready("service-home", report({"number": 1, "bytes": 1} | QUICK))  # made, but not yet told here
         assert services.version == 0
         assert not await services.spread(version(1))
         assert wire.weights("service-home") == [0] and wire.weights("service-far") == [0, 1]
-        assert await services.ready("service-far", {"number": 1, "bytes": 1} | QUICK)
+        assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
         assert services.version == 1
 
     asyncio.run(play())
@@ -195,16 +201,18 @@ def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_hold
     async def play() -> None:
         for number in (0, 1):
             await services.spread(version(number))
-            await services.ready("service-near", {"number": number, "bytes": 2_000_000, "transfer_s": 0.1} | near)
-            await services.ready("service-far", {"number": number, "bytes": 2_000_000, "transfer_s": 2.0} | far)
+            await services.ready(
+                "service-near", report({"number": number, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+            )
+            await services.ready("service-far", report({"number": number, "bytes": 2_000_000, "transfer_s": 2.0} | far))
         assert sources("service-near") == [None, None]
         assert sources("service-far") == [None, "near"]  # at first it held nothing that `near` had served
         wire.silent["service-near"] = 60.0
         await services.spread(version(2))
         assert sources("service-far")[-1] is None  # `near` is away
-        await services.ready("service-near", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.1} | near)
+        await services.ready("service-near", report({"number": 2, "bytes": 2_000_000, "transfer_s": 0.1} | near))
         # a link that turns out to be fast is used from then on
-        await services.ready("service-far", {"number": 2, "bytes": 2_000_000, "transfer_s": 0.001} | far)
+        await services.ready("service-far", report({"number": 2, "bytes": 2_000_000, "transfer_s": 0.001} | far))
         wire.silent.clear()
         await services.spread(version(3))
         assert sources("service-far")[-1] is None

@@ -13,7 +13,9 @@ from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import REGULAR, TAIL
 from scheduler.dispatch.registry import make_policy
+from streamrl.protocol.message import parse
 from streamrl.protocol.samples import request_from_wire
+from streamrl.protocol.site_instance import GenerateSample
 from tests.generation.dispatching import Scripted, Sent, dispatcher, end, give_back, part, requests
 
 
@@ -38,7 +40,7 @@ def test_a_moved_request_goes_on_with_its_tokens() -> None:
         await give_back(work, part("g.1", 4))
         (to, kind, b, arrays) = sent.pop()
         assert (to, kind, b["route"]) == ("b", "generate", TAIL)
-        again = request_from_wire(b, arrays)
+        again = request_from_wire(parse(GenerateSample, b), arrays)
         assert again.kept is not None and again.kept.completion_tokens.tolist() == [0, 1, 2, 3]
         assert (again.kept.t_dispatched, again.prompt_tokens.tolist()) == (1.0, [0, 1, 2, 3, 4])
         assert work.moves == 1
@@ -111,7 +113,7 @@ def test_parked_requests_keep_their_tokens_until_they_are_resumed() -> None:
         assert told(sent) == []
         await work.resume(["g.0"], budget=10)
         (_, _, body, arrays) = sent[0]
-        again = request_from_wire(body, arrays)
+        again = request_from_wire(parse(GenerateSample, body), arrays)
         assert told(sent) == [("a", "generate", "g.0")]
         assert again.kept is not None and len(again.kept.completion_tokens) == 4 and again.pause_at == 14
         await end(work, "g.1", 3)
@@ -321,7 +323,7 @@ def test_what_a_dead_instance_had_goes_on_elsewhere_from_the_tokens_that_are_kno
         parked = await work.lost("a", lambda name: part(name, 3) if name == had[0] else None)
         assert parked == [] and work.works_on("a") == [] and not work.knows("a")
         [(to, kind, b, arrays)] = sent
-        again = request_from_wire(b, arrays)
+        again = request_from_wire(parse(GenerateSample, b), arrays)
         assert (to, kind, again.sample_id) == ("b", "generate", had[0])
         assert again.kept is not None and again.kept.completion_tokens.tolist() == [0, 1, 2]
         sent.clear()

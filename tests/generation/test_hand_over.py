@@ -15,7 +15,9 @@ from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.policy import REGULAR
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.protocol.message import parse
 from streamrl.protocol.samples import request_from_wire
+from streamrl.protocol.site_instance import GenerateSample
 from streamrl.rollouts.types import PartialSample
 from streamrl.transport.wire import Arrays
 from tests.generation.dispatching import dispatcher, part, requests
@@ -78,7 +80,7 @@ def test_no_sample_is_made_of_two_instances_tokens_whoever_falls_silent_and_come
     playing = {name: Playing(drawn) for name in names}
 
     async def send(instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
-        kept = request_from_wire(body, arrays).kept if kind == "generate" else None
+        kept = request_from_wire(parse(GenerateSample, body), arrays).kept if kind == "generate" else None
         tokens = kept.completion_tokens.tolist() if kept is not None else []
         playing[instance].told.append((kind, body["sample_id"], tokens))
 

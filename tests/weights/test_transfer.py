@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import random
 import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from streamrl.errors import RunFailed
+from streamrl.protocol.weights import Fetch
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
@@ -320,11 +321,10 @@ def test_other_tensors_than_before_come_complete(tmp_path: Path) -> None:
 class Mistaken(WeightPublisher):
     """Takes what a relay holds for its own version of that number."""
 
-    async def _prepare_way(self, delivery: Delivery, *args: Any) -> Any:
-        if (held := self._versions.get(delivery.body.get("holds", -1))) is not None:
-            content_hash = held.manifest.version.content_hash
-            delivery = dataclasses.replace(delivery, body=delivery.body | {"holds_hash": content_hash})
-        return await super()._prepare_way(delivery, *args)
+    async def _prepare_way(self, peer: str, order: Fetch) -> Any:
+        if order.holds is not None and (held := self._versions.get(order.holds)) is not None:
+            order = msgspec.structs.replace(order, holds_hash=held.manifest.version.content_hash)
+        return await super()._prepare_way(peer, order)
 
 
 @pytest.mark.parametrize("same_tensors", [True, False])

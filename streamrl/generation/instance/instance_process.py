@@ -13,7 +13,22 @@ from streamrl.generation.instance.calibration import batch_sizes, measure_quickl
 from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.site.pace import WorkedCurve, pace
+from streamrl.protocol.controller_site import WeightAnswer, WeightCall
+from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
+from streamrl.protocol.site_instance import (
+    FROM_SERVICE,
+    ApplyWeights,
+    FinishedSample,
+    GenerateSample,
+    InstanceAsleep,
+    Release,
+    ReleasedSample,
+    Retire,
+    SleepInstance,
+    WeightsApplied,
+    WeightsMissed,
+)
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
@@ -105,6 +120,7 @@ class InstanceProcess:
         # own limit, which throttles dispatch, must be reached before this one
         flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
+        self.link.reads = MessageReader({"hub": FROM_SERVICE})
         self.link.state = self._state
         self.link.on_new_hub = self._orphaned
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
@@ -112,7 +128,7 @@ class InstanceProcess:
         try:
             async with asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._tell_progress())
-                while (delivery := await self.link.receive()).kind != "retire":
+                while not isinstance((delivery := await self.link.receive()).body, Retire):
                     tasks.create_task(self._handle(delivery))
                 telling.cancel()
             delivery.ack()  # all that it has done is sent: gone once the service has passed it on
@@ -121,32 +137,27 @@ class InstanceProcess:
             await self.link.close()
 
     async def _handle(self, delivery: Delivery) -> None:
-        match delivery.kind:
-            case "generate":
-                request, life = request_from_wire(delivery.body, delivery.arrays), self._life
-                delivery.ack()
-                sample = await self.engine.generate(request, delivery.body["route"])
+        delivery.ack()
+        match delivery.body:
+            case GenerateSample() as order:
+                request, life = request_from_wire(order, delivery.arrays), self._life
+                sample = await self.engine.generate(request, order.route)
                 if life != self._life:
                     return
-                kind = "released" if isinstance(sample, PartialSample) else "sample"
-                await self.link.send(kind, *sample_to_wire(sample))
-            case "release":
-                delivery.ack()
-                await self.engine.release(str(delivery.body["sample_id"]))
-            case "sleep":
-                delivery.ack()
+                body, arrays = sample_to_wire(sample)
+                released = isinstance(sample, PartialSample)
+                message = ReleasedSample(**body) if released else FinishedSample(**body)
+                await self.link.send(*wire(message), arrays)
+            case Release() as order:
+                await self.engine.release(order.sample_id)
+            case SleepInstance():
                 await self.engine.sleep()
                 self.asleep = True
-                await self.link.send("asleep", {})
-            case "apply_weights":
-                delivery.ack()
-                await self._apply(int(delivery.body["number"]), str(delivery.body["content_hash"]))
-            case "weight_call":
-                delivery.ack()
-                await self._weight_call(delivery.body)
-            case other:
-                log.warning("instance ignores %r", other)
-                delivery.ack()
+                await self.link.send(*wire(InstanceAsleep()))
+            case ApplyWeights() as order:
+                await self._apply(order.number, order.content_hash)
+            case WeightCall() as call:
+                await self._weight_call(call)
 
     async def _tell_progress(self) -> None:
         """Tells the service's token journal what running requests have produced."""
@@ -157,7 +168,8 @@ class InstanceProcess:
             running = {part.sample_id: start + len(part.completion_tokens) for start, part in parts}
             told = {sample_id: told[sample_id] for sample_id in told.keys() & self.engine.begun} | running
             if parts:
-                await self.link.send("progress", *progress_to_wire(parts))
+                message, arrays = progress_to_wire(parts)
+                await self.link.send(*wire(message), arrays)
 
     def _orphaned(self) -> None:
         """The service was started anew: it knows nothing of what runs here, and asks for it again."""
@@ -176,30 +188,30 @@ class InstanceProcess:
                 self.asleep = False
             if not WeightStore(self.context.weights_folder).has(number):
                 # asked for while this process stood still: the site has a newer one by now
-                await self.link.send("missed", {"number": number})
+                await self.link.send(*wire(WeightsMissed(number=number)))
                 return
             await self._pause(number)
             started = time.time()
             await self.engine.start_weight_update()
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
             await self._finish(number)
-        await self.link.send("applied", {"number": number, "started": started, "finished": time.time()})
+        await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=time.time())))
 
-    async def _weight_call(self, body: dict[str, Any]) -> None:
+    async def _weight_call(self, order: WeightCall) -> None:
         """One step of an update that the trainer drives (NCCL path), answered under its call id."""
-        match body["method"]:
+        match order.method:
             case "init_weight_transfer_engine":
-                await self.engine.set_up_weights(body["payload"], self.version)
+                await self.engine.set_up_weights(order.payload, self.version)
             case "start_weight_update":
-                await self._pause(int(body["payload"].get("version", self.version + 1)))
+                await self._pause(int(order.payload.get("version", self.version + 1)))
                 await self.engine.start_weight_update()
             case "update_weights":
-                await self.engine.update_weights(body["payload"])
+                await self.engine.update_weights(order.payload)
             case "finish_weight_update":
-                await self._finish(int(body["payload"]["version"]))
+                await self._finish(int(order.payload["version"]))
             case other:
                 raise ValueError(f"unknown weight call {other!r}")
-        await self.link.send("weight_answer", {"call": body["call"]})
+        await self.link.send(*wire(WeightAnswer(call=order.call)))
 
     async def _pause(self, number: int) -> None:
         self.updating = self._updated = True

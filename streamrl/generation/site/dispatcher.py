@@ -29,7 +29,9 @@ from typing import Any
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.policy import DispatchPolicy, Request
+from streamrl.protocol.message import wire
 from streamrl.protocol.samples import request_to_wire
+from streamrl.protocol.site_instance import Release
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
 
@@ -101,7 +103,7 @@ class Dispatcher:
         if requeue:
             for sample_id in sorted(name for name, at in self._at.items() if at == instance):
                 if sample_id not in self._moving and sample_id not in self.parked:  # those are coming back already
-                    await self._send(instance, "release", {"sample_id": sample_id}, {})
+                    await self._send(instance, *wire(Release(sample_id=sample_id)), {})
         await self._place(waiting)
 
     async def unhold(self, instance: str, why: str) -> None:
@@ -168,7 +170,7 @@ class Dispatcher:
         had = self.works_on(instance)
         self._handed_over.setdefault(instance, set()).update(had)
         for sample_id in had:
-            await self._send(instance, "release", {"sample_id": sample_id}, {})
+            await self._send(instance, *wire(Release(sample_id=sample_id)), {})
         return await self._go_on_elsewhere(had, kept)
 
     async def _go_on_elsewhere(
@@ -235,7 +237,7 @@ class Dispatcher:
         self.policy.withdraw(wanted)
         for sample_id in sorted(wanted & self._at.keys()):
             self._moving.pop(sample_id, None)
-            await self._send(self._at[sample_id], "release", {"sample_id": sample_id}, {})
+            await self._send(self._at[sample_id], *wire(Release(sample_id=sample_id)), {})
         await self._dispatch()
 
     async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
@@ -258,7 +260,7 @@ class Dispatcher:
         """A sample has come, of an instance that may have been taken for dead: then nobody else is to go on with it."""
         self._handed_over.get(instance, set()).discard(sample_id)
         if (at := self._at.get(sample_id, instance)) != instance:
-            await self._send(at, "release", {"sample_id": sample_id}, {})
+            await self._send(at, *wire(Release(sample_id=sample_id)), {})
         if sample_id not in self._at:  # it waits to be placed
             self.policy.withdraw({sample_id})
         self.requests.pop(sample_id, None)
@@ -315,12 +317,12 @@ class Dispatcher:
             under_way = sample_id in self._moving
             self._moving[sample_id] = (decision.instance, decision.route)
             if not under_way:
-                await self._send(self._at[sample_id], "release", {"sample_id": sample_id}, {})
+                await self._send(self._at[sample_id], *wire(Release(sample_id=sample_id)), {})
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
         self._at[sample_id] = instance
-        body, arrays = request_to_wire(self.requests[sample_id])
-        await self._send(instance, "generate", body | {"route": route}, arrays)
+        message, arrays = request_to_wire(self.requests[sample_id], route)
+        await self._send(instance, *wire(message), arrays)
 
     def _produced(self, sample_id: str) -> float:
         kept = self.requests[sample_id].kept

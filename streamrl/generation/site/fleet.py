@@ -27,6 +27,8 @@ from streamrl.generation.site.instance_monitor import WATCH_S, InstanceWatch
 from streamrl.generation.site.pending_answers import Answers, InstanceLost
 from streamrl.generation.site.step_curves import FleetCurves, differ
 from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.protocol.message import kind_of
+from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, Retire, SleepInstance, WeightsApplied
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.instance_files import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.run_dir.start_stages import waiting_for
@@ -314,7 +316,7 @@ class SiteFleet:
         await self.dispatcher.retire(name)
         if name in self.hub.peers:
             with contextlib.suppress(InstanceLost):
-                await self.answers.ask(name, "retire", {}, "bye", self.limits.generation_s)
+                await self.answers.ask(name, Retire(), "bye", self.limits.generation_s)
         life.on("left")
         del self.lives[name]
         log.info("%s has left", name)
@@ -473,11 +475,11 @@ class SiteFleet:
     async def told_of_weights(self, delivery: Delivery) -> None:
         """An instance has loaded a version, or has not found it in the site's store: which is no wonder if the version
         is an old one, that it was to load while it stood still."""
-        name, number = delivery.peer, int(delivery.body["number"])
+        name, number = delivery.peer, delivery.body.number
         self._loads[name].discard(number)
         if self._served is None or number != self._served.number:
             return
-        if delivery.kind == "applied":
+        if isinstance(delivery.body, WeightsApplied):
             self.answers.take(delivery)
         elif self.answers.give_up(name):
             await self.died(self.lives[name], f"{name} has not found version {number} of the weights")
@@ -485,10 +487,10 @@ class SiteFleet:
     async def _load(self, name: str, version: WeightVersion) -> Loaded:
         waits_for_requests = self.context.run.schedule.on_update == "wait"
         limit_s = self.limits.weights_s + (self.limits.generation_s if waits_for_requests else 0)
-        body = {"number": version.number, "content_hash": version.content_hash}
+        order = ApplyWeights(number=version.number, content_hash=version.content_hash)
         self._loads[name].add(version.number)
-        answer = await self.answers.ask(name, "apply_weights", body, "applied", limit_s)
-        return Loaded(float(answer["started"]), float(answer["finished"]))
+        answer: WeightsApplied = await self.answers.ask(name, order, kind_of(WeightsApplied), limit_s)
+        return Loaded(answer.started, answer.finished)
 
     async def sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
@@ -502,7 +504,7 @@ class SiteFleet:
             self.lives[name].missed = True
             return False
         try:
-            await self.answers.ask(name, "sleep", {}, "asleep", self.limits.weights_s)
+            await self.answers.ask(name, SleepInstance(), kind_of(InstanceAsleep), self.limits.weights_s)
         except InstanceLost:
             return False
         except DeadlineExpired as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from streamrl.protocol.message import TypedMessage, wire
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 
@@ -23,11 +24,17 @@ class Answers:
             waits: where waits for them are registered.
         """
         self._hub, self._waits = hub, waits
-        self._expected: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
+        self._expected: dict[tuple[str, str], asyncio.Future[Any]] = {}
         """By kind and instance."""
 
-    async def ask(self, name: str, kind: str, body: dict[str, Any], answer: str, limit_s: float) -> dict[str, Any]:
+    async def ask(self, name: str, command: TypedMessage, answer: str, limit_s: float) -> Any:
         """Sends an instance a command and waits for its answer.
+
+        Args:
+            name: of the instance.
+            command: what it is told.
+            answer: kind of the message that answers it.
+            limit_s: for the answer.
 
         Raises:
             InstanceLost: it died, or was given up.
@@ -36,6 +43,7 @@ class Answers:
         if name not in self._hub.peers:
             raise InstanceLost(name)
         future = self._expected[answer, name] = asyncio.get_running_loop().create_future()
+        kind, body = wire(command)
         await self._hub.send(name, kind, body)
         async with self._waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
             return await future

@@ -21,6 +21,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from scheduler.dispatch.registry import make_policy
 from streamrl.errors import RunFailed, StartAgain
 from streamrl.generation.site.dispatcher import Dispatcher
@@ -29,7 +31,34 @@ from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.uplink import make_uplink
+from streamrl.protocol import controller_site, site_instance
+from streamrl.protocol.controller_site import (
+    Finish,
+    FleetChanged,
+    Generate,
+    InstanceState,
+    LoadWeights,
+    Park,
+    Parked,
+    Resume,
+    ScalePools,
+    SiteAsleep,
+    Sleep,
+    Use,
+    WeightAnswer,
+    WeightCall,
+    WeightsReady,
+)
+from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
+from streamrl.protocol.site_instance import (
+    FinishedSample,
+    InstanceAsleep,
+    Progress,
+    ReleasedSample,
+    WeightsApplied,
+    WeightsMissed,
+)
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
@@ -70,7 +99,9 @@ class GenerationService:
         """The controller's newest round, as far as it has been told here."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
+        self.hub.reads = MessageReader({"instance": site_instance.FROM_INSTANCE})
         self.controller = to_home(context, "service", self.waits)
+        self.controller.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
         self.uplink = make_uplink(context, self.controller)
         # what a service before this one has left: the run may have gone back since
         WeightStore(context.weights_folder).clear()
@@ -138,36 +169,34 @@ class GenerationService:
         """
         while True:
             delivery = await self.controller.receive()
-            match delivery.kind:
-                case "finish":
+            match delivery.body:
+                case Finish() as end:
                     delivery.ack()
                     if self.context.remote:
                         with contextlib.suppress(OSError):
-                            write_site(self.context.run_dir, self._told(str(delivery.body["state"])))
-                    if delivery.body["state"] != "done":
-                        why = delivery.body["error"] or f"{delivery.body['state']} at its trainer's site"
+                            write_site(self.context.run_dir, self._told(end.state))
+                    if end.state != "done":
+                        why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
                     return
-                case "generate":
-                    groups = groups_from_wire(delivery.body, delivery.arrays)
+                case Generate() as order:
+                    groups = groups_from_wire(order, delivery.arrays)
                     await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
-                case "park":
-                    await self.dispatcher.park(delivery.body["sample_ids"])
-                case "resume":
-                    self.round = int(delivery.body["round"])
-                    await self.dispatcher.resume(delivery.body["sample_ids"], delivery.body["budget"])
-                case "use":
-                    await self.dispatcher.use(delivery.body["instances"])
-                case "scale":
-                    await self.fleet.scale({str(pool): int(n) for pool, n in delivery.body["replicas"].items()})
-                case "sleep":
+                case Park() as order:
+                    await self.dispatcher.park(order.sample_ids)
+                case Resume() as order:
+                    self.round = order.round
+                    await self.dispatcher.resume(order.sample_ids, order.budget)
+                case Use() as order:
+                    await self.dispatcher.use(order.instances)
+                case ScalePools() as order:
+                    await self.fleet.scale(order.replicas)
+                case Sleep():
                     tasks.create_task(self._sleep())
-                case "weights":
-                    tasks.create_task(self._update_weights(delivery.body))
-                case "weight_call":
-                    tasks.create_task(self._weight_call(delivery.body))
-                case other:
-                    log.warning("service ignores %r of the controller", other)
+                case LoadWeights() as order:
+                    tasks.create_task(self._update_weights(order))
+                case WeightCall() as call:
+                    tasks.create_task(self._weight_call(call))
             delivery.ack()
 
     def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
@@ -187,8 +216,8 @@ class GenerationService:
 
     async def _tell_parked(self, partial: PartialSample) -> None:
         """A request has used up its budget of tokens."""
-        body = {"sample_id": partial.sample_id, "tokens": len(partial.completion_tokens), "round": self.round}
-        await self.controller.send("parked", body)
+        parked = Parked(sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round)
+        await self.controller.send(*wire(parked))
 
     async def _end_if_orphaned(self) -> None:
         await self._orphaned.wait()
@@ -204,7 +233,8 @@ class GenerationService:
         """The controller is told; a hello of a later connection says it, too."""
         fleet = fleet_to_wire(self.fleet.instances())
         self.controller.meta["fleet"] = fleet
-        await self.controller.send("fleet", {"fleet": fleet, "instances": self.fleet.told()})
+        instances = {name: InstanceState(**told) for name, told in self.fleet.told().items()}
+        await self.controller.send(*wire(FleetChanged(fleet=fleet, instances=instances)))
 
     def _produced(self, instance: str, sample_id: str) -> float:
         """As the instance's last heartbeat has told, so up to a second old."""
@@ -214,85 +244,80 @@ class GenerationService:
     async def _from_instances(self) -> None:
         while True:
             delivery = await self.hub.receive()
-            match delivery.kind:
-                case "sample":
+            match delivery.body:
+                case FinishedSample() as sample:
                     # the instance forgets the sample only when the controller has committed it
-                    await self.uplink.put(self._in_home_time(delivery.body), delivery.arrays, delivery.ack)
+                    await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, delivery.ack)
                     length = len(delivery.arrays["completion_tokens"])
-                    self.journal.forget([delivery.body["sample_id"]])
-                    await self.dispatcher.finished(delivery.body["sample_id"], length, delivery.peer)
-                case "released":
-                    partial = partial_from_wire(delivery.body, delivery.arrays)
+                    self.journal.forget([sample.sample_id])
+                    await self.dispatcher.finished(sample.sample_id, length, delivery.peer)
+                case ReleasedSample() as released:
+                    partial = partial_from_wire(body_of(released), delivery.arrays)
                     if self.dispatcher.has(delivery.peer, partial.sample_id):
                         self.journal.add(0, partial)
                     if await self.dispatcher.released(partial, delivery.peer):
                         await self._tell_parked(partial)
                     delivery.ack()
-                case "progress":
-                    for start, part in progress_from_wire(delivery.body, delivery.arrays):
+                case Progress() as progress:
+                    for start, part in progress_from_wire(progress, delivery.arrays):
                         if self.dispatcher.has(delivery.peer, part.sample_id):  # else others go on with it
                             self.journal.add(start, part)
                     delivery.ack()
-                case "asleep":
+                case InstanceAsleep():
                     delivery.ack()
                     self.fleet.answers.take(delivery)
-                case "applied" | "missed":
+                case WeightsApplied() | WeightsMissed():
                     delivery.ack()
                     await self.fleet.told_of_weights(delivery)
-                case "weight_answer":
+                case WeightAnswer() as answer:
                     delivery.ack()
-                    if (call := self._calls.get((delivery.body["call"], delivery.peer))) is not None:
+                    if (call := self._calls.get((answer.call, delivery.peer))) is not None:
                         call.set_result(None)
-                case "bye" if self.fleet.answers.take(delivery):
-                    pass  # it was told to leave
-                case "bye":
+                case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):  # else it was told to leave
                     log.warning("%s has said goodbye", delivery.peer)  # the launcher tells why
-                case other:
-                    log.warning("service ignores %r of %s", other, delivery.peer)
-                    delivery.ack()
 
-    async def _update_weights(self, body: dict[str, Any]) -> None:
+    async def _update_weights(self, order: LoadWeights) -> None:
         """Fetches a version once and has every instance of the site load it."""
         started, before = time.time(), self.weights.bytes_received
-        version, source = await self.weights.fetch(int(body["number"]), str(body["content_hash"]), body["source"])
+        version, source = await self.weights.fetch(order.number, order.content_hash, order.source)
         fetched = time.time()
         loaded = await self.fleet.update(version)
         home = self.controller.clock.to_hub_time
         self.weights.store.keep_only({version.number} | self.fleet.being_loaded())
-        report = {
-            "number": version.number,
-            "source": source,
-            "transfer_s": self.weights.last_s,
-            "bytes": self.weights.bytes_received - before,
-            "started": home(started),
-            "fetched": home(fetched),
-            "applied": {name: [home(span.started), home(span.finished)] for name, span in loaded.items()},
-        }
-        await self.controller.send("weights_ready", report)
+        report = WeightsReady(
+            number=version.number,
+            source=source,
+            transfer_s=self.weights.last_s,
+            bytes=self.weights.bytes_received - before,
+            started=home(started),
+            fetched=home(fetched),
+            applied={name: (home(span.started), home(span.finished)) for name, span in loaded.items()},
+        )
+        await self.controller.send(*wire(report))
 
     async def _sleep(self) -> None:
         """All instances free their devices for training; new weights wake them up."""
         await self.fleet.sleep()
-        await self.controller.send("asleep", {})
+        await self.controller.send(*wire(SiteAsleep()))
 
-    async def _weight_call(self, body: dict[str, Any]) -> None:
+    async def _weight_call(self, order: WeightCall) -> None:
         """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
         loop = asyncio.get_running_loop()
         instances = self.fleet.ready
-        call = str(body["call"])
-        rank = int(body["payload"].get("rank_offset", 0))
+        call = order.call
+        rank = int(order.payload.get("rank_offset", 0))
         for name in instances:
             self._calls[call, name] = loop.create_future()
-            payload = dict(body["payload"])
-            if body["method"] == "init_weight_transfer_engine":
+            payload = dict(order.payload)
+            if order.method == "init_weight_transfer_engine":
                 # NCCL ranks: the trainer is 0, then every instance's workers one after the other
                 payload["rank_offset"] = rank
                 rank += int(self.hub.peers[name].meta["world_size"])
-            await self.hub.send(name, "weight_call", {"call": call, "method": body["method"], "payload": payload})
+            await self.hub.send(name, *wire(WeightCall(call=call, method=order.method, payload=payload)))
         for name in instances:
-            async with self.waits.deadline(f"{name} to answer {body['method']}", self.limits.weights_s):
+            async with self.waits.deadline(f"{name} to answer {order.method}", self.limits.weights_s):
                 await self._calls.pop((call, name))
-        await self.controller.send("weight_answer", {"call": call})
+        await self.controller.send(*wire(WeightAnswer(call=call)))
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
         """Of every instance what its heartbeat said, without its requests' progress, which stays here."""
@@ -311,9 +336,10 @@ class GenerationService:
             states[name] = told
         return states
 
-    def _in_home_time(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _in_home_time(self, sample: FinishedSample) -> FinishedSample:
         """A sample's times by the controller's clock; when it was queued, the controller said itself."""
-        return body | {key: self.controller.clock.to_hub_time(body[key]) for key in OWN_TIMES}
+        home = self.controller.clock.to_hub_time
+        return msgspec.structs.replace(sample, **{key: home(getattr(sample, key)) for key in OWN_TIMES})
 
     def _told(self, state: str) -> dict[str, Any]:
         """For this site's launcher (`run_dir/site_status.py`)."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from streamrl.errors import RunFailed
+from streamrl.protocol.controller_site import WeightAnswer, WeightCall
+from streamrl.protocol.message import wire
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Link
 from streamrl.weights.backends.base import Compute, Published, PublishedModel, WeightBackend
@@ -36,13 +38,13 @@ class _Client:
 
     async def _ask(self, method: str, payload: dict[str, Any]) -> None:
         call = f"{method}-{next(self._calls)}"
-        await self.link.send("weight_call", {"call": call, "method": method, "payload": payload})
+        await self.link.send(*wire(WeightCall(call=call, method=method, payload=payload)))
         async with self.link.waits.deadline(f"all instances to answer {method}", self.limit_s):
             # the controller sends nothing else to a trainer that is publishing
             delivery = await self.link.receive()
             delivery.ack()
-            if delivery.kind != "weight_answer" or delivery.body.get("call") != call:
-                raise RunFailed(f"expected the answer of {call}, got {delivery.kind} {delivery.body}")
+            if delivery.body != WeightAnswer(call=call):
+                raise RunFailed(f"expected the answer of {call}, got {delivery.body}")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)

@@ -1,0 +1,179 @@
+"""Messages between the controller and the generation service of each site.
+
+    controller -> service   generate, park, resume, use, scale, weights, sleep, weight_call, finish
+    service -> controller   samples, parked, weights_ready, asleep, fleet, weight_answer
+
+The service acknowledges a command once it has handed it on. The controller acknowledges samples once they are in the
+ledger, everything else once it has dealt with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.protocol.message import TypedMessage
+
+# controller -> service
+
+
+class IssuedForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The believed distribution of a request's output length (`scheduler.cost.length_forecast.Forecast`)."""
+
+    lengths: tuple[float, ...]
+    tail: tuple[float, ...]
+
+
+class IssuedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt and the samples that are wanted of it."""
+
+    group_id: str
+    samples: list[tuple[str, int, float | None]]
+    """(sample id, seed, temperature; None: the run's)."""
+    forecast: IssuedForecast | None
+
+
+class Generate(TypedMessage, frozen=True, tag="generate"):
+    """Generate these groups, dispatched as a whole. Answered by `samples` and `parked`, sample by sample.
+
+    Arrays: prompt_tokens int32 [tokens of all prompts], prompt_lengths int32 [groups].
+    """
+
+    t_queued: float
+    """Unix seconds, by the controller's clock."""
+    budget: int | None
+    """Tokens after which a sample is parked; None: it runs to its end."""
+    groups: list[IssuedGroup]
+
+
+class Park(TypedMessage, frozen=True, tag="park"):
+    """Preempt these samples and keep what they have produced."""
+
+    sample_ids: list[str]
+
+
+class Resume(TypedMessage, frozen=True, tag="resume"):
+    """Continue these parked samples, with another budget."""
+
+    sample_ids: list[str]
+    budget: int | None
+    round: int
+    """Number of the round that begins."""
+
+
+class Use(TypedMessage, frozen=True, tag="use"):
+    """Give new requests to these instances only."""
+
+    instances: list[str]
+
+
+class ScalePools(TypedMessage, frozen=True, tag="scale"):
+    """Bring pools to a number of instances. Answered by `fleet` whenever that changes something."""
+
+    replicas: dict[str, int]
+    """Instances, by pool."""
+
+
+class LoadWeights(TypedMessage, frozen=True, tag="weights"):
+    """Fetch a version once and have every instance load it. Answered by `weights_ready`."""
+
+    number: int
+    content_hash: str
+    source: str | None
+    """Site to fetch it from; None: the trainer's."""
+
+
+class Sleep(TypedMessage, frozen=True, tag="sleep"):
+    """Free the devices for training. Answered by `asleep`."""
+
+
+class WeightCall(TypedMessage, frozen=True, tag="weight_call"):
+    """A step of a weight update that the trainer drives (NCCL). Answered by `weight_answer` with the same call."""
+
+    call: str
+    method: str
+    payload: dict[str, Any]
+    """Arguments of vLLM's weight-transfer engine."""
+
+
+class Finish(TypedMessage, frozen=True, tag="finish"):
+    """The run is over. The service ends."""
+
+    state: str
+    error: str | None
+
+
+# service -> controller
+
+
+class SampleBatch(TypedMessage, frozen=True, tag="samples"):
+    """Finished samples (`generation/site/sample_batches.py` packs them). Acknowledged once they are in the ledger.
+
+    Arrays: raw: lengths, completion_tokens, logprobs, token_versions, bodies; zstd: payload.
+    """
+
+    packing: Literal["raw", "zstd"]
+    samples: int | None = None
+    """Packed samples; None: raw."""
+    tokens: int | None = None
+    bodies: int | None = None
+    """Bytes of the samples' bodies."""
+    narrow: list[str] | None = None
+    """Columns that were narrowed to 16 bits."""
+
+
+class Parked(TypedMessage, frozen=True, tag="parked"):
+    """A sample has used up its budget and waits for `resume`."""
+
+    sample_id: str
+    tokens: int
+    """That it has produced."""
+    round: int
+
+
+class WeightsReady(TypedMessage, frozen=True, tag="weights_ready"):
+    """All instances of the site serve a version."""
+
+    number: int
+    source: str | None
+    """Site that it was fetched from; None: the trainer's."""
+    transfer_s: float
+    bytes: int
+    """Received for it."""
+    started: float
+    """When the service heard of it: unix seconds, like all times here, by the controller's clock."""
+    fetched: float
+    applied: dict[str, tuple[float, float]]
+    """Begin and end of the loading, by instance."""
+
+
+class SiteAsleep(TypedMessage, frozen=True, tag="asleep"):
+    """All instances of the site have freed their devices."""
+
+
+class InstanceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an instance is in its life."""
+
+    pool: str
+    life: str
+    detail: str
+    """What it died of last; '': it has not."""
+
+
+class FleetChanged(TypedMessage, frozen=True, tag="fleet"):
+    """Other instances than before get requests."""
+
+    fleet: list[dict[str, Any]]
+    """`samples.fleet_to_wire`."""
+    instances: dict[str, InstanceState]
+
+
+class WeightAnswer(TypedMessage, frozen=True, tag="weight_answer"):
+    """A `weight_call` is done, on all instances of the sender."""
+
+    call: str
+
+
+FROM_CONTROLLER = (Generate, Park, Resume, Use, ScalePools, LoadWeights, Sleep, WeightCall, Finish)
+FROM_SERVICE = (SampleBatch, Parked, WeightsReady, SiteAsleep, FleetChanged, WeightAnswer)

@@ -1,0 +1,130 @@
+"""Messages between a site's generation service and its vLLM instances.
+
+    service -> instance   generate, release, apply_weights, sleep, weight_call, retire
+    instance -> service   sample, released, progress, applied, missed, asleep, weight_answer
+
+An instance acknowledges a command at once, before the work. The service acknowledges a finished sample only when the
+controller has committed it; so the instance keeps the sample until then.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.protocol.controller_site import WeightAnswer, WeightCall
+from streamrl.protocol.message import TypedMessage
+
+# service -> instance
+
+
+class KeptTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request has produced at another instance; its arrays are named "kept." and the name."""
+
+    sample_id: str
+    t_dispatched: float
+    t_first_token: float
+
+
+class GenerateSample(TypedMessage, frozen=True, tag="generate"):
+    """Generate one sample. Answered by `sample`, or by `released` after a `release`.
+
+    Arrays: prompt_tokens int32 [P]; with `kept`: kept.completion_tokens int32 [C], kept.logprobs float32 [C],
+    kept.token_versions int32 [C].
+    """
+
+    sample_id: str
+    group_id: str
+    seed: int
+    t_queued: float
+    temperature: float | None
+    pause_at: int | None
+    """Tokens, kept ones included, at which it is given back; None: none."""
+    route: str
+    """Where the dispatch policy counts it: 'regular' or 'tail'."""
+    kept: KeptTokens | None = None
+
+
+class Release(TypedMessage, frozen=True, tag="release"):
+    """Give a sample back, with what it has produced. Answered by `released`, or by `sample` if it has just ended."""
+
+    sample_id: str
+
+
+class ApplyWeights(TypedMessage, frozen=True, tag="apply_weights"):
+    """Load a version from the site's store. Answered by `applied`, or `missed` if it is not there."""
+
+    number: int
+    content_hash: str
+
+
+class SleepInstance(TypedMessage, frozen=True, tag="sleep"):
+    """Free the devices. Answered by `asleep`; the next `apply_weights` wakes the instance up."""
+
+
+class Retire(TypedMessage, frozen=True, tag="retire"):
+    """Leave, once everything that was sent is acknowledged. Answered by the transport's `bye`."""
+
+
+# instance -> service
+
+
+class FinishedSample(TypedMessage, frozen=True, tag="sample"):
+    """A sample has ended (`rollouts.types.Sample`). Acknowledged once the controller has committed it.
+
+    Arrays: completion_tokens int32 [C], logprobs float32 [C], token_versions int32 [C].
+    """
+
+    sample_id: str
+    group_id: str
+    finish_reason: str
+    """'stop' or 'length'."""
+    site: str
+    instance: str
+    pool: str
+    route: str
+    t_queued: float
+    """Unix seconds by the controller's clock; the other times by the site's."""
+    t_dispatched: float
+    t_first_token: float
+    t_finished: float
+    text: str
+
+
+class ReleasedSample(TypedMessage, frozen=True, tag="released"):
+    """A sample is given back unfinished (`rollouts.types.PartialSample`); arrays as `FinishedSample`."""
+
+    sample_id: str
+    t_dispatched: float
+    t_first_token: float
+
+
+class Progress(TypedMessage, frozen=True, tag="progress"):
+    """What running samples have produced since the last message, for the token journal.
+
+    Arrays: completion_tokens int32, logprobs float32, token_versions int32, all parts one after the other.
+    """
+
+    parts: list[tuple[str, int, int, float, float]]
+    """(sample id, number of the first token, tokens, t_dispatched, t_first_token)."""
+
+
+class WeightsApplied(TypedMessage, frozen=True, tag="applied"):
+    """The instance serves a version; times are unix seconds."""
+
+    number: int
+    started: float
+    finished: float
+
+
+class WeightsMissed(TypedMessage, frozen=True, tag="missed"):
+    """The version is not in the site's store."""
+
+    number: int
+
+
+class InstanceAsleep(TypedMessage, frozen=True, tag="asleep"):
+    """The instance has freed its devices."""
+
+
+FROM_SERVICE = (GenerateSample, Release, ApplyWeights, SleepInstance, WeightCall, Retire)
+FROM_INSTANCE = (FinishedSample, ReleasedSample, Progress, WeightsApplied, WeightsMissed, InstanceAsleep, WeightAnswer)
