@@ -12,24 +12,19 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import replace
 
-from scheduler.capacity.auto_schedule import Decision, during_change
 from scheduler.cost.hardware import peak_tflops
-from scheduler.schedule.rounds import taking
-from scheduler.schedule.schedules import ScheduleState, make_schedule
-from streamrl.config.schedule import AutoScheduleConfig
 from streamrl.controller.arrivals import arrived
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
+from streamrl.controller.issuer import Issuer
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths
-from streamrl.controller.live_rounds import LiveRounds, make_rounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.reward_client import Rewarders
-from streamrl.controller.schedule_tuner import Auto, Setup, make_auto
+from streamrl.controller.schedule_tuner import Setup, make_choice
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
@@ -42,9 +37,7 @@ from streamrl.protocol import controller_rewards, controller_site, controller_tr
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     FleetChanged,
-    Park,
     Parked,
-    Resume,
     SampleBatch,
     SiteAsleep,
     WeightAnswer,
@@ -103,26 +96,13 @@ class Controller:
         self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
         self.hub.tells_hellos = True
         self.hub.reads = MessageReader(SENDERS)
-        schedule = context.run.schedule
-        self.auto: Auto | None = None
-        """With `schedule: auto`: chooses the schedule."""
-        if schedule.name == "auto":
-            self.schedule = make_schedule("sync")  # until the instances have told their step times
-        else:
-            self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = StepBatch(context.run, 1)
         """Of the step under way."""
         self.preparation = Preparation()
-        self.rounds = make_rounds(context.run, self.pool)
-        self.taking = self.schedule if self.rounds is None else taking(self.schedule, self.rounds.planner)
-        """What says which complete groups may be trained."""
-        self._issued_before: set[str] = set()
-        """Groups of the schedule before, while one schedule follows another."""
         self._cores_due: tuple[int, ...] = ()
         """CPU cores that the trainer is to move to."""
-        self._choosing: asyncio.Task[Decision] | None = None
         self.audit = LengthAudit(context.run.sampling.max_tokens)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / layout.LEDGER)
@@ -134,6 +114,7 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.told)
@@ -157,7 +138,7 @@ class Controller:
         try:
             await self._start()
             while not self._done():
-                await self._issue()
+                await self.issuer.issue(self.step, len(self.batch.groups))
                 await self._evaluate()
                 await self._drive_trainer()
                 await self._receive()
@@ -200,15 +181,19 @@ class Controller:
             everyone, self.context.startup_s, lambda missing: self.context.say(waiting_for(missing))
         )
         self.recovery = Recovery(
-            *(self.hub, self.services, self.scaling, self.rewarders),
-            *(self.pool, self.evaluator, self.rounds, self.config.seed),
+            hub=self.hub,
+            services=self.services,
+            scaling=self.scaling,
+            rewarders=self.rewarders,
+            pool=self.pool,
+            evaluator=self.evaluator,
+            rounds=self.issuer.rounds,
+            seed=self.config.seed,
         )
         self.services.joined()
         await self.scaling.begin(self.context.resume)
-        if isinstance(self.config.schedule, AutoScheduleConfig):
-            self.auto = make_auto(self.context, self.config.schedule, self.services.fleet())
-            await self._change_to(self.auto.setup)
-            self.telemetry.schedule_note = self.auto.note
+        self.choice = make_choice(self.context, self.services.fleet())
+        await self._change_to(self.choice.first_setup)
         self.telemetry.watch(self.batch, self.pool)
         self.telemetry.state = "running"
         self.context.say(READY)
@@ -234,36 +219,6 @@ class Controller:
         open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.updating
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
-
-    def _state(self) -> ScheduleState:
-        return self.pool.state(self.services.version, self.step, len(self.batch.groups), self.taking.max_staleness)
-
-    async def _issue(self) -> None:
-        """Sends as many groups to the services as the schedule admits now, or those of the round that begins now."""
-        if self.services.version < 0 or self.step == self.config.steps:
-            return
-        if self.rounds is not None:
-            await self._next_round(self.rounds)
-            return
-        groups: list[Group] = []
-        state = self._state()
-        while self.schedule.may_issue(state):
-            groups.append(self._new_group())
-            state = replace(state, issued=self.pool.issued)
-        await self._generate(groups)
-
-    async def _next_round(self, rounds: LiveRounds) -> None:
-        """Ends the round that is over, begins the one that may begin."""
-        while (put_off := rounds.end_if_over()) or rounds.may_begin(self.services.version, self.step):
-            if put_off:
-                await self.services.tell(Park(sample_ids=self.pool.unfinished(put_off)))
-                continue
-            begun = rounds.begin(self.services.version)
-            groups = [self._new_group() for _ in range(begun.new)]
-            rounds.planner.started(group.group_id for group in groups)
-            resumed = self.pool.unfinished(begun.resumed)
-            await self.services.tell(Resume(sample_ids=resumed, budget=begun.budget, round=rounds.number))
-            await self._generate(groups, begun.budget)
 
     def _new_group(self) -> Group:
         """The next prompt's group, as issued now."""
@@ -316,17 +271,11 @@ class Controller:
 
     async def _take_groups(self) -> None:
         """Moves complete groups from the pool into the step's batch, as far as the schedule lets them."""
-        if self.rounds is not None and not self.rounds.may_train(self.step, self.schedule.whole_batches):
-            return
-        while (group := self.pool.first()) and self.taking.may_take(self._state(), group.issued_under):
-            if self.schedule.exclusive and not await self._devices_are_free():
+        while (group := self.issuer.next_group(self.step, len(self.batch.groups))) is not None:
+            if self.issuer.schedule.exclusive and not await self._devices_are_free():
                 return
             self.batch.take(self.pool.take())
-            if self.rounds is not None:
-                self.rounds.planner.taken(group.group_id)
-            self._issued_before.discard(group.group_id)
-            if not self._issued_before and self.rounds is None:
-                self.taking = self.schedule
+            self.issuer.taken(group.group_id)
             if self.batch.full:
                 groups = [*self.batch.groups.values(), *self.batch.dropped]
                 self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
@@ -341,7 +290,7 @@ class Controller:
         limits = self.config.batch.micro_batch_tokens, len(self.trainers.workers)
         if (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
-        elif not self.schedule.exclusive and (ahead := self.preparation.next(self.batch, self.pool, *limits)):
+        elif not self.issuer.schedule.exclusive and (ahead := self.preparation.next(self.batch, self.pool, *limits)):
             await self.trainers.prepare(ahead)
 
     async def _receive(self) -> None:
@@ -384,7 +333,7 @@ class Controller:
         self.step += 1
         batch = self.batch
         self.times.running = self.services.busy_since()
-        publishes = self.schedule.publishes(self.step, self.config.steps)
+        publishes = self.issuer.schedule.publishes(self.step, self.config.steps)
         times = self.recorder.step_done(
             batch,
             result,
@@ -392,7 +341,7 @@ class Controller:
             publishes,
             self.services.traffic(),
             self.groups.too_long,
-            self.rounds.count_put_off() if self.rounds is not None else 0,
+            self.issuer.rounds.count_deferred(),
         )
         self.batch = StepBatch(self.config, self.step + 1)
         self.telemetry.watch(self.batch, self.pool)
@@ -401,38 +350,23 @@ class Controller:
         evaluated = publishes and self.evaluator.due(self.step)
         self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
         await self.scaling.step_done(batch, times)
-        if self.auto is not None:
-            self.auto.step_done(batch, times, self.times.ended_trainer)
-            await self._choose_schedule(self.auto)
+        await self._change_to(await self.choice.step_done(self.step, batch, times, self.times.ended_trainer))
 
-    async def _choose_schedule(self, auto: Auto) -> None:
-        """At the end of a step: goes on profiling, has options predicted in a thread, or takes a decision."""
-        setup = auto.next_setup()
-        if self._choosing is not None and self._choosing.done():
-            setup = auto.decided(self._choosing.result())
-            self._choosing = None
-            log.info("schedule: %s", auto.note)
-        elif setup is None and self._choosing is None and auto.wants_choice():
-            self._choosing = asyncio.ensure_future(asyncio.to_thread(auto.choice_job(self.step)))
+    async def _change_to(self, setup: Setup | None) -> None:
+        """Change the schedule and the split of the devices from the next step on; None: they stay."""
         if setup is not None:
-            await self._change_to(setup)
-        self.telemetry.schedule_note = auto.note
-
-    async def _change_to(self, setup: Setup) -> None:
-        """Another schedule, and another split of the devices, from the next step on."""
-        before, self.schedule = self.schedule, setup.schedule
-        self._issued_before = set(self.pool.groups)
-        self.taking = during_change(before, self.schedule) if self._issued_before else self.schedule
-        self._cores_due = setup.trainer_cores
-        self.telemetry.schedule = f"auto: {setup.label}"
-        await self.services.use(setup.instances)
+            self.issuer.change_to(setup)
+            self._cores_due = setup.trainer_cores
+            self.telemetry.schedule = f"auto: {setup.label}"
+            await self.services.use(setup.instances)
+        self.telemetry.schedule_note = self.choice.note
 
     # -- messages
 
     def _register_waits(self) -> None:
         """Samples and rewards are waited for as long as some are missing; each one that comes renews the wait."""
         pool = self.pool
-        resting = self.rounds.resting if self.rounds is not None else 0
+        resting = self.issuer.rounds.resting
         for name, missing, limit_s in (
             ("samples", pool.running - resting + self.evaluator.unfinished, self.limits.generation_s),
             ("rewards", len(pool.received), self.limits.reward_s * 10 + self.limits.startup_s),
@@ -469,8 +403,7 @@ class Controller:
         """A sample to be trained has come."""
         group = self.pool.finish(sample, now)
         self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
-        if self.rounds is not None:
-            self.rounds.finished(group.group_id)
+        self.issuer.rounds.finished(group.group_id)
         return group
 
     def _rewards(self, deliveries: list[Delivery]) -> None:
@@ -499,10 +432,9 @@ class Controller:
         """A group has all its rewards: it waits to be taken into a step, unless another one is to replace it."""
         if self.batch.may_replace(group):
             self.batch.dropped.append(self.pool.drop(group.group_id))
-            if self.rounds is not None:
-                self.rounds.planner.dropped(group.group_id)
-        elif self.rounds is not None:
-            self.rounds.planner.completed(group.group_id)
+            self.issuer.rounds.dropped(group.group_id)
+        else:
+            self.issuer.rounds.completed(group.group_id)
 
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
         """A site's instances serve the coming version."""
@@ -518,8 +450,7 @@ class Controller:
                 if (answers := self.trainers.answered(delivery)) is not None:
                     await self._trainer_done(answers)
             case Parked() as parked:
-                if self.rounds is not None:
-                    self.rounds.parked(parked.sample_id, group_of(parked.sample_id), parked.round)
+                self.issuer.parked(parked, group_of(parked.sample_id))
             case WeightsReady() as ready:
                 await self._weights_ready(delivery.peer, ready)
             case SiteAsleep():

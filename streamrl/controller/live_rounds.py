@@ -3,35 +3,122 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
-from scheduler.schedule.rounds import PartialRollouts, Round, Rounds, TailBatching
+from scheduler.schedule.rounds import PartialRollouts, Round, Rounds, TailBatching, taking
+from scheduler.schedule.schedules import Schedule
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import PartialRolloutsConfig, TailBatchingConfig
 from streamrl.controller.group_pool import GroupPool
 
 
-class LiveRounds:
-    """Tells the planner of rounds what becomes of samples; it thinks in groups."""
+class NoRounds:
+    """Rounds of a run that has none: the schedule alone decides."""
+
+    active = False
+    number = 0
+    resting = 0
+    budget: int | None = None
+
+    def taking(self, schedule: Schedule) -> Schedule:
+        """Return the schedule that decides which complete groups may be trained."""
+        return schedule
+
+    def may_begin(self, version: int, step: int) -> bool:
+        """Return False: no round ever begins."""
+        return False
+
+    def begin(self, version: int) -> Round:
+        """
+        Raises:
+            RuntimeError: always; `may_begin` never allows it.
+        """
+        raise RuntimeError("this run has no rounds")
+
+    def end_if_over(self) -> list[str]:
+        """Return no groups to defer."""
+        return []
+
+    def may_train(self, step: int, whole_batches: bool) -> bool:
+        """Return True: training waits for no round."""
+        return True
+
+    def started(self, group_ids: Iterable[str]) -> None:
+        """Ignore new groups."""
+
+    def taken(self, group_id: str) -> None:
+        """Ignore a group that a step has taken."""
+
+    def completed(self, group_id: str) -> None:
+        """Ignore a group that has all its rewards."""
+
+    def dropped(self, group_id: str) -> None:
+        """Ignore a group that another one will replace."""
+
+    def finished(self, group_id: str) -> None:
+        """Ignore a finished sample."""
+
+    def parked(self, sample_id: str, group_id: str, number: int) -> None:
+        """Ignore a parked sample."""
+
+    def resting_samples(self) -> list[str]:
+        """Return no samples."""
+        return []
+
+    def count_deferred(self) -> int:
+        """Return 0."""
+        return 0
+
+
+class LiveRounds(NoRounds):
+    """Rounds of a live run: reports to the planner, which works on groups, what becomes of samples."""
+
+    active = True
 
     def __init__(self, planner: Rounds, pool: GroupPool) -> None:
         self.planner, self.pool = planner, pool
         self.version = -1
-        """Under which the newest round has begun."""
+        """Weight version under which the newest round has begun."""
         self.number = 0
-        """Of the newest round; a service tells with it which round a sample was parked in."""
-        self.put_off = 0
-        """Samples put off since `count_put_off` was last called."""
+        """Number of the newest round; a service reports it with each sample that it parks."""
+        self.deferred = 0
+        """Samples deferred since the last call of `count_deferred`."""
         self._parked: defaultdict[str, set[str]] = defaultdict(set)
         """Samples that have used up their budget in this round, by group."""
         self._off: set[str] = set()
-        """Groups that are put off."""
+        """Deferred groups."""
+
+    @property
+    def budget(self) -> int | None:  # type: ignore[override]
+        """Tokens after which samples of the current round are parked; None: never, or there is no current round."""
+        return self.planner.round.budget if self.planner.round is not None else None
+
+    def taking(self, schedule: Schedule) -> Schedule:
+        """Return the schedule with the age bound of the rounds."""
+        return taking(schedule, self.planner)
+
+    def started(self, group_ids: Iterable[str]) -> None:
+        """Report the groups of the round that has just begun."""
+        self.planner.started(group_ids)
+
+    def taken(self, group_id: str) -> None:
+        """Report that a step has taken a group."""
+        self.planner.taken(group_id)
+
+    def completed(self, group_id: str) -> None:
+        """Report that a group has all its rewards."""
+        self.planner.completed(group_id)
+
+    def dropped(self, group_id: str) -> None:
+        """Report that another group will replace this one."""
+        self.planner.dropped(group_id)
 
     def may_begin(self, version: int, step: int) -> bool:
-        """Whether the next round is to begin: that of new weights, or another under the same ones."""
+        """Return whether the next round may begin: that of new weights, or another under the same ones."""
         return self.planner.round is None and (self.planner.again or self.version < version == step)
 
     def begin(self, version: int) -> Round:
-        """Begins it."""
+        """Begin the next round."""
         self.version = version
         self.number += 1
         self._parked.clear()
@@ -40,13 +127,13 @@ class LiveRounds:
         return begun
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        """A sample has used up its budget in a round; of a round that has ended meanwhile this is no news."""
+        """Record that a sample has used up its budget; a no-op for a round that has ended meanwhile."""
         if number == self.number:
             self._parked[group_id].add(sample_id)
             self.finished(group_id)
 
     def finished(self, group_id: str) -> None:
-        """A sample of a group has come: its siblings may all be parked."""
+        """Record that a sample of a group has finished: its siblings may all be parked."""
         if self.planner.round is None:
             return
         missing = self.pool.missing(group_id)
@@ -54,43 +141,43 @@ class LiveRounds:
             self.planner.parked(group_id)
 
     def may_train(self, step: int, whole_batches: bool) -> bool:
-        """Whether training may take complete groups now: its round has begun, and has ended if whole batches are
-        wanted."""
+        """Return whether training may take complete groups now: the round has begun, and has ended if the schedule
+        trains whole batches."""
         return self.version == step and not (whole_batches and self.planner.round is not None)
 
     def end_if_over(self) -> list[str]:
-        """Ends the round if it is over; groups whose samples have to be parked."""
+        """End the round if it is over; return the deferred groups, whose samples have to be parked."""
         if not self.planner.over:
             return []
         groups = self.planner.end()
-        self.put_off += sum(self.pool.missing(group_id) for group_id in groups)
+        self.deferred += sum(self.pool.missing(group_id) for group_id in groups)
         self._off.update(groups)
         self._parked.clear()
         return groups
 
     @property
-    def resting(self) -> int:
-        """Samples that are not finished and that no instance works on: nobody waits for them now."""
+    def resting(self) -> int:  # type: ignore[override]
+        """Number of unfinished samples that no instance works on: the controller does not wait for them now."""
         off = sum(self.pool.missing(group_id) for group_id in self._off)
         return off + sum(min(len(some), self.pool.missing(name)) for name, some in self._parked.items())
 
     def resting_samples(self) -> list[str]:
-        """Those samples."""
+        """Return the ids of the resting samples."""
         used_up = [sample_id for some in self._parked.values() for sample_id in some]
         return [*self.pool.unfinished(self._off), *used_up]
 
-    def count_put_off(self) -> int:
-        """Samples put off since the last call."""
-        count, self.put_off = self.put_off, 0
+    def count_deferred(self) -> int:
+        """Return the number of samples deferred since the last call."""
+        count, self.deferred = self.deferred, 0
         return count
 
 
-def make_rounds(run: RunConfig, pool: GroupPool) -> LiveRounds | None:
-    """What the run file asks for; None: groups are issued by the schedule alone."""
+def make_rounds(run: RunConfig, pool: GroupPool) -> NoRounds:
+    """Make the rounds of the run file; `NoRounds` if groups are issued by the schedule alone."""
     batch = run.batch.prompts_per_step
     match run.schedule.rounds:
         case TailBatchingConfig(over_issue=factor, max_age=age):
             return LiveRounds(TailBatching(batch, factor, age), pool)
         case PartialRolloutsConfig(round_tokens=tokens, over_issue=factor, max_age=age):
             return LiveRounds(PartialRollouts(batch, tokens, factor, age), pool)
-    return None
+    return NoRounds()

@@ -7,7 +7,7 @@ import logging
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import samples_of
-from streamrl.controller.live_rounds import LiveRounds
+from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_services import Services
@@ -27,7 +27,7 @@ class Recovery:
         rewarders: Rewarders,
         pool: GroupPool,
         evaluator: Evaluator,
-        rounds: LiveRounds | None,
+        rounds: NoRounds,
         seed: int,
     ) -> None:
         self.hub, self.services, self.scaling, self.rewarders = hub, services, scaling, rewarders
@@ -66,7 +66,6 @@ class Recovery:
             if wanted:
                 groups.append(group)
                 samples.append(wanted)
-        current = self.rounds.planner.round if self.rounds is not None else None
-        await self.services.again(name, groups, samples, current.budget if current is not None else None)
-        if self.rounds is not None:
+        await self.services.again(name, groups, samples, self.rounds.budget)
+        if self.rounds.active:
             await self.services.rest(name, self.rounds.number, self.rounds.resting_samples())

@@ -11,6 +11,8 @@ cluster file gives each role.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +38,9 @@ FIRST_REVIEW = 4
 time. A profile is a few steps long, and a step's time may be off by a fifth by chance."""
 MOST_SPLITS = 4
 """Splits that are compared: a prediction takes a fraction of a second for each and each schedule."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -271,3 +276,65 @@ def make_auto(context: RoleContext, config: AutoScheduleConfig, fleet: Sequence[
     shareable = context.cluster.hardware == "cpu" and on_the_same
     choices = setups(cores, own, shareable, config.max_staleness)
     return Auto(context.run, choices, fleet, config.profile_steps)
+
+
+class FixedSchedule:
+    """The schedule choice of a run whose schedule is the run file's: it never changes."""
+
+    first_setup: Setup | None = None
+    """The setup that the run begins with; None: the run file's."""
+    note = ""
+    """What is shown of the choice."""
+
+    async def step_done(
+        self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
+    ) -> Setup | None:
+        """Return the setup to change to at the end of a step; None: it stays.
+
+        Args:
+            step: optimizer steps done.
+            batch: the step's.
+            times: the step's.
+            trainer: what the trainer did in the step: (command, begin, end), unix seconds.
+        """
+        return None
+
+
+class TunedSchedule(FixedSchedule):
+    """The choice of `schedule: auto`: profiles, predicts in a thread, and decides at the end of a step."""
+
+    def __init__(self, auto: Auto) -> None:
+        self.auto = auto
+        self.first_setup = auto.setup
+        self._choosing: asyncio.Task[Decision] | None = None
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """What the tuner does now, or why it chose what runs."""
+        return self.auto.note
+
+    async def step_done(
+        self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
+    ) -> Setup | None:
+        """Continue profiling, have options predicted, or decide; see `FixedSchedule.step_done`."""
+        self.auto.step_done(batch, times, trainer)
+        setup = self.auto.next_setup()
+        if self._choosing is not None and self._choosing.done():
+            setup = self.auto.decided(self._choosing.result())
+            self._choosing = None
+            log.info("schedule: %s", self.auto.note)
+        elif setup is None and self._choosing is None and self.auto.wants_choice():
+            self._choosing = asyncio.ensure_future(asyncio.to_thread(self.auto.choice_job(step)))
+        return setup
+
+
+def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> FixedSchedule:
+    """Make the schedule choice of a run that begins.
+
+    Args:
+        context: its cluster and run files.
+        fleet: all instances with their step times.
+    """
+    if isinstance(context.run.schedule, AutoScheduleConfig):
+        return TunedSchedule(make_auto(context, context.run.schedule, fleet))
+    return FixedSchedule()

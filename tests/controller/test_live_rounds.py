@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.live_rounds import LiveRounds, make_rounds
+from streamrl.controller.live_rounds import LiveRounds, NoRounds, make_rounds
 from tests.controller.test_pool_and_batch import empty_group, finish
 from tests.rollouts.test_rollouts import make_sample
 
@@ -31,7 +31,7 @@ def begin(live: LiveRounds, pool: GroupPool, version: int, names: str) -> tuple[
 
 
 def test_a_schedule_without_rounds_has_none() -> None:
-    assert make_rounds(RunConfig(), GroupPool(2, 9)) is None
+    assert type(make_rounds(RunConfig(), GroupPool(2, 9))) is NoRounds
 
 
 def test_what_a_batch_does_not_need_is_put_off_and_gone_on_with() -> None:
@@ -47,7 +47,7 @@ def test_what_a_batch_does_not_need_is_put_off_and_gone_on_with() -> None:
     assert live.end_if_over() == ["a", "d"]
     assert live.resting == 3 == pool.running  # nobody works on them
     assert live.may_train(0, whole_batches=True)
-    assert (live.count_put_off(), live.count_put_off()) == (3, 0)  # one sample of a, two of d
+    assert (live.count_deferred(), live.count_deferred()) == (3, 0)  # one sample of a, two of d
     assert not live.may_begin(0, 0) and not live.may_begin(0, 1)  # not before the new weights
     assert live.may_begin(1, 1)
     assert live.begin(1).resumed == ("a", "d")  # a whole batch has been put off

@@ -1,0 +1,120 @@
+"""What is generated next, and which complete groups may be trained: schedule, rounds, and the automatic choice of both.
+
+schedule          which groups may be issued and taken now (`scheduler/schedule/schedules.py`)
+rounds            issue in rounds that do not wait for their stragglers (`live_rounds.py`); or none
+schedule choice   `schedule: auto` changes the schedule at the end of a step (`schedule_tuner.py`); or never
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from scheduler.capacity.auto_schedule import during_change
+from scheduler.schedule.schedules import ScheduleState, make_schedule
+from streamrl.config.run import RunConfig
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.live_rounds import make_rounds
+from streamrl.controller.schedule_tuner import Setup
+from streamrl.controller.site_services import Services
+from streamrl.protocol.controller_site import Park, Parked, Resume
+from streamrl.rollouts.types import Group
+
+Generate = Callable[[list[Group], int | None], Awaitable[None]]
+"""Sends new groups to the services; their samples are parked after so many tokens (None: never)."""
+
+
+class Issuer:
+    """Decides what is generated and trained next; the controller asks before it does either."""
+
+    def __init__(
+        self, run: RunConfig, pool: GroupPool, services: Services, new_group: Callable[[], Group], generate: Generate
+    ) -> None:
+        """
+        Args:
+            run: the run file.
+            pool: groups that are issued and not in a step.
+            services: they generate.
+            new_group: makes the next prompt's group and enters it into the pool.
+            generate: sends new groups to the services.
+        """
+        self.run, self.pool, self.services = run, pool, services
+        self._new_group, self._generate = new_group, generate
+        schedule = run.schedule
+        if schedule.name == "auto":
+            self.schedule = make_schedule("sync")  # until the instances have reported their step times
+        else:
+            self.schedule = make_schedule(schedule.name, schedule.max_staleness, schedule.sync_every)
+        self.rounds = make_rounds(run, pool)
+        self._taking = self.rounds.taking(self.schedule)
+        """The schedule that decides which complete groups may be trained."""
+        self._issued_before: set[str] = set()
+        """Groups of the previous schedule, while one schedule follows another."""
+
+    def change_to(self, setup: Setup) -> None:
+        """Change the schedule from the next step on; groups of the previous one are still taken by its rules."""
+        before, self.schedule = self.schedule, setup.schedule
+        self._issued_before = set(self.pool.groups)
+        self._taking = during_change(before, self.schedule) if self._issued_before else self.schedule
+
+    def _state(self, step: int, taken: int) -> ScheduleState:
+        return self.pool.state(self.services.version, step, taken, self._taking.max_staleness)
+
+    async def issue(self, step: int, taken: int) -> None:
+        """Send the services as many groups as the schedule admits now, or those of the round that begins now.
+
+        Args:
+            step: optimizer steps done.
+            taken: groups that the current step has.
+        """
+        if self.services.version < 0 or step == self.run.steps:
+            return
+        if self.rounds.active:
+            await self._next_rounds(step)
+            return
+        groups: list[Group] = []
+        state = self._state(step, taken)
+        while self.schedule.may_issue(state):
+            groups.append(self._new_group())
+            state = replace(state, issued=self.pool.issued)
+        await self._generate(groups, None)
+
+    async def _next_rounds(self, step: int) -> None:
+        """End the round that is over; begin the one that may begin."""
+        rounds = self.rounds
+        while (deferred := rounds.end_if_over()) or rounds.may_begin(self.services.version, step):
+            if deferred:
+                await self.services.tell(Park(sample_ids=self.pool.unfinished(deferred)))
+                continue
+            begun = rounds.begin(self.services.version)
+            groups = [self._new_group() for _ in range(begun.new)]
+            rounds.started(group.group_id for group in groups)
+            resumed = self.pool.unfinished(begun.resumed)
+            await self.services.tell(Resume(sample_ids=resumed, budget=begun.budget, round=rounds.number))
+            await self._generate(groups, begun.budget)
+
+    def next_group(self, step: int, taken: int) -> Group | None:
+        """Return the complete group that the current step may take next; None: it has to wait for one.
+
+        Args:
+            step: optimizer steps done.
+            taken: groups that the current step has.
+        """
+        if not self.rounds.may_train(step, self.schedule.whole_batches):
+            return None
+        group = self.pool.first()
+        if group is None or not self._taking.may_take(self._state(step, taken), group.issued_under):
+            return None
+        return group
+
+    def taken(self, group_id: str) -> None:
+        """Record that a step has taken a group."""
+        self.rounds.taken(group_id)
+        if self._issued_before:
+            self._issued_before.discard(group_id)
+            if not self._issued_before:
+                self._taking = self.schedule
+
+    def parked(self, parked: Parked, group_id: str) -> None:
+        """Record that a sample has used up its budget of tokens."""
+        self.rounds.parked(parked.sample_id, group_id, parked.round)
