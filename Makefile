@@ -4,6 +4,7 @@
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
+# make docs    write docs/reference/ from the code
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
 # make clean   remove the environment and caches (runs/ stays)
 
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress lint style types audit lock clean
+.PHONY: help install demo test test-quick test-stress lint style types audit docs lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -47,6 +48,9 @@ types: $(STAMP)
 
 audit: $(STAMP)
 	$(BIN)/python tools/audit.py locks/cpu.txt
+
+docs: $(STAMP)
+	$(BIN)/python tools/reference.py
 
 # what fails soonest first; tests/conftest.py says which are slow, and what two workers take at a time
 test: lint

@@ -62,8 +62,8 @@ class Collection:
 
 
 SETS = {
-    "small_reasoner": Collection("small_reasoner.yaml", 3000, 4, 100, 32, 960, 1024, 128),
-    "smollm2": Collection("smollm2_lengths.yaml", 1600, 4, 64, 32, 512, 1024, 96),
+    "small_reasoner": Collection("examples/small_reasoner.yaml", 3000, 4, 100, 32, 960, 1024, 128),
+    "smollm2": Collection("experiments/runs/smollm2_lengths.yaml", 1600, 4, 64, 32, 512, 1024, 96),
 }
 
 
@@ -75,7 +75,7 @@ def collect(spec: Collection, first: int, last: int, seed: int) -> list[dict[str
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
-    config = RunConfig.model_validate(yaml.safe_load((HERE / "runs" / spec.run).read_text()))
+    config = RunConfig.model_validate(yaml.safe_load((HERE.parent / spec.run).read_text()))
     source = PromptSource(config.tasks, seed)
     llm = LLM(
         resolve_model(config.model.path),

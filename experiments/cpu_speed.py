@@ -3,7 +3,7 @@
     .venv/bin/python experiments/cpu_speed.py      # two minutes, on a machine that does nothing else
 
 The machine's peaks are products of large square matrices in fp32 and bf16 and reads of memory, on one and on all
-threads. Training is one optimizer step of the demo's size (`runs/demo.yaml`: 8 prompts x 8 completions of up to 96
+threads. Training is one optimizer step of the demo's size (`examples/demo.yaml`: 8 prompts x 8 completions of up to 96
 tokens, SmolLM2-135M) in the trainer's own class and with the environment that `streamrl launch` gives it. Tokens are
 random, lengths are drawn to look like the demo's: neither content changes what is computed. Its operations are counted
 by `scheduler/cost/model_shapes.py`, and one micro-batch more runs under torch's profiler, which says by kind where the
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, shape_of, threads
-from running import HERE, Sheet, machine, terminal, write_results
+from running import HERE, ROOT, Sheet, machine, terminal, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamrl.config.load import load_run
@@ -40,7 +40,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.training.packing import pack
 from streamrl.training.trainer import Trainer
 
-DEMO = HERE / "runs" / "demo.yaml"
+DEMO = ROOT / "examples" / "demo.yaml"
 PROMPT_TOKENS = 48
 MEDIAN_LENGTH, SPREAD = 50, 0.6
 """Of completions before they are cut: log-normal, as the demo's are (their mean is 52 to 62 tokens)."""

@@ -151,7 +151,7 @@ def lines(found: list[Decoding]) -> list[str]:
 
 
 @click.command()
-@click.option("--run", "run_file", type=click.Path(path_type=Path), default=Path("experiments/runs/demo.yaml"))
+@click.option("--run", "run_file", type=click.Path(path_type=Path), default=Path("examples/demo.yaml"))
 def main(run_file: Path) -> None:
     """Measures the machine's peaks on one thread, then decoding."""
     as_an_instance()

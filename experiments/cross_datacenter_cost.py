@@ -4,8 +4,8 @@
     .venv/bin/python experiments/cross_datacenter_cost.py --quick      # a coarse grid, half a minute
     .venv/bin/python experiments/cross_datacenter_cost.py --model 32b --gpus 64 --hardware my_prices.yaml
 
-Nothing is measured: everything is from the cost model of `streamrl plan` (docs/plan.md). PPO, 1,024 samples a step,
-lengths in the shape that the StreamRL paper describes.
+Nothing is measured: everything is from the cost model of `streamrl plan` (docs/explanation/cost_model.md). PPO,
+1,024 samples a step, lengths in the shape that the StreamRL paper describes.
 
 *Placements.* One site with one GPU type, split between training and generation, or in turns on the same GPUs; one site
 with H800 and H20, split; two sites, where H800 train here and all generation is there, on H20, L40S or RTX4090

@@ -4,7 +4,7 @@
     .venv/bin/python experiments/delta_codec.py --steps 0        # only made changes
     .venv/bin/python experiments/delta_codec.py --summary-only   # tables and plot from the JSON again
     .venv/bin/python experiments/delta_codec.py --live DIR       # adds a run that kept a checkpoint of every step:
-        streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml \\
+        streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml \\
             --set checkpoint.every=1 --set checkpoint.keep=10
 
 *Made changes*: SmolLM2-135M's tensors, of which a share, chosen at random, moves by some ulp (90 % of them by one). All

@@ -4,7 +4,7 @@
     .venv/bin/python experiments/emulated_sites.py --arm "sync, delta, 20 Mbit/s, 10 ms"
     .venv/bin/python experiments/emulated_sites.py --summary-only                  # tables and plot from the JSON again
 
-SmolLM2-135M (experiments/runs/demo.yaml) on one task, 4 groups of 6 samples a step, at most 32 tokens each; one site
+SmolLM2-135M (examples/demo.yaml) on one task, 4 groups of 6 samples a step, at most 32 tokens each; one site
 trains on one core, the other generates on the other one (clusters/two_sites.yaml); `streamrl launch --emulate`. Lengths
 are part of the reward, so that hardly any group has equal rewards: such a group is not trained, which the simulator
 does not know of.
@@ -41,7 +41,7 @@ import click
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
+from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
 from site_calibration import (
     PROMPTS,
     SAMPLES,
@@ -59,7 +59,7 @@ from site_calibration import (
 )
 
 OUT = HERE / "results"
-RUN_FILE = HERE / "runs" / "demo.yaml"
+RUN_FILE = ROOT / "examples" / "demo.yaml"
 WITHIN, CONFIGURATIONS = 0.10, 8
 """What is asked for: the median error, and over how many."""
 STEP_S = 15.0

@@ -31,7 +31,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import FILE_NAME, read_metrics
 
 OUT = HERE / "results"
-CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", HERE / "runs" / "small_reasoner.yaml"
+CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", ROOT / "examples" / "small_reasoner.yaml"
 SETS = (
     *("schedule={name: async, max_staleness: 1}", "batch.prompts_per_step=8", "batch.samples_per_prompt=4"),
     *("sampling.max_tokens=320", "checkpoint.every=3"),

@@ -1,6 +1,6 @@
 """Draws the reward curves of the kept learning runs and prints their rise.
 
-    .venv/bin/streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/small_reasoner.yaml
+    .venv/bin/streamrl launch --cluster cluster_configs/local.yaml --run examples/small_reasoner.yaml
     cp runs/small-reasoner/metrics.jsonl runs/small-reasoner/config.yaml experiments/results/small_reasoner/
     .venv/bin/python experiments/learning_curves.py
 

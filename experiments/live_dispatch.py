@@ -69,7 +69,8 @@ class Workload:
     """Of both instances."""
 
 
-SMALL, SMOL = ("small_reasoner", "small_reasoner.yaml"), ("smollm2", "smollm2_lengths.yaml")
+SMALL = ("small_reasoner", "examples/small_reasoner.yaml")
+SMOL = ("smollm2", "experiments/runs/smollm2_lengths.yaml")
 WORKLOADS = (
     Workload("small reasoner, 16 x 8", *SMALL, 16, 8, 640, (48, 24)),
     Workload("small reasoner, 48 x 4", *SMALL, 48, 4, 640, (96, 96)),
@@ -124,7 +125,7 @@ class Bench:
         from streamrl.tasks.source import PromptSource
 
         self.workload = workload
-        values = yaml.safe_load((HERE / "runs" / workload.run).read_text())
+        values = yaml.safe_load((HERE.parent / workload.run).read_text())
         values["sampling"]["max_tokens"] = workload.cap
         values["batch"] = {"prompts_per_step": workload.prompts, "samples_per_prompt": workload.samples}
         values["model"]["max_context"] = max(workload.cap + 384, int(values["model"]["max_context"]))

@@ -2,7 +2,8 @@
 
     .venv/bin/python experiments/plan_paper.py      # seconds; writes results/plan_paper.json and .md
 
-Nothing here is fitted to the published rows: constants are from data sheets and other papers (docs/plan.md).
+Nothing here is fitted to the published rows: constants are from data sheets and other papers
+(docs/explanation/cost_model.md).
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ def tables(
             ("batch", "published", "ours, 5k context"),
             [(str(size), f"{theirs:.1f}", f"{ours:.1f}") for size, theirs, ours in step_times()],
         ),
-        ("Constants (sources: docs/plan.md)", ("constant", "value"), constants()),
+        ("Constants (sources: docs/explanation/cost_model.md)", ("constant", "value"), constants()),
     ]
 
 
@@ -287,7 +288,7 @@ def main() -> None:
             "",
             "Written by `experiments/plan_paper.py`.",
             f"PPO (actor, critic, reference), {SAMPLES} samples a step, prompts of {PROMPT_TOKENS} "
-            "tokens (assumed), lengths of the paper's shape (docs/plan.md).",
+            "tokens (assumed), lengths of the paper's shape (docs/explanation/cost_model.md).",
             "",
         ],
     )

@@ -4,14 +4,13 @@
     .venv/bin/python experiments/staleness.py --seeds 1 --arms sync --arms async-4
     .venv/bin/python experiments/staleness.py --summary-only       # tables and plot from the JSON again
 
-GRPO on the small reasoner (experiments/runs/small_reasoner.yaml, with half the prompts a step), from the same weights
-with the same prompts, for each seed under each arm: `sync`; `async` with a bound on staleness of 1 and of 4; both also
-with decoupled PPO and truncated importance sampling (docs/algorithms.md). `async` generates ahead up to its bound where
-generation is the faster role: so it gets an instance on each core, and the trainer only one core (clusters/ahead.yaml);
-and a KL term too small to matter keeps groups without a gradient in the batch, which would be skipped. The table says
-how stale samples really were. A finished run in `--runs-dir` is not run again. Writes staleness.json, .md and .svg in
-experiments/results/.
-"""
+GRPO on the small reasoner (examples/small_reasoner.yaml, with half the prompts a step), from the same weights with the
+same prompts, for each seed under each arm: `sync`; `async` with a bound on staleness of 1 and of 4; both also with
+decoupled PPO and truncated importance sampling (docs/explanation/algorithms.md). `async` generates ahead up to its
+bound where generation is the faster role: so it gets an instance on each core, and the trainer only one core
+(clusters/ahead.yaml); and a KL term too small to matter keeps groups without a gradient in the batch, which would be
+skipped. The table says how stale samples really were. A finished run in `--runs-dir` is not run again. Writes
+staleness.json, .md and .svg in experiments/results/."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from matplotlib.figure import Figure
 from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, shown, terminal
 
 OUT = HERE / "results"
-RUN_FILE = HERE / "runs" / "small_reasoner.yaml"
+RUN_FILE = ROOT / "examples" / "small_reasoner.yaml"
 CLUSTER = HERE / "clusters" / "ahead.yaml"
 COMMON = (
     "batch.prompts_per_step=8",

@@ -4,7 +4,7 @@
     .venv/bin/python experiments/two_sites.py --arm raw --arm delta
     .venv/bin/python experiments/two_sites.py --summary-only              # tables and plot from the JSON again
 
-SmolLM2-135M (experiments/runs/demo.yaml), one site trains on one core, the other generates on the other one
+SmolLM2-135M (examples/demo.yaml), one site trains on one core, the other generates on the other one
 (clusters/two_sites.yaml), 40 ms there and back; `streamrl launch --emulate`. Two questions:
 
 * What does a version of the weights cost? `raw` sends all bytes, `delta` lossless differences, each with one and with
@@ -27,13 +27,13 @@ from typing import Any
 import click
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
+from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
 
 from streamrl.emulation.network import read_stats
 
 OUT = HERE / "results"
 CLUSTER = HERE / "clusters" / "two_sites.yaml"
-RUN_FILE = HERE / "runs" / "demo.yaml"
+RUN_FILE = ROOT / "examples" / "demo.yaml"
 SLOW, FAST = 0.05, 100.0
 """Gbit/s."""
 SYNC = ("schedule={name: sync}", "batch.prompts_per_step=4", "sampling.max_tokens=32")

@@ -1,17 +1,17 @@
-"""The noise ceiling: the recall of the best ranking there can be, by each prompt's true expected length.
+"""The noise ceiling: the recall of the best possible ranking, by each prompt's true expected length.
 
-Lengths of one prompt differ from sample to sample, and no predictor can know that. Ranking by the mean of a prompt's
-other samples would underestimate the ceiling (that mean is noisy itself), ranking by its own
-samples would overestimate. So the distribution is estimated instead, and the ceiling computed in it:
+Lengths of one prompt differ from sample to sample, and no predictor can know how. Ranking by the mean of a prompt's
+other samples would underestimate the ceiling (that mean is noisy itself), ranking by its own samples would overestimate
+it. So the distribution is estimated instead, and the ceiling computed from it:
 
 1. A sample's log length is normal around its prompt's `mu` with its prompt's `sigma`, and cut off at the length limit.
 2. The distribution of (mu, sigma) over prompts is free: weights on a grid, found by maximum likelihood with EM
-   (nonparametric empirical Bayes: Kiefer and Wolfowitz 1956, Laird 1978). Nothing is assumed of its shape.
-3. Prompts and samples are drawn from it, ranked by their exact expected length, and recall is taken.
+   (nonparametric empirical Bayes: Kiefer and Wolfowitz 1956, Laird 1978). Nothing is assumed about its shape.
+3. Prompts and samples are drawn from it, ranked by their exact expected length, and recall is measured.
 
-A prompt is counted once per step (a policy changes between steps); units with one sample tell nothing of noise and are
-left out. Lengths whose noise is far from log-normal (short, or up to the limit) make the estimate wrong. So where
-some prompts have many samples, the ceiling is taken on those as well, and without any assumption: between ranking by
+A prompt is counted once per step (a policy changes between steps); units with one sample say nothing about noise and
+are left out. Lengths whose noise is far from log-normal (short, or up to the limit) make the estimate wrong. So where
+some prompts have many samples, the ceiling is also computed on those, without any assumption: between ranking by
 the mean of a prompt's other samples and by the mean of all of them, its own included (`ceiling_of_many`).
 """
 
@@ -26,23 +26,23 @@ from ranker.measures import recall_at
 from ranker.segments import Array
 
 UNITS = 3000
-"""Most prompts used; the estimate's own error is then below 0.01."""
+"""Largest number of prompts used; the estimate's own error is then below 0.01."""
 MIN_UNITS = 20
 """Fewest prompts with repeated samples."""
 MANY = 16
-"""Samples of a prompt that tell its expected length well."""
+"""Number of samples of a prompt from which its expected length is well known."""
 TIES = 5
-"""Times that ties are broken anew: lengths at the limit are all equal."""
+"""Number of random tie-breaks that are averaged: lengths at the limit are all equal."""
 GRID_MU, GRID_SIGMA = 192, 8
 ROUNDS = 100
-"""Steps of EM; more of them sharpen the weights without moving the recall."""
+"""Steps of EM; more of them sharpen the weights without changing the recall."""
 DRAWS = 60_000
 
 
 def noise_ceiling(
     rollouts: Rollouts, fractions: tuple[float, ...] = (0.2, 0.1, 0.05), seed: int = 0
 ) -> dict[float, float] | None:
-    """Recall at each of `fractions` of ranking by the true expected length; None without repeated samples."""
+    """Return the recall of ranking by the true expected length, by fraction; None without repeated samples."""
     rng = np.random.default_rng(seed)
     units = rollouts.unit
     repeated = np.flatnonzero(np.bincount(units) > 1)
@@ -60,7 +60,7 @@ def noise_ceiling(
     mu, sigma, weights = _mixture(unit[use], log, capped, cap)
 
     chosen = rng.choice(len(weights), DRAWS, p=weights)
-    # Within its grid cell a prompt's mu may be anywhere; without this, many prompts would tie.
+    # A prompt's mu may be anywhere within its grid cell; without this, many prompts would tie.
     at = mu[chosen] + (rng.random(DRAWS) - 0.5) * (mu[1] - mu[0])
     spread = sigma[chosen]
     drawn = at + spread * rng.standard_normal(DRAWS)
@@ -73,18 +73,17 @@ def noise_ceiling(
 def ceiling_of_many(
     unit: Array, length: Array, score: Array, fractions: tuple[float, ...] = (0.2, 0.1, 0.05), seed: int = 0
 ) -> tuple[int, dict[float, float], dict[float, float]] | None:
-    """(prompts, ceiling, recall of a score) on the prompts with at least `MANY` samples; None with fewer than
-    `MIN_UNITS` of them.
+    """Return (prompts, ceiling, recall of a score) on the prompts with at least `MANY` samples.
 
-    A mean of n others is nearly the expected length, so the ceiling lies between two rankings that are close to each
-    other: their middle is taken.
+    None with fewer than `MIN_UNITS` of them. A mean of n others is nearly the expected length, so the ceiling lies
+    between two rankings that are close to each other: their middle is taken.
 
     Args:
-        unit: number of the prompt that each sample is of [N].
+        unit: number of each sample's unit [N].
         length: tokens [N].
-        score: of a predictor that has not seen these prompts [N].
-        fractions: of the longest samples.
-        seed: of the breaking of ties.
+        score: score of a predictor that has not seen these prompts [N].
+        fractions: shares of the longest samples.
+        seed: seed of the tie-breaking.
     """
     count = np.bincount(unit)
     use = count[unit] >= MANY
@@ -103,10 +102,10 @@ def ceiling_of_many(
 
 
 def _mixture(unit: Array, log: Array, capped: Array, cap: float | None) -> tuple[Array, Array, Array]:
-    """Grid points mu [G] and sigma [G] (mu runs fastest) and their weights [G], by maximum likelihood.
+    """Return grid points mu [G] and sigma [G] (mu runs fastest) and their weights [G], by maximum likelihood.
 
     Args:
-        unit: number of the prompt that each sample is of [M].
+        unit: number of each sample's unit [M].
         log: log lengths [M].
         capped: whether the sample was cut off [M].
         cap: log of the length limit.
@@ -141,7 +140,7 @@ def _mixture(unit: Array, log: Array, capped: Array, cap: float | None) -> tuple
 
 
 def _expected(mu: Array, sigma: Array, cap: float | None) -> Array:
-    """Log of the expected length [N] of log-normal lengths that are cut off at exp(cap)."""
+    """Return the log of the expected length [N] of log-normal lengths that are cut off at exp(cap)."""
     if cap is None:
         plain: Array = mu + sigma**2 / 2
         return plain
@@ -154,6 +153,6 @@ def _expected(mu: Array, sigma: Array, cap: float | None) -> Array:
 
 
 def _normal_cdf(z: Array) -> Array:
-    """The standard normal distribution function [N], linear between 8,001 points in -8..8 (error below 1e-6)."""
+    """Return the standard normal distribution function [N], linear between 8,001 points in -8..8 (error below 1e-6)."""
     points = np.linspace(-8, 8, 8001)
     return np.interp(z, points, [0.5 * math.erfc(-p / math.sqrt(2)) for p in points])

@@ -20,11 +20,12 @@ REQUIRED = ("prompt", "output_length")
 TEXT = ("prompt", "task", "group_id", "finish_reason")
 NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_dispatched", "t_finished")
 COLUMNS = (*TEXT, *NUMBERS)
-"""Columns read; all but `REQUIRED` may be missing. The contract's `prompt_id` is not needed: the same text is the same
-prompt, also across runs."""
+"""Columns to read; all but `REQUIRED` may be missing. The rollout format's `prompt_id` is not needed: the same text is
+the same prompt, also across runs.
+"""
 
 MOST = 1e9
-"""Greatest believable length, tokens."""
+"""Greatest plausible length, tokens."""
 
 PILE = 0.02
 """Share of samples at exactly the greatest length from which that length counts as a cap when no file says so."""
@@ -39,13 +40,13 @@ class Rollouts:
     prompt: Array
     """Index into `texts` [N]."""
     output_length: Array
-    """Tokens [N], at least 1."""
+    """Output length in tokens [N], at least 1."""
     tasks: list[str]
     """Distinct task names."""
     task: Array
     """Index into `tasks` [N]; -1 without a task."""
     run: Array
-    """The folder (run) that a sample is of [N]; steps and groups are told apart by it."""
+    """Number of the sample's folder (run) [N], which distinguishes steps and groups."""
     step: Array
     """Order in time within a run [N]: the step, or else the epoch, or else 0."""
     group: Array
@@ -53,13 +54,13 @@ class Rollouts:
     capped: Array
     """Whether generation was cut off at the length limit [N]."""
     difficulty: Array
-    """Given difficulty [N]; NaN without."""
+    """Given difficulty [N]; NaN if there is none."""
     started: Array
-    """Unix seconds of dispatch [N]; NaN without."""
+    """Unix seconds of dispatch [N]; NaN if unknown."""
     finished: Array
-    """Unix seconds of the end [N]; NaN without."""
+    """Unix seconds of the end [N]; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
-    """What was left out or assumed, for the user."""
+    """Notes for the user on what was left out or assumed."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -71,14 +72,14 @@ class Rollouts:
 
     @property
     def unit(self) -> Array:
-        """Number of the prompt in one step of one run that a sample is of [N], from 0; the policy changes between
-        steps."""
+        """Number of each sample's unit [N], from 0: a prompt in one step of one run (the policy changes between
+        steps)."""
         keys = np.stack((self.run, self.prompt, self.step), axis=1)
         number: Array = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
         return number
 
     def take(self, rows: Array, *notes: str) -> Rollouts:
-        """Some of the samples, by number or mask, with only their prompts."""
+        """Return some of the samples, by number or mask, with only their prompts."""
         used, prompt = np.unique(self.prompt[rows], return_inverse=True)
         names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "started", "finished")
         columns = {name: getattr(self, name)[rows] for name in names}
@@ -87,7 +88,7 @@ class Rollouts:
 
 
 def read_rollouts(paths: Iterable[str | Path]) -> Rollouts:
-    """Reads files, and folders with everything below them that ends in .parquet or .jsonl.
+    """Read files, and all .parquet and .jsonl files in and below folders.
 
     Rows without a prompt or without a length in 0..`MOST` are left out, and counted in `notes`.
 
@@ -112,7 +113,7 @@ def read_rollouts(paths: Iterable[str | Path]) -> Rollouts:
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]], run: str = "") -> Rollouts:
-    """Rollouts of rows with the columns of `COLUMNS`, all of one run; unknown keys are ignored."""
+    """Build rollouts from rows with the columns of `COLUMNS`, all of one run; unknown keys are ignored."""
     builder = Builder()
     if rows:
         builder.add({name: [row.get(name) for row in rows] for name in COLUMNS}, run)
@@ -131,7 +132,7 @@ class Builder:
         self._dropped = 0
 
     def add(self, columns: Mapping[str, Sequence[Any] | None], run: str) -> None:
-        """Adds rows given as columns (lists of one length; None for a column that is not there)."""
+        """Add rows given as columns (lists of equal length; None for a missing column)."""
         prompts, lengths = columns["prompt"], columns["output_length"]
         assert prompts is not None and lengths is not None
         count = len(prompts)
@@ -163,7 +164,7 @@ class Builder:
         return np.array([-1 if g is None else known.setdefault((run, g), len(known)) for g in groups], int)
 
     def build(self) -> Rollouts:
-        """All that was added."""
+        """Return all that was added."""
         empty = np.zeros(0, dtype=np.int64)
         parts = {name: np.concatenate(values) for name, values in self._parts.items()}
         if not parts:
@@ -181,19 +182,19 @@ class Builder:
 
 
 def _floats(values: Sequence[Any] | None, count: int) -> Array:
-    """Numbers [count] as float64, NaN for None."""
+    """Return numbers [count] as float64, NaN for None."""
     return np.full(count, np.nan) if values is None else np.array(values, dtype=np.float64)
 
 
 def _codes(values: Sequence[Any] | None, count: int, known: dict[str, int]) -> Array:
-    """Numbers of names [count], new ones entered into `known`; -1 for None."""
+    """Return the numbers of names [count], adding new ones to `known`; -1 for None."""
     if values is None:
         return np.full(count, -1)
     return np.array([-1 if v is None else known.setdefault(v, len(known)) for v in values], int)
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The rollout files at a path, in a stable order."""
+    """Yield the rollout files at a path, in a stable order."""
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and p.is_file())
         if not found:
@@ -216,7 +217,7 @@ def _missing(file: Path, there: Iterable[str]) -> None:
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
-    """A file's columns, a row group at a time."""
+    """Yield a file's columns, a batch of rows at a time."""
     try:
         with pq.ParquetFile(file) as parquet:
             schema = parquet.schema_arrow
@@ -230,7 +231,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
 
 
 def _cast(file: Path, name: str, column: Any) -> Any:
-    """A column as text or as numbers."""
+    """Convert a column to text or to numbers."""
     wanted = pa.string() if name in TEXT else pa.float64()
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
@@ -243,7 +244,7 @@ def _cast(file: Path, name: str, column: Any) -> Any:
 
 
 def _read_jsonl(file: Path) -> Iterator[dict[str, list[Any] | None]]:
-    """A file's columns, some thousand lines at a time."""
+    """Yield a file's columns, some thousand lines at a time."""
     rows: list[tuple[Any, ...]] = []
     seen = False
     try:
@@ -276,7 +277,7 @@ def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _value(file: Path, number: int, name: str, value: Any) -> Any:
-    """A value in its column's type."""
+    """Convert a value to its column's type."""
     if value is None:
         return None
     if name in NUMBERS:

@@ -1,8 +1,8 @@
-"""From a score to a distribution of lengths, and what is left of it once a request has run for a while.
+"""Distribution of lengths for a score, and what is left of it once a request has run for a while.
 
-The spread of a prediction must hold both what the model does not know and what no prompt tells (sampling noise). So it
+The spread of a prediction must hold both what the model does not know and what no prompt shows (sampling noise). So it
 is measured: scores of samples whose prompts the model had not seen are put into bins, and each bin keeps its lengths'
-median and the quantiles of (log length - median) / predicted spread. A prediction takes them by linear interpolation
+median and the quantiles of (log length - median) / predicted spread. A prediction interpolates these linearly
 between bins.
 """
 
@@ -15,16 +15,17 @@ import numpy as np
 from ranker.segments import Array
 
 LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999])
-"""The levels [Q] of all quantiles. The last ones matter most to dispatch: among a thousand requests, some answer that
-runs away to the limit is what the whole batch waits for, and every plan has to reckon with it."""
+"""The levels [Q] of all quantiles. The last ones matter most to dispatch: among a thousand requests, a whole batch
+waits for some answer that runs away to the limit, and every plan must allow for it.
+"""
 
 BIN = 60
 """Fewest samples in a bin: its 0.98 and 0.02 quantiles are then between samples (those above are its longest)."""
 BINS = 24
 FAR = 0.8
-"""Share of the length limit below which a request that reaches the limit has run away."""
+"""Share of the length limit below which a request that reaches the limit counts as a runaway."""
 BIN_SCORES = 15
-"""Fewest distinct scores in a bin, on average: samples of one prompt have one score and tell little of others."""
+"""Fewest distinct scores in a bin, on average: samples of one prompt have one score and say little about others."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,16 @@ class Distribution:
     tables: Array
     """Quantiles of (log length - median) / spread [B, Q]."""
     runaway: Array
-    """Share of samples that ran to the length limit though that was far beyond what was expected of them [B], not
-    decreasing with the score: the more there is to write, the more goes wrong."""
+    """Share of samples that ran to the length limit though their expected length was far below it [B], not decreasing
+    with the score: the more there is to write, the more goes wrong.
+    """
 
     def location(self, score: Array) -> Array:
-        """The median log length [N] of scores [N]."""
+        """Return the median log length [N] of scores [N]."""
         return np.interp(score, self.centres, self.medians)
 
     def score_of(self, log: Array) -> Array:
-        """The scores [N] with these median log lengths [N]; those beyond all medians keep their order."""
+        """Return the scores [N] with these median log lengths [N]; those beyond all medians keep their order."""
         beyond = log - np.clip(log, self.medians[0], self.medians[-1])
         step = 1e-3 * max(1e-9, float(self.centres[-1] - self.centres[0]))
         # Equal medians of neighbouring bins would give equal scores: a trace of the log length keeps the order.
@@ -54,7 +56,7 @@ class Distribution:
         return inside
 
     def quantiles(self, score: Array, spread: Array, limit: float) -> Array:
-        """Tokens [N, Q], monotone in Q and within 1..limit, of scores [N] and spreads [N] (log)."""
+        """Return tokens [N, Q], monotone in Q and within 1..limit, for scores [N] and spreads [N] (log)."""
         rows = np.stack([np.interp(score, self.centres, column) for column in self.tables.T], axis=1)
         logs = self.location(score)[:, None] + spread[:, None] * rows
         tokens: Array = np.exp(np.clip(logs, 0.0, np.log(limit)))
@@ -65,7 +67,7 @@ class Distribution:
 
 
 def bin_scores(score: Array) -> tuple[Array, Array]:
-    """The bin [N] of each score, and the bins' mean scores [B]; equal scores are in one bin."""
+    """Return the bin [N] of each score, and the bins' mean scores [B]; equal scores are in one bin."""
     order = np.argsort(score, kind="stable")
     bins = max(1, min(BINS, len(score) // BIN, len(np.unique(score)) // BIN_SCORES))
     edges = np.unique(score[order][np.linspace(0, len(score), bins + 1).astype(int)[1:-1]])
@@ -75,14 +77,14 @@ def bin_scores(score: Array) -> tuple[Array, Array]:
 
 
 def fit_medians(score: Array, log: Array) -> tuple[Array, Array, Array]:
-    """Bins [N], centres [B] and medians [B] (made not to decrease) of scores [N] and log lengths [N]."""
+    """Return bins [N], centres [B] and medians [B] (made not to decrease) of scores [N] and log lengths [N]."""
     number, centres = bin_scores(score)
     medians = np.array([np.median(log[number == b]) for b in range(len(centres))])
     return number, centres, (np.maximum.accumulate(medians) + np.minimum.accumulate(medians[::-1])[::-1]) / 2
 
 
 def fit_distribution(score: Array, spread: Array, log: Array, cap: float | None = None) -> Distribution:
-    """Fits on scores [N] of unseen prompts, their predicted spreads [N] and true log lengths [N].
+    """Fit on scores [N] of unseen prompts, their predicted spreads [N] and true log lengths [N].
 
     Args:
         score: [N].
@@ -101,13 +103,16 @@ def fit_distribution(score: Array, spread: Array, log: Array, cap: float | None 
         return plain
     counts = np.bincount(number[far], minlength=len(centres))
     run = np.bincount(number[far], weights=log[far] >= np.log(cap) - 1e-9, minlength=len(centres))
-    # a bin has too few of them to tell; that they do not get fewer with the score joins bins until there are enough
+    # a bin alone has too few of them; requiring that they do not decrease with the score joins bins until there are
+    # enough
     return replace(plain, runaway=_not_decreasing(run, counts))
 
 
 def _not_decreasing(hits: Array, counts: Array) -> Array:
-    """The shares hits / counts [B], neighbours joined until none is below the one before (pool adjacent violators, the
-    least-squares fit; bins without a count take part in whatever they are joined to)."""
+    """Return the shares hits / counts [B], neighbours joined until none is below the one before.
+
+    Pool adjacent violators, the least-squares fit; bins without a count take part in whatever they are joined to.
+    """
     blocks: list[tuple[float, float, int]] = []
     for hit, count in zip(hits.tolist(), counts.tolist(), strict=True):
         blocks.append((hit, count, 1))
@@ -118,21 +123,21 @@ def _not_decreasing(hits: Array, counts: Array) -> Array:
 
 
 def _far_from(quantiles: Array, limit: float) -> Array:
-    """Whether requests [N] are expected to end well before the limit: their 0.9 quantile is."""
+    """Return whether requests [N] are expected to end well before the limit, by their 0.9 quantile."""
     far: Array = quantiles[:, int(np.searchsorted(LEVELS, 0.9))] < FAR * limit
     return far
 
 
 def expected_beyond(quantiles: Array, n: Array | float, limit: float | None = None, levels: Array = LEVELS) -> Array:
-    """E[L | L > n] in tokens [N]: how long a request will be that has made `n` tokens and has not ended.
+    """Return E[L | L > n] in tokens [N]: the expected length of an unfinished request that has produced `n` tokens.
 
-    The distribution is the quantiles' own: log length is linear between levels, and the outermost pieces go on to
+    The distribution is the quantiles' own: log length is linear between levels, and the outermost pieces extend to
     levels 0 and 1 (within 1 token and `limit`). Where nothing of it is beyond `n`, the request is expected to grow once
     more by the ratio of the last piece, but by one token at least; never above `limit`.
 
     Args:
         quantiles: tokens [N, Q], monotone in Q.
-        n: tokens made so far, one number or [N].
+        n: tokens produced so far, one number or [N].
         limit: the length limit, if there is one.
         levels: [Q].
     """

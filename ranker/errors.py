@@ -1,4 +1,4 @@
-"""The ranker's error."""
+"""The ranker's error type."""
 
 
 class RankerError(ValueError):

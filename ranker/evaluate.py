@@ -1,4 +1,4 @@
-"""How good a ranking is: recall of the longest samples, Kendall's tau, plain baselines."""
+"""Evaluation of a ranking: recall of the longest samples, Kendall's tau, plain baselines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ranker.segments import Array
 __all__ = ["FRACTIONS", "baselines", "coverage", "kendall_tau", "noise_ceiling", "recall_at"]
 
 FRACTIONS = (0.2, 0.1, 0.05)
-"""Shares of the samples that recall is told for."""
+"""Shares of the longest samples for which recall is reported."""
 
 
 def coverage(levels: Array, quantiles: Array, length: Array) -> dict[str, float]:
-    """For each level, the share of samples with a length at most its quantile; a calibrated model gives the level.
+    """Return, by level, the share of samples with a length at most its quantile; if calibrated, it equals the level.
 
     Args:
         levels: [Q].
@@ -27,11 +27,11 @@ def coverage(levels: Array, quantiles: Array, length: Array) -> dict[str, float]
 
 
 def baselines(rollouts: Rollouts, history: Array, fold: Array, seed: int = 0) -> dict[str, Array]:
-    """Scores [N] of rankings that need no model.
+    """Return the scores [N] of rankings that need no model.
 
     `last_length` needs earlier steps with the same prompt. `task_mean` is over the task's samples in the other folds
     [N], as a model would learn it. `sibling_mean_hindsight` is over the other samples of the group (or of the prompt,
-    without groups): siblings start together, so it is known too late, and shows what a probe sample would tell.
+    without groups): siblings start together, so it is known too late, and shows what a probe sample would reveal.
     """
     log = np.log(rollouts.output_length)
     size = np.array([len(text) for text in rollouts.texts], dtype=float)
@@ -47,14 +47,14 @@ def baselines(rollouts: Rollouts, history: Array, fold: Array, seed: int = 0) ->
 
 
 def _others_mean(unit: Array, values: Array) -> Array:
-    """The mean of the other samples of a unit [N]; NaN where there is none."""
+    """Return the mean of the other samples of each sample's unit [N]; NaN where there are none."""
     count = np.bincount(unit).astype(float)[unit]
     total = np.bincount(unit, weights=values)[unit]
     return np.where(count > 1, (total - values) / np.maximum(count - 1, 1), np.nan)
 
 
 def _task_mean(task: Array, fold: Array, log: Array) -> Array:
-    """The mean over the same task in all other folds [N]; NaN where there is none."""
+    """Return the mean over the same task in all other folds [N]; NaN where there is none."""
     out = np.full(len(log), np.nan)
     for part in np.unique(fold):
         rest = fold != part

@@ -1,4 +1,4 @@
-"""The columns that a model sees of a request: its prompt's text, its task and difficulty, and the history."""
+"""Feature columns of a request: its prompt's text, its task and difficulty, and the history."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ranker.segments import Array
 from ranker.text import STRUCTURE, pack, structure
 
 BATCH = 128 * 1024
-"""Characters of text that are taken apart at once: few enough for a core's cache, many enough for numpy."""
+"""Characters of text that are processed at once: few enough for a core's cache, many enough for numpy."""
 
 TASKS = 100
-"""Most tasks with a number of their own; the others are known by their text alone."""
+"""Largest number of tasks with a number of their own; the others are represented by their text alone."""
 
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """What was fitted on the training prompts, and the order of the columns."""
+    """Fitted parts of the features, and the order of the columns."""
 
     projection: Projection
     rare: RareWords
@@ -36,17 +36,17 @@ class FeatureSchema:
 
     @property
     def history(self) -> slice:
-        """Where the columns of the history are: the last ones."""
+        """Slice of the history's columns, which are the last ones."""
         return slice(len(self.names) - len(HISTORY), len(self.names))
 
 
 def fit_schema(texts: list[str], tasks: Sequence[str], seed: int) -> FeatureSchema:
-    """Fits what depends on the distinct prompts; `tasks` are the known ones, the most frequent first."""
+    """Fit the parts that depend on the distinct prompts; `tasks` are the known ones, the most frequent first."""
     return FeatureSchema(fit_projection(texts, seed), fit_rare_words(texts), tuple(tasks[:TASKS]))
 
 
 def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
-    """The text's columns [N, T], float32, of distinct prompts."""
+    """Return the text's columns [N, T], float32, of distinct prompts."""
     parts = []
     ends = np.cumsum([len(text) for text in texts])
     batches = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends // BATCH)) + 1) if texts else []
@@ -58,7 +58,7 @@ def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
 
 
 def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
-    """All columns [N, F], float32, of the text's [N, T], task codes [N] (-1: none), difficulty [N], history [N, 12]."""
+    """Join all columns [N, F], float32: text [N, T], task codes [N] (-1: none), difficulty [N], history [N, 12]."""
     out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
     width = text.shape[1]
     out[:, :width] = text
@@ -76,7 +76,7 @@ def featurise(
     difficulty: Sequence[float] | Array | None = None,
     history: Array | None = None,
 ) -> Array:
-    """The columns [N, F], float32, of N requests; a text that comes several times is taken apart once.
+    """Return the columns [N, F], float32, of N requests; a repeated text is processed once.
 
     Unknown tasks, and everything that is not given, are NaN. `history` [N, 12] comes from `ranker.history`.
     """

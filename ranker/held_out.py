@@ -1,8 +1,8 @@
-"""What would have been foretold of samples whose prompts no model had seen, and what simple rules would foretell.
+"""Forecasts for held-out samples: by the kept model and by simple rules, for prompts that no model has seen.
 
-Every forecast is a distribution, given by its quantiles. That of a sample depends on samples of the *other folds* only
-(folds are split by prompt); `other_samples` alone looks at the same prompt: at all samples of it but the one that is
-foretold. No predictor knows them beforehand. They show what noise leaves to be known, but are no strict ceiling: three
+Every forecast is a distribution, given by its quantiles. The forecast of a sample depends on samples of the *other
+folds* only (folds are split by prompt). The exception is `other_samples`, which uses all other samples of the same
+prompt. No predictor knows these beforehand. They show what noise leaves to be known, but are no strict ceiling: three
 samples that happen to agree look like certainty.
 """
 
@@ -19,38 +19,41 @@ from ranker.segments import Array
 
 MODEL, CHARACTERS, TASK, OTHERS = "model", "prompt_characters", "task", "other_samples"
 """Names of the forecasts: the kept model without history; lengths of prompts about as long; lengths of the task; the
-other samples of the prompt."""
+other samples of the prompt.
+"""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Forecasts of samples [N] by models that had not seen their prompts."""
+    """Forecasts for samples [N] by models that have not seen their prompts."""
 
     levels: Array
-    """[Q], ascending."""
+    """Levels of the quantiles [Q], ascending."""
     forecasts: dict[str, Array]
-    """By name: tokens [N, Q], monotone in Q and within 1..limit; rows of NaN where nothing can be told."""
+    """Quantiles by name of the forecast: tokens [N, Q], monotone in Q and within 1..limit; rows of NaN where there is
+    no forecast.
+    """
     length: Array
     """True lengths [N], tokens."""
     unit: Array
-    """Number of the prompt in one step of one run that a sample is of [N], from 0."""
+    """Number, from 0, of each sample's unit [N]: a prompt in one step of one run."""
     limit: int
-    """No request is longer, tokens."""
+    """Length that no request exceeds, tokens."""
 
 
 def hold_out(
     rollouts: Rollouts, features: Array, categorical: int, score: Array, fold: Array, seed: int, threads: int
 ) -> HeldOut:
-    """All forecasts of samples.
+    """Compute all forecasts for samples.
 
     Args:
         rollouts: the samples [N].
         features: [N, F], without history.
-        categorical: the column of the features that holds numbers of names.
-        score: [N], of each sample by a model that has not seen its fold.
-        fold: [N]; all samples of a prompt are in one.
-        seed: of LightGBM.
-        threads: of LightGBM.
+        categorical: index of the feature column that holds category numbers.
+        score: score of each sample by a model that has not seen its fold [N].
+        fold: [N]; all samples of a prompt are in one fold.
+        seed: LightGBM's seed.
+        threads: LightGBM's threads.
     """
     log = np.log(rollouts.output_length)
     limit = rollouts.cap or 2 * int(rollouts.output_length.max())
@@ -79,7 +82,7 @@ def hold_out(
 
 
 def _others(unit: Array, length: Array) -> Array:
-    """Quantiles [N, Q] of the other lengths of each sample's unit [N]; NaN where there is none."""
+    """Return quantiles [N, Q] of the other lengths of each sample's unit [N]; NaN where there are none."""
     out = np.full((len(length), len(LEVELS)), np.nan)
     order = np.argsort(unit, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(unit[order])) + 1):

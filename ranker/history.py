@@ -1,9 +1,9 @@
-"""What is known of earlier lengths when a request starts: of its prompt, of its group, of its task, of the policy.
+"""Features from earlier lengths that are known when a request starts: of its prompt, its group, its task, the policy.
 
-`simulate` rebuilds that knowledge for past samples, so that a model is trained on exactly what it would have seen:
+`simulate` rebuilds this knowledge for past samples, so that a model is trained on exactly what it would have seen:
 a sample sees finished samples of *earlier steps* of its run only, and siblings only if they had ended (`t_finished`)
 before it was dispatched (`t_dispatched`). It never sees its own length nor a later one. `LiveHistory` gives the same
-columns while a run is going. Lengths enter as natural logarithms; what is not known is NaN.
+columns during a run. Lengths enter as natural logarithms; unknown values are NaN.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from ranker.data import Rollouts
 from ranker.segments import Array
 
 PROMPT = ("prompt_before_mean", "prompt_before_last", "prompt_before_max", "prompt_before_count")
-"""Of the same prompt in earlier steps; `last` is the mean of the newest of these steps."""
+"""Columns on the same prompt in earlier steps; `last` is the mean of the newest of these steps."""
 SIBLINGS = ("sibling_mean", "sibling_max", "sibling_count")
 RECENT = ("task_recent_mean", "task_recent_p50", "task_recent_p90", "all_recent_mean", "all_recent_p90")
 HISTORY = (*PROMPT, *SIBLINGS, *RECENT)
 
 RECENT_SAMPLES = 256
-"""Newest finished samples that the recent figures are taken of: enough for a 90th percentile, few enough to follow a
-policy that drifts."""
+"""Number of newest finished samples that the recent columns use: enough for a 90th percentile, few enough to follow a
+drifting policy.
+"""
 
 
 def simulate(rollouts: Rollouts) -> Array:
-    """The columns `HISTORY` [N, 12], float32, as each sample would have seen them when it started."""
+    """Return the columns `HISTORY` [N, 12], float32, as each sample would have seen them when it started."""
     out = np.full((len(rollouts), len(HISTORY)), np.nan, dtype=np.float32)
     if len(rollouts):
         log = np.log(rollouts.output_length)
@@ -41,7 +42,7 @@ def simulate(rollouts: Rollouts) -> Array:
 
 
 def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
-    """The columns `PROMPT` [N, 4]."""
+    """Return the columns `PROMPT` [N, 4]."""
     keys = np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1)
     cells, cell = np.unique(keys, axis=0, return_inverse=True)
     cell = cell.reshape(-1)
@@ -50,7 +51,7 @@ def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
     most = np.full(len(cells), -np.inf)
     np.maximum.at(most, cell, log)
     out = np.full((len(cells), 4), np.nan)
-    same = np.zeros(len(cells), dtype=bool)  # whether a cell goes on with the prompt of the cell before it
+    same = np.zeros(len(cells), dtype=bool)  # whether a cell has the prompt of the cell before it
     same[1:] = (cells[1:, :2] == cells[:-1, :2]).all(axis=1)
     n = s = m = 0.0
     for i in np.flatnonzero(same):
@@ -63,7 +64,7 @@ def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
 
 
 def _siblings(rollouts: Rollouts, log: Array) -> Array:
-    """The columns `SIBLINGS` [N, 3]; all NaN for samples without times."""
+    """Return the columns `SIBLINGS` [N, 3]; all NaN for samples without times."""
     out = np.full((len(log), 3), np.nan)
     timed = np.flatnonzero((rollouts.group >= 0) & np.isfinite(rollouts.started) & np.isfinite(rollouts.finished))
     order = timed[np.argsort(rollouts.group[timed], kind="stable")]
@@ -76,7 +77,7 @@ def _siblings(rollouts: Rollouts, log: Array) -> Array:
 
 
 def _recent(rollouts: Rollouts, log: Array, kind: Array, percentiles: tuple[int, ...]) -> Array:
-    """Mean and percentiles of the newest finished samples of the same run and `kind` [N], of earlier steps."""
+    """Return mean and percentiles of the newest finished samples of the same run and `kind` [N], from earlier steps."""
     out = np.full((len(log), 1 + len(percentiles)), np.nan)
     ended = np.nan_to_num(rollouts.finished)
     order = np.lexsort((np.arange(len(log)), ended, rollouts.step, kind, rollouts.run))
@@ -97,7 +98,7 @@ def _summary(log: Array, percentiles: tuple[int, ...]) -> list[float]:
 
 @dataclass(frozen=True)
 class Seen:
-    """A finished sample, as the live history needs it."""
+    """A finished sample, as the live history stores it."""
 
     prompt: str
     task: str | None
@@ -107,7 +108,7 @@ class Seen:
 
 
 class LiveHistory:
-    """The same columns during a run; holds the newest `window` samples."""
+    """The same columns during a run, from the newest `window` samples."""
 
     def __init__(self, window: int) -> None:
         self._rows: deque[Seen] = deque()
@@ -117,13 +118,13 @@ class LiveHistory:
         self._streams: dict[str | None, deque[Seen]] = {}
 
     def add(self, row: Seen) -> None:
-        """A sample has finished."""
+        """Add a finished sample."""
         self._rows.append(row)
         self._prompts.setdefault(row.prompt, []).append(row)
         if row.group is not None:
             self._groups.setdefault(row.group, []).append(row)
         for key in {None, row.task}:
-            # Twice as many as are used: those of the current step are not looked at.
+            # More than are used, since samples of the current step are skipped.
             self._streams.setdefault(key, deque(maxlen=2 * RECENT_SAMPLES + 1024)).append(row)
         while len(self._rows) > self._window:
             old = self._rows.popleft()
@@ -132,7 +133,7 @@ class LiveHistory:
                 _forget(self._groups, old.group, old)
 
     def columns(self, prompts: list[str], tasks: list[str | None], groups: list[str | None], step: int) -> Array:
-        """The columns `HISTORY` [N, 12], float32, for requests that are about to start in `step`."""
+        """Return the columns `HISTORY` [N, 12], float32, for requests that are about to start in `step`."""
         out = np.full((len(prompts), len(HISTORY)), np.nan, dtype=np.float32)
         recent: dict[str | None, list[float]] = {}
         for i, (prompt, task, group) in enumerate(zip(prompts, tasks, groups, strict=True)):
@@ -156,7 +157,7 @@ class LiveHistory:
 
 
 def _forget(table: dict[str, list[Seen]], key: str, row: Seen) -> None:
-    """Removes a row, and the key with its last row."""
+    """Remove a row, and the key with its last row."""
     rows = table[key]
     rows.remove(row)
     if not rows:

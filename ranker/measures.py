@@ -8,19 +8,19 @@ from ranker.segments import Array
 
 
 def recall_at(score: Array, length: Array, fraction: float, seed: int = 0) -> float:
-    """Share of the longest `fraction` of samples that is among the `fraction` with the greatest score.
+    """Return the share of the longest `fraction` of samples that is among the `fraction` with the greatest score.
 
     Args:
-        score: what the ranking goes by [N]; NaN counts as the smallest.
+        score: score of the ranking [N]; NaN counts as the smallest.
         length: true lengths [N].
         fraction: in (0, 1]; at least one sample is taken.
-        seed: of the order of ties, in the score as in the length.
+        seed: seed of the order of ties, in the score and in the length.
 
     Raises:
         ValueError: there are no samples.
     """
     if not len(length):
-        raise ValueError("recall of no samples")
+        raise ValueError("recall is undefined: there are no samples")
     rng = np.random.default_rng(seed)
     count = max(1, round(fraction * len(length)))
     ranked = np.where(np.isnan(score), -np.inf, score)
@@ -30,7 +30,7 @@ def recall_at(score: Array, length: Array, fraction: float, seed: int = 0) -> fl
 
 
 def kendall_tau(a: Array, b: Array) -> float:
-    """Kendall's tau-b of two rankings [N], in -1..1; NaN when one of them has only one value.
+    """Return Kendall's tau-b of two rankings [N], in -1..1; NaN when one of them has only one value.
 
     O(n log^2 n): discordant pairs are inversions, counted bit by bit of the dense rank of `b`. tau-b corrects for ties
     (Kendall 1945): (concordant - discordant) / sqrt((pairs - ties in a) * (pairs - ties in b)).
@@ -53,7 +53,7 @@ def _ties(rank: Array) -> int:
 
 
 def _inversions(rank: Array) -> int:
-    """Pairs i < j with rank[i] > rank[j].
+    """Count the pairs i < j with rank[i] > rank[j].
 
     Two ranks are ordered by the highest bit in which they differ: for each bit, among ranks with equal higher bits,
     the ones that stand before zeros are counted.

@@ -1,7 +1,7 @@
-"""A trained ranker: predicts how long requests will be; lives in one file.
+"""A trained ranker, which predicts output lengths of requests and is stored in one file.
 
-The file is a zip of plain parts: `manifest.json` (format, version, schema of the features, training report), LightGBM's
-own text of the boosters, and `arrays.npz` (numbers only; loaded with `allow_pickle=False`).
+The file is a zip of plain parts: `manifest.json` (format, version, schema of the features, training report), the
+boosters in LightGBM's own text format, and `arrays.npz` (numbers only; loaded with `allow_pickle=False`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from ranker.unfamiliar import COLUMNS, Unfamiliar
 
 FORMAT = "streamrl-ranker"
 TABLES = ("centres", "medians", "tables", "runaway")
-"""Arrays of the distribution."""
+"""Names of the distribution's arrays."""
 VERSION = 3
-"""Raised by any change after which older files would be read wrongly; also of `ranker.text` and `ranker.history`."""
+"""Version of the file format; raised by any change, also of `ranker.text` and `ranker.history`, after which older files
+would be misread.
+"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted lengths of N requests."""
+    """Predicted lengths of N requests."""
 
     levels: Array
-    """[Q], ascending, with 0.5."""
+    """Levels of the quantiles [Q], ascending, 0.5 included."""
     quantiles: Array
     """Tokens [N, Q], monotone in Q."""
     score: Array
-    """What to rank by [N]; greater is longer. Its unit depends on the kind of model."""
+    """Score to rank by [N]; greater is longer. Its unit depends on the kind of model."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,14 @@ class LengthModel:
     unfamiliar: Unfamiliar | None
     distribution: Distribution
     cap: int | None
-    """Length limit of the training samples, tokens; None if none was cut off."""
+    """Length limit of the training samples in tokens; None if no sample was cut off."""
     longest: int
-    """Greatest length seen, tokens."""
+    """Greatest length in the training samples, tokens."""
     report: Report
 
     @property
     def limit(self) -> int:
-        """No quantile is above it: the cap, or else twice the greatest length seen."""
+        """Upper bound of all quantiles: the cap, or twice the greatest training length."""
         return self.cap or 2 * self.longest
 
     def predict(
@@ -76,14 +78,14 @@ class LengthModel:
         history: Array | None = None,
         threads: int = 1,
     ) -> Prediction:
-        """Predicts the lengths of N requests; everything but the prompts may be missing.
+        """Predict the lengths of N requests; everything but the prompts may be missing.
 
         Args:
             prompts: texts [N].
             tasks: names [N]; unknown ones are treated as missing.
-            difficulty: [N].
+            difficulty: difficulties [N].
             history: [N, 12], columns `ranker.history.HISTORY`.
-            threads: of LightGBM.
+            threads: LightGBM's threads.
         """
         if self.scorer is None:
             return self._of_score(np.zeros(len(prompts)), np.ones(len(prompts)))
@@ -92,7 +94,7 @@ class LengthModel:
         return self.predict_features(featurise(self.schema, prompts, tasks, difficulty, history), threads)
 
     def predict_features(self, features: Array, threads: int = 1) -> Prediction:
-        """Predicts from columns [N, F] of `featurise`; N is at least 1."""
+        """Predict from columns [N, F] of `featurise`; N is at least 1."""
         if self.scorer is None or self.spread is None or self.unfamiliar is None:
             return self._of_score(np.zeros(len(features)), np.ones(len(features)))
         score = self.scorer.score(features, threads)
@@ -108,10 +110,10 @@ class LengthModel:
         return Prediction(LEVELS, self.distribution.quantiles(score, spread, self.limit), score)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; it appears whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            RankerError: it cannot be written.
+            RankerError: the file cannot be written.
         """
         scorer = self.scorer
         manifest = {
@@ -145,7 +147,7 @@ class LengthModel:
         partial = target.with_name(target.name + ".partial")
         try:
             with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name, part in parts.items():  # no time of writing: equal models are equal files
+                for name, part in parts.items():  # no timestamps, so that equal models are equal files
                     archive.writestr(zipfile.ZipInfo(name), part, zipfile.ZIP_DEFLATED)
             os.replace(partial, target)
         except OSError as error:
@@ -154,10 +156,10 @@ class LengthModel:
 
     @classmethod
     def load(cls, path: str | Path) -> LengthModel:
-        """Reads a file that `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            RankerError: there is no such file, it is no ranker, is broken, or is of another version.
+            RankerError: the file does not exist, is not a ranker, is broken, or has another version.
         """
         file = Path(path)
         if not file.is_file():
@@ -177,7 +179,7 @@ class LengthModel:
             return cls._of_parts(manifest, arrays, texts[0], texts[1])
         except RankerError:
             raise
-        except Exception as error:  # whatever a damaged file may cause, in any of its parts
+        except Exception as error:  # a damaged file may cause any error, in any of its parts
             raise RankerError(
                 f"{file}: broken ranker file ({type(error).__name__}: {error}); train it again"
             ) from error
@@ -189,7 +191,7 @@ class LengthModel:
         common = np.unpackbits(arrays["common"]).astype(bool)
         schema = FeatureSchema(projection, RareWords(common), tuple(manifest["tasks"]))
         if list(schema.names) != manifest["features"]:
-            raise ValueError("its features are not those of this program")
+            raise ValueError("its features differ from those of this version of the program")
         if manifest["kind"] != "constant" and not (score and spread):
             raise ValueError("a booster is missing")
         scorer = LengthScorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None

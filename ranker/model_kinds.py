@@ -1,4 +1,4 @@
-"""The kinds of LightGBM models that are compared, and how one is fitted."""
+"""Kinds of LightGBM models to compare, and how to fit one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import numpy as np
 from ranker.segments import Array
 
 QUERY = 256
-"""Samples that LambdaRank compares with each other: about a batch, which is what the dispatcher ranks."""
+"""Number of samples that LambdaRank compares with each other: about a batch, which is what the dispatcher ranks."""
 GRADES = 31
-"""LambdaRank's relevance grades: equal steps of the log of the share of samples that are at least as long, so that
-those among the longest are told apart; the gain grows linearly."""
+"""Number of LambdaRank's relevance grades: equal steps of the log of the share of samples that are at least as long, so
+that those among the longest are distinguished; the gain grows linearly.
+"""
 LONGEST = 0.01
 """Share of the samples that has the greatest grade."""
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model: LightGBM parameters, and what is predicted of the length."""
+    """A kind of model: LightGBM parameters and the target."""
 
     name: str
     parameters: dict[str, Any]
     target: str
-    """'log' of the length, 'length' in tokens, or 'grade' within all training samples."""
+    """Target: 'log' of the length, 'length' in tokens, or 'grade' within all training samples."""
 
 
 KINDS = (
@@ -46,7 +47,8 @@ KINDS = (
         "grade",
     ),
 )
-"""In order of preference: of two that rank alike the first is taken, as its score says more."""
+"""Kinds in order of preference: of two that rank equally well the first is taken, as its score carries more
+information."""
 
 ROUNDS, PATIENCE, SPREAD_ROUNDS = 300, 25, 60
 
@@ -60,18 +62,18 @@ class LengthScorer:
     scale: float
 
     def score(self, features: Array, threads: int = 1) -> Array:
-        """Scores [N] of features [N, F]."""
+        """Return the scores [N] of features [N, F]."""
         raw = np.asarray(self.booster.predict(features, num_threads=threads), dtype=np.float64)
         scaled: Array = (raw - self.shift) / self.scale
         return scaled
 
 
 def base_parameters(samples: int, prompts: int, seed: int, threads: int) -> dict[str, Any]:
-    """LightGBM parameters that all kinds share; deterministic for a seed and a number of threads."""
+    """Return the LightGBM parameters that all kinds share; deterministic for a seed and a number of threads."""
     return {
         "learning_rate": 0.08,
         "num_leaves": 16,
-        # Two prompts at least: all samples of one prompt alone tell nothing of other prompts.
+        # At least two prompts: the samples of one prompt alone say nothing about other prompts.
         "min_data_in_leaf": int(max(np.clip(samples // 100, 3, 30), 2 * samples // prompts)),
         "feature_fraction": 0.7,
         "bagging_fraction": 0.8,
@@ -97,18 +99,18 @@ def fit(
     threads: int,
     rounds: int = 0,
 ) -> tuple[LengthScorer, int]:
-    """Fits a kind; returns it with the number of its trees.
+    """Fit a kind and return it with the number of its trees.
 
     Args:
-        kind: what to fit.
+        kind: the kind to fit.
         features: [N, F], float32.
         log: log lengths [N].
-        valid: samples that tell when to stop [N], bool; with `rounds`, they are trained on too.
-        categorical: the column that holds numbers of names.
-        prompts: how many distinct ones the samples are of.
-        seed: of LightGBM, and of LambdaRank's queries.
-        threads: of LightGBM.
-        rounds: exactly so many trees; 0 stops when `valid` gets no better.
+        valid: samples for early stopping [N], bool; with `rounds`, they are trained on too.
+        categorical: index of the column that holds category numbers.
+        prompts: number of distinct prompts of the samples.
+        seed: seed of LightGBM, and of LambdaRank's queries.
+        threads: LightGBM's threads.
+        rounds: exact number of trees; 0: stop when `valid` no longer improves.
     """
     parameters = base_parameters(len(log), prompts, seed, threads) | kind.parameters
     rng = np.random.default_rng(seed)
@@ -140,7 +142,7 @@ def fit(
 
 
 def _target(kind: ModelKind, log: Array) -> Array:
-    """What is learned of log lengths [N]."""
+    """Return the training target for log lengths [N]."""
     if kind.target == "log":
         return log
     if kind.target == "length":
@@ -152,7 +154,7 @@ def _target(kind: ModelKind, log: Array) -> Array:
 def fit_spread(
     features: Array, score: Array, residual: Array, categorical: int, seed: int, threads: int
 ) -> lgb.Booster:
-    """Learns the size of the residual [N] of unseen prompts from features [N, F] and score [N]."""
+    """Learn the size of the residual [N] of unseen prompts from features [N, F] and score [N]."""
     parameters = base_parameters(len(score), len(score), seed, threads)
     # The size of the noise is a rough figure: large leaves keep it from following single prompts.
     parameters |= {"objective": "l2", "num_leaves": 8, "min_data_in_leaf": max(3, len(score) // 20)}
@@ -163,6 +165,6 @@ def fit_spread(
 
 
 def predict_spread(booster: lgb.Booster, features: Array, score: Array, threads: int = 1) -> Array:
-    """The predicted mean size of the residual [N] (log), at least 0.01."""
+    """Return the predicted mean size of the residual [N] (log), at least 0.01."""
     data = np.column_stack((features, score)).astype(np.float32)
     return np.maximum(np.asarray(booster.predict(data, num_threads=threads), dtype=np.float64), 0.01)

@@ -1,4 +1,4 @@
-"""The ranker during a run: predicts, watches how well, and follows the policy.
+"""The ranker during a run: predicts, monitors its own accuracy, and follows the policy.
 
 A run calls `predict` before requests start, `observe` as samples finish, `end_step` after each step and `refit` now and
 then (the policy drifts, so only the newest rows count). `end_step` compares the step's finished samples with what was
@@ -8,7 +8,7 @@ predicted *before they started*, and the mean over the newest steps decides whet
     trusted -> untrusted    one of them below its lower bound
 
 A random ranking has recall@20 of 0.2 and tau of 0. Between the bounds nothing changes, so that noise of a single step
-does not switch the dispatcher to and fro. A caller should dispatch by load alone while `trusted` is False: isolating
+does not toggle the dispatcher. A caller should dispatch by load alone while `trusted` is False: isolating
 the wrong requests is slower than not isolating any. Without a model `predict` returns None.
 
 There is no clock and no I/O here; the same calls with the same seed and threads give the same answers.
@@ -35,20 +35,20 @@ from ranker.segments import Array
 from ranker.train import refit as fit_again
 
 WINDOW = 20_000
-"""Newest samples that are kept and refitted on: some tens of steps, and a refit of some seconds."""
+"""Number of newest samples that are kept and refitted on: some tens of steps, and a refit of some seconds."""
 RECALL_UPPER, RECALL_LOWER = 0.40, 0.30
-"""Bounds of recall@20: twice, and one and a half times, what chance gives."""
+"""Bounds of recall@20: twice, and one and a half times, that of a random ranking."""
 TAU_UPPER, TAU_LOWER = 0.15, 0.05
 """Bounds of Kendall's tau-b."""
 STEPS = 3
-"""Newest measured steps that count."""
+"""Number of newest measured steps that count."""
 MIN_SAMPLES = 25
-"""Fewest samples of a measured step: five are then the longest 20 %. Fewer wait for the next step's."""
+"""Fewest samples of a measured step: the longest 20 % are then five. Fewer are kept for the next step."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """How well finished samples had been ranked before they started."""
+    """Accuracy with which finished samples had been ranked before they started."""
 
     recall_at_20: float
     kendall_tau: float
@@ -56,7 +56,7 @@ class Trust:
 
 
 class OnlineRanker:
-    """See the module's text."""
+    """A ranker that predicts, measures its accuracy and can be refitted during a run."""
 
     def __init__(
         self, model: LengthModel | None = None, *, seed: int = 0, threads: int = 1, window: int = WINDOW
@@ -89,11 +89,11 @@ class OnlineRanker:
         step: int = 0,
         difficulty: Sequence[float] | Array | None = None,
     ) -> Prediction | None:
-        """Predicts the lengths of N requests that start in `step`; None without a model.
+        """Predict the lengths of N requests that start in `step`; None without a model.
 
         Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `sample_ids` are the
-        samples that each request stands for; the first prediction of each is remembered, and compared with its length
-        when it is observed.
+        samples of each request; the first prediction of each is remembered, and compared with its length when it is
+        observed.
 
         Raises:
             RankerError: the arguments differ in length.
@@ -115,10 +115,10 @@ class OnlineRanker:
         return prediction
 
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes finished samples: rows with `prompt` and `output_length`, and what else of the contract there is.
+        """Record finished samples: rows with `prompt` and `output_length`, and any other column of the rollout format.
 
         Raises:
-            RankerError: a row has no prompt, or no length of at least 0; no row is taken then.
+            RankerError: a row has no prompt, or no length of at least 0; then no row is recorded.
         """
         for row in rows:
             length = row.get("output_length")
@@ -138,9 +138,10 @@ class OnlineRanker:
                 self._finished.append((score, length))
 
     def end_step(self) -> Trust | None:
-        """Measures on the samples observed since the last measurement, and updates `trust` and `trusted`.
+        """Measure on the samples observed since the last measurement, and update `trust` and `trusted`.
 
-        Returns this step's own figures; None if too few predicted samples have finished (they are kept for the next).
+        Returns:
+            This step's own figures; None if too few predicted samples have finished (they are kept for the next).
         """
         if len(self._finished) < MIN_SAMPLES:
             return None
@@ -159,14 +160,14 @@ class OnlineRanker:
         return measured
 
     def refit(self) -> bool:
-        """Fits a model of the same kind on the newest rows; False, and no change, without any."""
+        """Fit a model of the same kind on the newest rows; without any, return False and change nothing."""
         if (job := self.refit_job()) is None:
             return False
         self.model = job()
         return True
 
     def refit_job(self) -> Callable[[], LengthModel] | None:
-        """The same for another thread: what makes the new `model`, from the rows as they are now; None without any."""
+        """Return a function that fits the new `model` from the current rows, for another thread; None without rows."""
         if not self._rows:
             return None
         kind = self.model.kind if self.model is not None else KINDS[0].name

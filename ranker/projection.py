@@ -1,4 +1,4 @@
-"""Hashed n-grams -> a few columns: TF-IDF weights and a truncated SVD, fitted on the training prompts."""
+"""Projection of hashed n-grams to a few columns: TF-IDF weights and a truncated SVD, fitted on the training prompts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ranker.segments import Array, sum_between
 from ranker.text import BUCKETS, PackedTexts, ngrams, pack
 
 DIMENSIONS = {"word": 12, "char": 6}
-"""Columns of each kind; a mix of some tens of tasks is told apart by fewer."""
+"""Number of columns of each kind; fewer are enough to distinguish some tens of tasks."""
 
 FIT_PROMPTS = 2000
-"""Prompts that the projection is fitted on: a dense matrix of 16 MB."""
+"""Number of prompts that the projection is fitted on: a dense matrix of 16 MB."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One linear map per kind of n-gram; a prompt's vector is the sum of its n-grams' rows over their norm."""
+    """One linear map per kind of n-gram; a prompt's vector is the sum of its n-grams' rows divided by their norm."""
 
     tables: dict[str, Array]
-    """Row per bucket [BUCKETS, dimensions], float32, weighted by the inverse document frequency."""
+    """Rows by bucket [BUCKETS, dimensions], float32, weighted by the inverse document frequency."""
     weights: dict[str, Array]
     """Squared inverse document frequency [BUCKETS], float32."""
 
@@ -31,7 +31,7 @@ class Projection:
         return tuple(f"{kind}_{n}" for kind, table in self.tables.items() for n in range(table.shape[1]))
 
     def apply(self, packed: PackedTexts) -> Array:
-        """Columns [N, len(names)], float32."""
+        """Return the columns [N, len(names)], float32."""
         parts = []
         for kind, (begin, bucket) in ngrams(packed).items():
             total = sum_between(self.tables[kind][bucket], begin)
@@ -41,7 +41,7 @@ class Projection:
 
 
 def fit_projection(texts: list[str], seed: int) -> Projection:
-    """Fits on (at most `FIT_PROMPTS` of) distinct prompts, by a randomised SVD (Halko et al. 2011, two power steps)."""
+    """Fit on (at most `FIT_PROMPTS`) distinct prompts, by a randomised SVD (Halko et al. 2011, two power steps)."""
     rng = np.random.default_rng(seed)
     if len(texts) > FIT_PROMPTS:
         texts = [texts[i] for i in np.sort(rng.choice(len(texts), FIT_PROMPTS, replace=False))]

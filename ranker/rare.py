@@ -1,7 +1,7 @@
-"""The problem in a prompt, told from the wording around it: words and numbers that few training prompts have.
+"""Rare words and numbers, which few training prompts have: they separate the problem in a prompt from its wording.
 
 Instructions and worked examples are the same in all prompts of a task; the word to spell or the number to factor is
-not. So the length of the longest *rare* word, or the size of the greatest rare number, says how big the problem is,
+not. So the length of the longest *rare* word, or the size of the greatest rare number, shows how big the problem is,
 even when the instructions hold longer words and greater numbers.
 """
 
@@ -15,7 +15,8 @@ from ranker.segments import Array, last_of, segment_reduce
 from ranker.text import PackedTexts, hash_runs, pack
 
 SLOTS = 1 << 16
-"""Slots of the table; a mix's wording has some thousand words, so few rare ones share a slot with a common one."""
+"""Slots of the table; the wording of a task mix has some thousand words, so few rare ones share a slot with a common
+one."""
 COMMON = 0.02
 """Share of the training prompts from which on a word is common: the wording of one task in fifty."""
 
@@ -27,13 +28,13 @@ RARE = (
 
 @dataclass(frozen=True)
 class RareWords:
-    """Which words (runs of letters) and numbers (runs of digits) are common."""
+    """Table of the words (runs of letters) and numbers (runs of digits) that are common."""
 
     common: Array
     """Whether the words of a slot are common [SLOTS], bool."""
 
     def apply(self, packed: PackedTexts) -> Array:
-        """The columns `RARE` [N, 8], float32; numbers as log(1 + x), NaN for what a prompt has not.
+        """Return the columns `RARE` [N, 8], float32; numbers as log(1 + x), NaN where undefined.
 
         `common_share` is the share of the words that are common: low for prompts unlike those of the training.
         """
@@ -61,7 +62,7 @@ class RareWords:
 
 
 def fit_rare_words(texts: list[str]) -> RareWords:
-    """Counts in how many distinct prompts each word is; one that is in a single prompt is rare in any case."""
+    """Count in how many distinct prompts each word occurs; one that is in a single prompt is rare in any case."""
     packed = pack(texts)
     prompt = np.concatenate((packed.letters[2], packed.digits[2]))
     seen = np.unique(prompt * SLOTS + np.concatenate(_slots(packed))) % SLOTS
@@ -69,7 +70,7 @@ def fit_rare_words(texts: list[str]) -> RareWords:
 
 
 def _slots(packed: PackedTexts) -> tuple[Array, Array]:
-    """Slots of the runs of letters, and of those of digits."""
+    """Return the slots of the runs of letters, and of those of digits."""
     starts, lengths, _ = (np.concatenate(parts) for parts in zip(packed.letters, packed.digits, strict=True))
     hashed = hash_runs(packed.data, starts, lengths)
     with np.errstate(over="ignore"):

@@ -10,7 +10,8 @@ Array = np.ndarray[Any, Any]
 
 
 def segment_reduce(ufunc: np.ufunc, values: Array, segment: Array, count: int, empty: float) -> Array:
-    """Reduces `values` [M, ...] by `segment` [M] (ascending, in 0..count-1) to [count, ...]; `empty` where none is."""
+    """Reduce `values` [M, ...] by `segment` [M] (ascending, in 0..count-1) to [count, ...]; `empty` where there are
+    none."""
     out = np.full((count, *values.shape[1:]), empty, dtype=values.dtype if values.dtype.kind == "f" else np.float64)
     if len(values):
         sizes = np.bincount(segment, minlength=count)
@@ -21,7 +22,7 @@ def segment_reduce(ufunc: np.ufunc, values: Array, segment: Array, count: int, e
 
 
 def sum_between(values: Array, begin: Array) -> Array:
-    """Sums of `values` [M, ...] from begin[i] to begin[i + 1], [N, ...] for `begin` [N + 1]; 0 where none is."""
+    """Sum `values` [M, ...] from begin[i] to begin[i + 1] to [N, ...], for `begin` [N + 1]; 0 for empty ranges."""
     out = np.zeros((len(begin) - 1, *values.shape[1:]), dtype=values.dtype)
     present = begin[1:] > begin[:-1]
     if present.any():
@@ -30,19 +31,19 @@ def sum_between(values: Array, begin: Array) -> Array:
 
 
 def last_of(values: Array, segment: Array, count: int, empty: float) -> Array:
-    """The last of each segment's `values` [M] (segments ascending) as [count]; `empty` where none is."""
+    """Return the last of each segment's `values` [M] (segments ascending) as [count]; `empty` for empty segments."""
     out = np.full(count, empty)
-    out[segment] = values  # the last write of an index stays
+    out[segment] = values  # the last write to an index stays
     return out
 
 
 def first_of(values: Array, segment: Array, count: int, empty: float) -> Array:
-    """The first of each segment's `values` [M] (segments ascending) as [count]; `empty` where none is."""
+    """Return the first of each segment's `values` [M] (segments ascending) as [count]; `empty` for empty segments."""
     return last_of(values[::-1], segment[::-1], count, empty)
 
 
 def runs(mask: Array) -> tuple[Array, Array]:
-    """Starts and lengths of the runs of True in `mask` [M]."""
+    """Return starts and lengths of the runs of True in `mask` [M]."""
     if not len(mask):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1

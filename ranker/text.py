@@ -1,8 +1,8 @@
-"""Prompt text as numbers: counts, sizes and hashed n-grams, for thousands of prompts at once.
+"""Numeric features of prompt text: counts, sizes and hashed n-grams, for thousands of prompts at once.
 
 All prompts of a batch are joined into one byte array, and everything is computed on that array with numpy, so that no
-Python loop runs over prompts or words. The structural columns say how big the problem in a prompt is (how many terms,
-how large the numbers, how long the word) in ways that do not depend on its wording; they are also taken of the `tail`,
+Python loop runs over prompts or words. The structural columns measure how big the problem in a prompt is (how many
+terms, how large the numbers, how long the word) independently of its wording. They are also computed for the `tail`,
 the text after the last colon, where many prompts put the problem itself after instructions and examples.
 """
 
@@ -19,7 +19,7 @@ HALF = 2048
 """Bytes read at each end of a prompt; what lies between (a long document) is left out, and only its size counts."""
 
 EDGE = 256
-"""Bytes at each end of a prompt whose n-grams count: they tell what kind of prompt it is, and every one costs time."""
+"""Bytes at each end of a prompt whose n-grams count: they show the kind of prompt, and every n-gram costs time."""
 
 BUCKETS = 2048
 """Hash buckets of each kind of n-gram: a projection table of some 100 KB, with few collisions in a task mix."""
@@ -49,7 +49,7 @@ _WIDTH = 16
 _DIGIT = np.isin(_CODE, [_NAMES.index("digit")])
 _LETTER = np.isin(_CODE, [_NAMES.index(name) for name in ("upper", "lower", "beyond_ascii")])
 _ALNUM = _LETTER | _DIGIT
-_FOLD = np.arange(256, dtype=np.uint64)  # letters in lower case, and all digits alike: "3021" and "7755" are one word
+_FOLD = np.arange(256, dtype=np.uint64)  # letters in lower case, and all digits equal: "3021" and "7755" are one word
 _FOLD[65:91] += 32
 _FOLD[48:58] = 48
 _BASE = 1099511628211
@@ -66,7 +66,7 @@ STRUCTURE = (
     *("tail_bytes", *(f"tail_{name}" for name in _TAIL_CLASSES), "tail_words", "tail_word_max", "tail_numbers"),
     *("tail_number_max", "tail_number_log_sum"),
 )
-"""Structural columns; values of numbers and `bytes` as log(1 + x), all else as counts."""
+"""Structural columns; values of numbers and `bytes` as log(1 + x), all others as counts."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class PackedTexts:
     data: Array
     """Bytes [M], uint8."""
     begin: Array
-    """The place of each prompt's first byte, and M [N + 1]."""
+    """Position of each prompt's first byte, followed by M [N + 1]."""
     size: Array
-    """Bytes of each whole prompt [N]."""
+    """Size in bytes of each whole prompt [N]."""
     edges: Array
-    """Bytes [M'] of the same prompts, of which only `EDGE` at each end are left, each followed by a zero byte."""
+    """Bytes [M'] of the same prompts, reduced to `EDGE` bytes at each end, each followed by a zero byte."""
     edges_begin: Array
-    """The same as `begin` for `edges` [N + 1]."""
+    """Positions in `edges` [N + 1], as in `begin`."""
 
     @cached_property
     def letters(self) -> tuple[Array, Array, Array]:
@@ -107,7 +107,7 @@ class PackedTexts:
         return np.log1p(np.minimum(value, 1e300))
 
     def owner(self, place: Array) -> Array:
-        """The prompt that each place [K] is in."""
+        """Return the prompt that contains each position [K]."""
         return np.searchsorted(self.begin, place, side="right") - 1
 
     def _runs(self, table: Array) -> tuple[Array, Array, Array]:
@@ -116,7 +116,7 @@ class PackedTexts:
 
 
 def pack(texts: list[str]) -> PackedTexts:
-    """Joins prompts."""
+    """Join prompts into one byte array."""
     encoded = [text.encode("utf-8", "replace").replace(b"\0", b" ") for text in texts]
     size = np.array([len(item) for item in encoded], dtype=np.int64)
     data, begin = _join([item if len(item) <= 2 * HALF else item[:HALF] + item[-HALF:] for item in encoded])
@@ -128,17 +128,17 @@ def pack(texts: list[str]) -> PackedTexts:
 
 
 def _join(items: list[bytes]) -> tuple[Array, Array]:
-    """Bytes [M] of items with a zero byte after each, and where each begins, and M [N + 1]."""
+    """Return the bytes [M] of items with a zero byte after each, and their positions followed by M [N + 1]."""
     data = np.frombuffer(b"".join([item + b"\0" for item in items]), dtype=np.uint8)
     return data, np.cumsum([0, *(len(item) + 1 for item in items)])
 
 
 def structure(packed: PackedTexts) -> Array:
-    """The columns `STRUCTURE` [N, len(STRUCTURE)], float32; NaN for what a prompt has not (no number)."""
+    """Return the columns `STRUCTURE` [N, len(STRUCTURE)], float32; NaN where undefined (a prompt without numbers)."""
     count = len(packed.size)
     tail = _tail(packed)
     code = _CODE[packed.data]
-    # one count for all: of each prompt before its tail, and in it
+    # one count for everything: of each prompt before its tail, and in it
     bounds = np.stack((packed.begin[:-1], tail), axis=1).reshape(-1)
     key = np.repeat(np.arange(2 * count) * _WIDTH, np.diff(bounds, append=len(code)))
     key += code
@@ -166,7 +166,7 @@ def structure(packed: PackedTexts) -> Array:
 
 
 def _depth(packed: PackedTexts, code: Array) -> dict[str, Array]:
-    """How deep brackets are nested."""
+    """Return the nesting depth of brackets."""
     count = len(packed.size)
     opening = _NAMES.index("open")
     place = np.flatnonzero((code == opening) | (code == _NAMES.index("close")))
@@ -178,7 +178,7 @@ def _depth(packed: PackedTexts, code: Array) -> dict[str, Array]:
 
 
 def _tail(packed: PackedTexts) -> Array:
-    """Where the tail begins [N]: after the last colon that is followed by a letter or digit; else with the prompt."""
+    """Return where each tail begins [N]: after the last colon before a letter or digit, or else with the prompt."""
     count = len(packed.size)
     content = np.full(count, -1)
     for start, _, owner in (packed.letters, packed.digits):
@@ -190,7 +190,7 @@ def _tail(packed: PackedTexts) -> Array:
 
 
 def _numbers(packed: PackedTexts, tail: Array) -> dict[str, Array]:
-    """Columns of the numbers written in digits (a decimal fraction counts as two); tails begin at `tail` [N]."""
+    """Return columns on numbers written in digits (a decimal fraction counts as two); tails begin at `tail` [N]."""
     count = len(packed.size)
     start, length, owner = packed.digits
     log = packed.number_logs
@@ -213,10 +213,10 @@ def _numbers(packed: PackedTexts, tail: Array) -> dict[str, Array]:
 
 
 def hash_runs(data: Array, start: Array, length: Array, fold: Array | None = None) -> Array:
-    """64-bit hashes of runs of bytes [M], mapped by `fold` [256]: polynomials in `_BASE`, modulo 2**64.
+    """Return 64-bit hashes of runs of bytes [M], mapped by `fold` [256]: polynomials in `_BASE`, modulo 2**64.
 
-    A run's polynomial is the difference of two running sums over all bytes, over the power of its first place; the base
-    is odd and so has an inverse.
+    A run's polynomial is the difference of two running sums over all bytes, divided by the power of its first position;
+    the base is odd and so has an inverse.
     """
     values = data.astype(np.uint64) if fold is None else fold[data]
     values += np.uint64(1)
@@ -232,7 +232,7 @@ _KEPT: dict[int, Array] = {}
 
 
 def _powers(base: int, count: int) -> Array:
-    """The first powers of a base [count], modulo 2**64; kept, as every batch needs them."""
+    """Return the first powers of a base [count], modulo 2**64; cached, as every batch needs them."""
     kept = _KEPT.get(base)
     if kept is None or len(kept) < count:
         kept = np.full(2 * count, base, dtype=np.uint64)
@@ -243,7 +243,7 @@ def _powers(base: int, count: int) -> Array:
 
 
 def _quoted(packed: PackedTexts) -> dict[str, Array]:
-    """Columns of what stands between pairs of double quotes or backticks (apostrophes are no quotes)."""
+    """Return columns on text between pairs of double quotes or backticks (apostrophes are not quotes)."""
     count = len(packed.size)
     place = np.flatnonzero((packed.data == 34) | (packed.data == 96))
     owner = packed.owner(place)
@@ -260,14 +260,15 @@ def _quoted(packed: PackedTexts) -> dict[str, Array]:
 
 
 def ngrams(packed: PackedTexts) -> dict[str, tuple[Array, Array]]:
-    """Hashed n-grams of the prompts' edges as (begin [N], bucket [K]): `word` (words and pairs), `char` (three bytes).
+    """Return hashed n-grams of the prompts' edges as (begin [N + 1], bucket [K]), by kind.
 
-    The n-grams of prompt i are those from begin[i] to begin[i + 1].
+    Kinds are `word` (words and pairs) and `char` (three bytes). The n-grams of prompt i are those from begin[i] to
+    begin[i + 1].
     """
     data, begin = packed.edges, packed.edges_begin
     start, length = runs(_ALNUM[data])
     hashed = hash_runs(data, start, length, _FOLD)
-    # a word and the pair of it and the next one stand together; the last word of a prompt stands for its own pair
+    # a word stands beside the pair of it and the next one; the last word of a prompt has no pair
     with np.errstate(over="ignore"):
         pair = hashed * np.uint64(31) + np.append(hashed[1:], np.uint64(0)) * np.uint64(17) + np.uint64(7)
     words = np.searchsorted(start, begin)
@@ -282,7 +283,7 @@ def ngrams(packed: PackedTexts) -> dict[str, tuple[Array, Array]]:
         three = folded[:-2] + folded[1:-1] * powers[0] + folded[2:] * powers[1]
     size = np.diff(begin) - 1
     inside = np.ones(len(data), dtype=bool)
-    inside[begin[1:] - 1] = False  # the zero byte, and the two bytes before it, begin no three bytes of one prompt
+    inside[begin[1:] - 1] = False  # no three bytes of one prompt begin at the zero byte or at the two bytes before it
     inside[begin[1:] - 1 - np.minimum(size, 1)] = False
     inside[begin[1:] - 1 - np.minimum(size, 2)] = False
     char = _bucket(three[inside[: len(three)]])
@@ -293,7 +294,7 @@ def ngrams(packed: PackedTexts) -> dict[str, tuple[Array, Array]]:
 
 
 def _bucket(hashed: Array) -> Array:
-    """Buckets of 64-bit hashes; the multiplication spreads the low bits to the high ones."""
+    """Return the buckets of 64-bit hashes; the multiplication spreads the low bits to the high ones."""
     with np.errstate(over="ignore"):
         mixed = (hashed ^ (hashed >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(64 - BUCKETS.bit_length() + 1)).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Trains the ranker: compares kinds of models on prompts they have not seen, keeps the best, measures its spread.
+"""Training of the ranker: compares kinds of models on unseen prompts, keeps the best, and measures its spread.
 
 All splits are by prompt: all samples of a prompt are in one fold. The figures of each kind are measured *without any
 history* (a new prompt of a new run), the hardest use; those of the kept kind also with it. Training hides the history
-of some prompts, so that one model serves both.
+of some prompts, so that one model serves both uses.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ FOLDS = 3
 MIN_PROMPTS = 9
 """Fewest distinct prompts: three in each fold."""
 COMPARE_ROWS, FIT_ROWS = 16_000, 60_000
-"""Most samples for the comparison of kinds, and for the kept model: some tens of seconds in all on two cores."""
+"""Largest number of samples for the comparison of kinds, and for the kept model: some tens of seconds in all on two
+cores."""
 REPEATS = 4
-"""Most samples of a prompt that count for the figures of a ranking."""
+"""Largest number of samples of a prompt that count for the figures of a ranking."""
 HIDE_ALL, HIDE_PROMPT = 0.3, 0.2
 """Shares of prompts whose rows are trained on without any history, and without that of the prompt and its siblings."""
 MARGIN = 0.005
-"""By how much the mean recall must be better for a kind that stands later in `KINDS`: less is chance."""
+"""Difference in mean recall by which a kind that stands later in `KINDS` must be better: less is noise."""
 CRITERION = "greatest mean recall of the longest 20, 10 and 5 % on held-out prompts without history (ties: the first)"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that fitting needs, by sample."""
+    """Arrays for fitting, by sample."""
 
     schema: FeatureSchema
     cold: Array
@@ -56,33 +57,33 @@ class Table:
     fold: Array
     """Fold of each sample's prompt [N]."""
     stop: Array
-    """Whether the sample's prompt tells when to stop, in the folds that train on it [N]."""
+    """Whether the sample's prompt is used for early stopping, in the folds that train on it [N]."""
 
     @property
     def categorical(self) -> int:
-        """The column with the task's number."""
+        """Index of the column with the task's number."""
         return self.schema.names.index("task")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gives."""
+    """Result of a training."""
 
     model: LengthModel
     report: Report
-    """The same object as the model's."""
+    """The model's report (the same object)."""
     held_out: HeldOut | None
-    """Forecasts for prompts that were not seen, for further figures; None where no split by prompt was possible."""
+    """Forecasts for unseen prompts, for further figures; None where no split by prompt was possible."""
 
 
 def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthModel, Report]:
-    """The model and the report of `train_and_hold_out`."""
+    """Return the model and the report of `train_and_hold_out`."""
     trained = train_and_hold_out(rollouts, seed, threads)
     return trained.model, trained.report
 
 
 def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> Trained:
-    """Trains and measures; deterministic for a seed and a number of threads.
+    """Train and measure; deterministic for a seed and a number of threads.
 
     With fewer than `MIN_PROMPTS` distinct prompts no split by prompt is possible: the model then gives all requests
     the distribution of all lengths, and the report says so.
@@ -125,7 +126,7 @@ def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> T
 
 
 def refit(name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1) -> LengthModel:
-    """A model of the named kind, without comparison or figures; a constant one if the samples are too few."""
+    """Fit a model of the named kind, without comparison or figures; a constant one if the samples are too few."""
     if len(rollouts.texts) < MIN_PROMPTS or len(np.unique(rollouts.output_length)) < 2:
         return _constant(rollouts, seed)[0]
     kind = next((kind for kind in KINDS if kind.name == name), KINDS[0])
@@ -141,7 +142,7 @@ def refit(name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1) -> Len
 
 
 def tabulate(rollouts: Rollouts, seed: int) -> Table:
-    """Features, targets and folds of samples."""
+    """Compute features, targets and folds of samples."""
     rng = np.random.default_rng(seed)
     names, counts = np.unique(rollouts.task[rollouts.task >= 0], return_counts=True)
     frequent = names[np.argsort(-counts, kind="stable")]
@@ -163,7 +164,8 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
 
 
 def _held_out(kind: ModelKind, table: Table, seed: int, threads: int) -> tuple[tuple[Array, Array], int]:
-    """Scores of samples by a model that has not seen their prompts, (without [N], with history [N]), and its trees."""
+    """Return scores by models that have not seen the prompts (without [N], with history [N]), and the median of their
+    trees."""
     cold, warm, trees = np.zeros(len(table.log)), np.zeros(len(table.log)), []
     for fold in range(FOLDS):
         scorer, rounds = _fit_rows(kind, table, np.flatnonzero(table.fold != fold), seed, threads)
@@ -187,13 +189,13 @@ def _fit_rows(
 def _final(
     kind: ModelKind, rollouts: Rollouts, table: Table, rounds: int, report: Report, seed: int, threads: int
 ) -> LengthModel:
-    """The model on all samples; its spread is learned from scores by models that had not seen the prompts."""
+    """Fit the model on all samples; its spread is learned from scores by models that have not seen the prompts."""
     score = np.zeros(len(table.log))
     trees = []
     for fold in range(FOLDS):
         scorer, used = _fit_rows(kind, table, np.flatnonzero(table.fold != fold), seed, threads, rounds)
         out = table.fold == fold
-        # As trained: with and without history, so that the spread is right for both.
+        # As in training: with and without history, so that the spread is right for both.
         score[out] = scorer.score(table.trained[out], threads)
         trees.append(used)
     scorer, _ = _fit_rows(kind, table, np.arange(len(table.log)), seed, threads, rounds or int(np.median(trees)))
@@ -211,7 +213,7 @@ def _final(
 
 
 def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
-    """Coverage of the model's quantiles; means over folds [N]."""
+    """Return the coverage of the model's quantiles; means over folds [N]."""
     # 1e-6: a quantile that is exactly a length may be a rounding error below it
     quantiles = held.forecasts[MODEL] * (1 + 1e-6)
     parts = [coverage(held.levels, quantiles[fold == f], held.length[fold == f]) for f in np.unique(fold)]
@@ -227,10 +229,10 @@ def _many(unit: Array, length: Array, score: Array, seed: int) -> Many | None:
 
 
 def _counted(rollouts: Rollouts, seed: int) -> Array:
-    """Whether a sample counts for recall and tau [N]: at most `REPEATS` of each prompt in each step of a run.
+    """Return whether a sample counts for recall and tau [N]: at most `REPEATS` of each prompt in each step of a run.
 
-    The ceiling counts all prompts alike, too; and a prompt with many samples is a lump that makes figures a matter of
-    luck: the whole of it is among the longest, or nothing.
+    The ceiling counts all prompts equally, too; and a prompt with many samples would make figures a matter of luck:
+    either all of its samples are among the longest, or none.
     """
     unit = rollouts.unit
     order = np.lexsort((np.random.default_rng(seed).random(len(unit)), unit))
@@ -242,7 +244,7 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
 
 
 def _figures(score: Array, length: Array, counted: Array, seed: int) -> Figures:
-    """Of all folds together [N]: the models of all folds predict the same thing."""
+    """Return the figures of all folds together [N]: the models of all folds predict the same thing."""
     score, length = score[counted], length[counted]
     tau = kendall_tau(np.where(np.isnan(score), -np.inf, score), length)
     return Figures(
@@ -259,7 +261,7 @@ def _named(recall: dict[float, float] | None) -> dict[str, float] | None:
 
 
 def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
-    """At most about `most` samples, whole prompts, if there are more."""
+    """Return at most about `most` samples, whole prompts."""
     if len(rollouts) <= most:
         return rollouts
     order = np.random.default_rng(seed).permutation(len(rollouts.texts))
@@ -273,7 +275,7 @@ def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
 
 
 def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
-    """The distribution of all lengths for every request."""
+    """Return a model that gives every request the distribution of all lengths, and its report."""
     prompts = len(rollouts.texts)
     if len(np.unique(rollouts.output_length)) < 2:
         why = "all lengths are equal"

@@ -1,4 +1,4 @@
-"""What was measured when a model was trained; kept in the model's file."""
+"""Training report: the figures measured when a model was trained, kept in the model's file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Figures:
     """A ranking's figures on samples of prompts that it had not seen."""
 
     recall: dict[str, float]
-    """By the share of the longest samples: '0.2', '0.1', '0.05'."""
+    """Recall by the share of the longest samples: '0.2', '0.1', '0.05'."""
     kendall_tau: float | None
-    """tau-b; None when the ranking has only one value."""
+    """Kendall's tau-b; None when the ranking has only one value."""
 
 
 @dataclass
@@ -24,17 +24,17 @@ class Many:
     ceiling: dict[str, float]
     """Recall of ranking by the expected length, taken from these samples (`ranker.ceiling.ceiling_of_many`)."""
     recall: dict[str, float]
-    """The kept kind's, on the same samples."""
+    """Recall of the kept kind on the same samples."""
 
 
 @dataclass
 class Captured:
-    """What dispatching by one kind of forecast comes to, in simulated generation."""
+    """Result of dispatch by one kind of forecast, in simulated generation."""
 
     makespan: float
-    """Share of least-loaded dispatch's time."""
+    """Makespan as a share of that of least-loaded dispatch."""
     captured: float | None
-    """Share of the saving that true lengths give; None where they give next to none."""
+    """Share of the saving that true lengths give; None where they save next to nothing."""
 
 
 @dataclass
@@ -42,22 +42,22 @@ class Dispatch:
     """Simulated generation of held-out prompts, dispatched by forecasts."""
 
     setting: str
-    """The batches and the instances, in words."""
+    """Description of the batches and the instances."""
     oracle: float
-    """With the true lengths: share of least-loaded dispatch's time."""
+    """Makespan with the true lengths, as a share of that of least-loaded dispatch."""
     forecasts: dict[str, Captured]
-    """By the names of `ranker.held_out`."""
+    """Results by the forecast names of `ranker.held_out`."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Dispatch:
-        """What `asdict` made of it."""
+        """Restore what `asdict` produced."""
         forecasts = {name: Captured(**figures) for name, figures in values["forecasts"].items()}
         return cls(**values | {"forecasts": forecasts})
 
 
 @dataclass
 class Report:
-    """A training report.
+    """Figures of a training, and what they were measured on.
 
     A ranking's figures are of held-out samples, at most four of each prompt; all folds of a split by prompt together.
     """
@@ -70,30 +70,30 @@ class Report:
     """The kept kind of model; 'constant' when nothing could be learned."""
     criterion: str
     candidates: dict[str, Figures] = field(default_factory=dict)
-    """Each kind on new prompts without any history."""
+    """Figures of each kind on new prompts without any history."""
     with_history: Figures | None = None
-    """The kept kind, with what had finished earlier; None when there is no history in the rollouts."""
+    """Figures of the kept kind with the lengths that had finished earlier; None when the rollouts have no history."""
     baselines: dict[str, Figures] = field(default_factory=dict)
     ceiling: dict[str, float] | None = None
     """Recall of ranking by the true expected length (`ranker.ceiling`); None without repeated samples."""
     many: Many | None = None
-    """None where too few prompts have many samples."""
+    """Figures on prompts with many samples; None if there are too few."""
     coverage: dict[str, float] = field(default_factory=dict)
-    """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where
-    the quantile is the cap."""
+    """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where the quantile is the
+    cap."""
     messages: list[str] = field(default_factory=list)
     dispatch: list[Dispatch] = field(default_factory=list)
-    """What dispatching by forecasts for new prompts saves, by fleet; empty where it was not simulated (a refit)."""
+    """Savings of dispatch by forecasts for new prompts, by fleet; empty where it was not simulated (a refit)."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Figures of others."""
+    """Figures that other code adds."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Report:
-        """The report that `to_json` wrote.
+        """Restore a report that `to_json` wrote.
 
         Raises:
             KeyError, TypeError: it was not written by `to_json`.

@@ -1,4 +1,4 @@
-"""Small files that are replaced in one piece: no reader ever meets half of one. Standard library only."""
+"""Atomic replacement of small files, so that no reader ever sees half of one. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file in place of the one that was there.
+    """Replace a file by new text atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
@@ -20,10 +20,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_json(path: Path, values: Any) -> None:
-    """Writes a JSON file in place of the one that was there.
+    """Replace a JSON file atomically.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: a value that JSON has no word for (NaN, an infinity).
+        OSError: the file cannot be written.
+        ValueError: a value cannot be expressed in JSON (NaN or an infinity).
     """
     replace_text(path, json.dumps(values, allow_nan=False))

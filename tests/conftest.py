@@ -1,4 +1,4 @@
-"""What all tests share: nothing is fetched from a hub, nothing is reported to anyone, in subprocesses too."""
+"""Common settings of all tests: no downloads from a hub and no telemetry, in subprocesses as well."""
 
 from __future__ import annotations
 
@@ -36,32 +36,34 @@ SLOW = {
         "end_to_end/test_ray.py",
     ),
 }
-"""Files of tests marked `slow`: with whole runs, vLLM, a cluster of Ray, or TRL. Of two workers of pytest-xdist
-(`--dist loadgroup`) each takes a group, one test after the other."""
+"""Files of tests marked `slow`: whole runs, vLLM, a Ray cluster, or TRL.
+
+With two workers of pytest-xdist (`--dist loadgroup`) each takes a group, one test after the other.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Measures how slow the machine is, once, before xdist's workers start: their environment hands it on."""
+    """Measure the machine's slowness once, before xdist's workers start; they inherit it by their environment."""
     factor = slowness(len(session.config.getoption("tx", None) or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has it looked after each test whether its processes are gone; tells of the mark that is given below."""
+    """Register the plugin that finds left processes, and the mark `slow`."""
     config.pluginmanager.register(Leaks(), "leaks")
     config.addinivalue_line("markers", "slow: needs vLLM, a whole run, Ray or TRL (given by file in tests/conftest.py)")
 
 
 def file_of(item: pytest.Item) -> str:
-    """Path of a test's file in this folder."""
+    """Return the path of a test's file relative to this folder."""
     return item.path.relative_to(TESTS).as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scales pytest-timeout's limits; marks the tests of `SLOW`."""
+    """Scale pytest-timeout's limits, and mark the tests of `SLOW`."""
     groups = {file: group for group, files in SLOW.items() for file in files}
     general = float(config.getoption("timeout", None) or config.getini("timeout") or 0)
     for item in items:

@@ -1,10 +1,10 @@
-"""Whatever a test started is gone when it ends: a plugin of pytest that looks, ends what is left, and fails the test.
+"""A pytest plugin that ends processes left behind by a test, and fails the test.
 
-Processes are known by an environment variable that names the test, and that children inherit: so those are found that
-have another parent by now. What is started while a fixture for several tests is set up has that fixture's name instead,
-and is looked for when that has been torn down: a Ray cluster, an engine that tests share. Children that were started
-with an environment of their own are known by their parent, which is this process. Workers of xdist do not see each
-other's: the variable begins with the id of pytest's own process.
+Processes are recognized by an environment variable that names the test and that children inherit, so they are found
+even if they have another parent by now. Processes started in the set-up of a fixture for several tests (a Ray cluster,
+a shared engine) carry the fixture's name instead, and are looked for after its teardown. Children with their own
+environment are recognized by their parent, which is this process. Workers of xdist ignore each other's processes: the
+variable begins with the pid of pytest's own process.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from tests.marks import WARM, mark_of, started_by
 from tests.waiting import scaled
 
 GOING_S = 2.0
-"""For what is about to end."""
+"""Seconds granted to processes that are about to end."""
 OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker", WARM)
-"""In command lines of what a library keeps beside this process for as long as that lives; `tests/warm.py` is one."""
+"""Parts of command lines of helpers that libraries, or `tests/warm.py`, keep for the life of this process."""
 
 
 class Leaks:
-    """What the tests of this process have started."""
+    """The processes that this process's tests have started."""
 
     def __init__(self) -> None:
         self._own = os.getpid()
         self._fixtures: set[str] = set()
-        """Those that are set up, of a wider scope than a test."""
+        """Names of the fixtures with a wider scope than a test that are set up."""
         self._others: set[int] = set()
-        """Processes that are none of ours, so that each is looked at once."""
+        """Pids of foreign processes, so that each is examined only once."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Names what a test starts."""
+        """Mark what a test starts with the test's name."""
         with started_by(f"{self._own} {item.nodeid}"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        """Names what a fixture for several tests starts."""
+        """Mark what a fixture for several tests starts with the fixture's name."""
         if fixturedef.scope == "function":
             return (yield)
         self._fixtures.add(name := _name(fixturedef))
@@ -53,12 +53,12 @@ class Leaks:
             return (yield)
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """From now on what it started is to be gone."""
+        """Note that the fixture's processes should be gone from now on."""
         self._fixtures.discard(_name(fixturedef))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Looks, after everything that is to be torn down has been."""
+        """Fail a test that has left processes, after all teardowns."""
         try:
             return (yield)
         finally:
@@ -66,7 +66,7 @@ class Leaks:
                 pytest.fail("it has left processes, which were ended now:\n" + "\n".join(left), pytrace=False)
 
     def left(self) -> list[int]:
-        """Ids of the processes that are to be gone and are not."""
+        """Return the pids of processes that should be gone and are not."""
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()} if os.path.isdir("/proc/self") else set()
         self._others &= there
         found = []
@@ -79,7 +79,7 @@ class Leaks:
         return found
 
     def _is_left(self, pid: int) -> bool | None:
-        """False: it may be there; None: it is somebody else's."""
+        """Return whether a process should be gone; None: it is not a test's."""
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 environment = file.read()
@@ -97,7 +97,7 @@ class Leaks:
         return name not in self._fixtures and not (int(parent) == self._own and _is_of_python(pid))
 
     def end_left(self) -> list[str]:
-        """Kills what is left a moment after a test; a line about each."""
+        """Kill the processes left a moment after a test; return a line about each."""
         if not self.left():
             return []
         end = time.monotonic() + scaled(GOING_S)

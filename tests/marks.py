@@ -1,4 +1,4 @@
-"""By what processes of tests are known."""
+"""Marks by which processes of tests are recognized."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 
 MARK = "STREAMRL_STARTED_BY"
-"""Environment variable: what has started a process (`tests/leaks.py`)."""
+"""Environment variable that names the test or fixture that started a process (`tests/leaks.py`)."""
 WARM = "tests.warm"
-"""In the command line of a template (`tests/warm.py`), which a session of pytest keeps."""
+"""Part of the command line of a template process (`tests/warm.py`), which lives as long as pytest's session."""
 
 
 @contextlib.contextmanager
 def started_by(mark: str) -> Iterator[None]:
-    """Have what is started meanwhile be known by this mark."""
+    """Give this mark to all processes started meanwhile."""
     before = os.environ.get(MARK)
     os.environ[MARK] = mark
     try:
@@ -27,7 +27,10 @@ def started_by(mark: str) -> Iterator[None]:
 
 
 def mark_of(environment: bytes, begin: str = "") -> str | None:
-    """The mark in a process's environment as /proc has it, if it begins so; without that beginning. A process that has
-    renamed itself has overwritten part of it, so that its variables cannot be taken apart from the front."""
+    """Return the mark in a process's environment (as in /proc) if it starts with `begin`, without that prefix.
+
+    A process that has renamed itself has overwritten part of its environment, so the variables cannot be parsed from
+    the front.
+    """
     key = f"{MARK}={begin}".encode()
     return next((one[len(key) :].decode() for one in environment.split(b"\0") if one.startswith(key)), None)

@@ -31,8 +31,8 @@ def test_only_what_can_be_mended_fails() -> None:
     audit = load()
     assert audit.audited(ANSWER) == 3
     assert audit.findings(ANSWER) == (
-        ["bad 1: PYSEC-1, mended in 2"],
-        ["stuck 1: PYSEC-2 (no version mends it)"],
+        ["bad 1: PYSEC-1, fixed in 2"],
+        ["stuck 1: PYSEC-2 (no version fixes it)"],
     )
 
 

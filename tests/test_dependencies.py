@@ -1,4 +1,4 @@
-"""The order of imports of docs/architecture.md, and what a light start must not load."""
+"""The order of imports of docs/explanation/architecture.md, and what a light start must not load."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
 def test_reading_configuration_loads_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from streamrl.config.load import load_cluster, load_run\n"
-        "load_cluster('cluster_configs/local.yaml'); load_run('experiments/runs/demo.yaml')\n"
+        "load_cluster('cluster_configs/local.yaml'); load_run('examples/demo.yaml')\n"
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))\n"
     )
     done = subprocess.run(

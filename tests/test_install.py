@@ -94,11 +94,11 @@ def test_a_full_disk_and_an_old_cpu_end_the_installation(
 
 def test_a_torch_that_is_not_to_be_had_names_the_pythons_that_work(checks: ModuleType) -> None:
     said = checks.no_torch("torch==2.13.0+cpu", "3.13.0", ["3.11", "3.12"], "https://example.org/cpu", True)
-    assert "torch==2.13.0+cpu is not to be had for Python 3.13.0" in said
+    assert "torch==2.13.0+cpu is not available for Python 3.13.0" in said
     assert "https://example.org/cpu (which cannot be reached from here)" in said
     assert "Found for Python 3.11, 3.12: take that one with: make PYTHON=python3.12" in said
     nowhere = checks.no_torch("torch==2.13.0+cpu", "3.13.0", [], "https://example.org/cpu", False)
-    assert "nor is it there" in nowhere and "is the right package index configured?" in nowhere
+    assert "nor on https://example.org/cpu." in nowhere and "is the right package index configured?" in nowhere
 
 
 def test_versions_are_read_from_the_answer_of_pip(checks: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every message in it is provoked, and is what is printed.
+"""docs/how-to/troubleshoot.md: every message in it is provoked, and is what is printed.
 
 A message is the block below a `<!-- message: NAME -->`; `PROVOKED[NAME]` returns what was printed. `<...>`
 stands for any text of one line (`<... lines>`: of several), the same one wherever it comes again.
@@ -55,7 +55,7 @@ from tests.report.synthetic import INSTANCES, make_row, make_status
 from tests.training.conftest import free_port
 from tests.waiting import scaled
 
-DOC = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+DOC = Path(__file__).parents[1] / "docs" / "how-to" / "troubleshoot.md"
 ENTRIES = 10
 """At least so many mistakes and faults have an entry."""
 LIMIT_S = 20.0

@@ -1,9 +1,9 @@
-"""Waits of tests: for facts, with deadlines that scale with how slow this machine is at the moment.
+"""Waits of tests for conditions, with deadlines that scale with the current slowness of this machine.
 
-A deadline in a test is for the case that what it waits for never comes. So it must be one that no machine misses:
-seconds are written for an idle machine of the kind that `COMPUTE_S` was measured on, and multiplied by `slowness()`,
-which is measured once at the start of pytest's session and is the same in all its workers. Nothing else in tests/ may
-sleep in order to wait (tests/test_sleeps.py).
+A deadline in a test is for a condition that never comes true, so no machine may miss it otherwise. Seconds are meant
+for an idle machine of the kind that `COMPUTE_S` was measured on, and multiplied by `slowness()`, which is measured once
+at the start of pytest's session and is the same in all its workers. Nothing else in tests/ may sleep in order to wait
+(tests/test_sleeps.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 FACTOR = "STREAMRL_TEST_SLOWNESS"
-"""Name of the environment variable that hands the factor on to pytest's workers; set before, it is not measured."""
+"""Environment variable that passes the factor to pytest's workers; if it is already set, nothing is measured."""
 COMPUTE_S, START_S = 0.077, 0.136
-"""What the two parts of `measure` take on an idle machine (2 cores of an AMD EPYC with AVX2, Python 3.11)."""
+"""Seconds of the two parts of `measure` on an idle machine (2 cores of an AMD EPYC with AVX2, Python 3.11)."""
 LOOPS = 2_000_000
 IMPORTS = "import asyncio, json, multiprocessing, subprocess, numpy"
 EVERY_S, OFTEN_S = 0.02, 0.002
 
 
 def measure() -> float:
-    """How many times longer than the reference this machine takes now, for the worse of: computing on one thread;
-    starting a process that imports something. At least 1."""
+    """Return how many times slower than the reference this machine is now, at least 1.
+
+    It is the larger factor of computing on one thread and of starting a process that imports something.
+    """
     began = time.perf_counter()
     total = 0
     for number in range(LOOPS):
@@ -43,10 +45,10 @@ def measure() -> float:
 
 
 def slowness(workers: int = 1) -> float:
-    """The factor of this session, measured when it is first asked for.
+    """Return the factor of this session, measured at the first call.
 
     Args:
-        workers: of pytest, each of which will keep two cores busy when tests have begun.
+        workers: number of pytest's workers, each of which will keep two cores busy during the tests.
     """
     if FACTOR not in os.environ:
         os.environ[FACTOR] = f"{measure() * max(1.0, 2 * workers / (os.cpu_count() or 1)):.2f}"
@@ -54,7 +56,7 @@ def slowness(workers: int = 1) -> float:
 
 
 def scaled(seconds: float) -> float:
-    """A deadline on this machine, of one that is written for an idle machine."""
+    """Scale a deadline that is meant for an idle machine to this machine."""
     return seconds * slowness()
 
 
@@ -67,15 +69,15 @@ def wait_for(
     meanwhile: Callable[[], object] | None = None,
     tell: Callable[[], object] | None = None,
 ) -> T:
-    """Waits until a condition's result is true, and returns it.
+    """Wait until a condition's result is true, and return it.
 
     Args:
-        condition: asked again and again.
+        condition: called repeatedly.
         seconds: deadline on an idle machine.
-        process: of which the condition is: it has to live.
-        what: is waited for, for the error; '': the condition's source.
-        meanwhile: called before each asking but the first.
-        tell: gives more for the error.
+        process: the process that the condition is about, which must stay alive.
+        what: description of the condition, for the error; '': the condition's source.
+        meanwhile: called before each check but the first.
+        tell: returns further text for the error.
 
     Raises:
         AssertionError: the deadline is over, or the process has ended.
@@ -95,7 +97,7 @@ def wait_for(
 
 
 async def until(condition: Callable[[], T], seconds: float = 30.0, *, what: str = "") -> T:
-    """The same inside an event loop, which goes on meanwhile.
+    """Wait like `wait_for` inside an event loop, which keeps running.
 
     Raises:
         AssertionError: the deadline is over.
@@ -109,10 +111,10 @@ async def until(condition: Callable[[], T], seconds: float = 30.0, *, what: str 
 
 
 async def holds(condition: Callable[[], object], seconds: float) -> None:
-    """Sees for a while that a condition goes on to be true: for what is not to happen. A slow machine only sees less.
+    """Check for a while that a condition stays true, i.e. that something does not happen; a slow machine checks less.
 
     Raises:
-        AssertionError: it is not true any more.
+        AssertionError: the condition is no longer true.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -121,11 +123,10 @@ async def holds(condition: Callable[[], object], seconds: float) -> None:
 
 
 def settled(value: Callable[[], T], quiet_s: float = 0.2, seconds: float = 30.0) -> T:
-    """Waits until a value has not changed for a while, and returns it: for the end of what comes from outside, which
-    nothing else tells.
+    """Wait until a value has not changed for a while, and return it; use it if nothing else reports the end of changes.
 
     Raises:
-        AssertionError: it has gone on changing.
+        AssertionError: the value kept changing.
     """
     last, since = value(), time.monotonic()
 
@@ -140,10 +141,10 @@ def settled(value: Callable[[], T], quiet_s: float = 0.2, seconds: float = 30.0)
 
 
 def finish(process: subprocess.Popen[str], seconds: float, tell: Callable[[], object] | None = None) -> str:
-    """Waits until a process has ended, and returns what it has printed. One that does not end in time is killed.
+    """Wait until a process has ended, and return its output; kill it if it does not end in time.
 
     Raises:
-        AssertionError: it was.
+        AssertionError: it was killed.
     """
     try:
         return process.communicate(timeout=scaled(seconds))[0] or ""
@@ -175,7 +176,7 @@ def _words(condition: Callable[[], object], what: str) -> str:
 
 
 def _output(process: subprocess.Popen[Any]) -> str:
-    """What an ended process printed; what others still hold its pipe for is not waited for."""
+    """Return the output of an ended process, without waiting for others that still hold its pipe."""
     try:
         output, errors = process.communicate(timeout=scaled(5))
     except (subprocess.TimeoutExpired, ValueError) as error:

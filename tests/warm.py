@@ -1,17 +1,17 @@
-"""Processes of the package that begin with everything imported, forked from one that has done so once.
+"""Start the package's processes with everything already imported, by forking them from a template process.
 
-Most of what a tiny run computes before its first sample is imports: vLLM in each instance, torch and transformers in
+Most of the computing of a tiny run before its first sample is imports: vLLM in each instance, torch and transformers in
 each rank, 30 s of a core for every run. Here a template imports all that once and then waits, with a single thread:
 
     pytest
-    ├── template              `python -m tests.warm`: imports, then forks what it is asked for
-    └── streamrl launch       forked by the template, and handed to pytest as a child of its own
+    ├── template              `python -m tests.warm`: imports, then forks processes on request
+    └── streamrl launch       forked by the template, and handed to pytest as its own child
         ├── its template      a copy of the launcher from before it ran anything
         └── controller, ...   forked by that copy, and handed to the launcher
 
-A process that began so has the arguments, the environment, the folder, the session and the parent that it would have
-had otherwise. What C libraries and the interpreter read as they are loaded is the template's (`SETTINGS`). Linux only:
-elsewhere, and where that would matter, processes are started in the ordinary way.
+Such a process has the arguments, environment, folder, session and parent that it would have had otherwise. Settings
+that C libraries and the interpreter read when they are loaded are the template's (`SETTINGS`). Linux only: elsewhere,
+and where those settings would matter, processes are started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from streamrl.runtime.processes import end_with_parent
 from tests.marks import MARK, WARM
 
 MODULES = ("streamrl", "torch.distributed.run")
-"""What `python -m` begins and the template can, by the beginning of its name."""
+"""Prefixes of the modules that the template can run in place of `python -m`."""
 STARTERS = ("streamrl.cli.main", "torch.distributed.run")
-"""Those that start others."""
+"""Modules that start further processes."""
 SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
-"""Of the template, read once by libraries and the interpreter: who is to have others is not forked from it."""
+"""Settings that libraries and the interpreter read once; a process that needs others is not forked."""
 NO_THREADS = ONE_BLAS_THREAD | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Libraries start none as they are loaded."""
+"""Settings with which libraries start no threads when they are loaded."""
 ROOM = 8192
-"""Characters of a forked process's command line, as others see it, and of its environment beyond the template's."""
+"""Characters of a forked process's visible command line, and of its environment beyond the template's."""
 PR_SET_CHILD_SUBREAPER = 36
 HEADER = struct.Struct("=I")
 PID = struct.Struct("=i")
@@ -72,25 +72,25 @@ LIBRARIES = (
     "matplotlib.pyplot",
     "lightgbm",
 )
-"""What the package's modules import as they run."""
+"""Modules that the package imports only as it runs."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A process that is to begin."""
+    """A process that should be started."""
 
     command: list[str]
-    """As the system would get it: interpreter, `-m`, module, arguments."""
+    """Command as for the system: interpreter, `-m`, module, arguments."""
     environment: dict[str, str]
     folder: str
     new_session: bool
     before: Any
-    """Called in the process before its module is run, or None."""
+    """Function called in the process before its module runs, or None."""
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Meanwhile a descendant whose parent ends becomes a child of this process."""
+    """Make this process adopt descendants whose parent ends meanwhile."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -100,19 +100,19 @@ def adopting() -> Iterator[None]:
 
 
 class Template:
-    """The end of one that asks."""
+    """A template process, as seen by the process that makes requests."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection, self._pid, self._lock = connection, pid, threading.Lock()
 
     def fork(self, request: Request, files: tuple[int, int, int]) -> int:
-        """Begins a process with these three open files as its input, output and errors.
+        """Start a process with these three open files as its input, output and errors.
 
         Returns:
-            Its id: a child of this process.
+            Its pid; it is a child of this process.
 
         Raises:
-            OSError: the template is gone.
+            OSError: the template has ended.
         """
         data = pickle.dumps(request)
         with self._lock, adopting():
@@ -121,7 +121,7 @@ class Template:
             return int(PID.unpack(_exactly(self._connection, PID.size))[0])
 
     def close(self) -> None:
-        """Ends it, and waits for that."""
+        """End the template, and wait for its end."""
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
@@ -140,19 +140,19 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
     header, files, _, _ = socket.recv_fds(connection, HEADER.size, 3)
     if not header:
-        os._exit(0)  # nobody will ask any more
+        os._exit(0)  # no more requests will come
     header += _exactly(connection, HEADER.size - len(header))
     return pickle.loads(_exactly(connection, HEADER.unpack(header)[0])), files
 
 
 def serve(connection: socket.socket, parent: int, path: list[str], variables: dict[str, str]) -> None:
-    """Forks what it is asked for, until the asking process ends. Returns in each forked process, never in this one.
+    """Fork the requested processes until the requesting process ends; this never returns.
 
     Args:
-        connection: to the asking process.
-        parent: its id.
-        path: modules are searched for there, after a process's own folders.
-        variables: of the environment, that imported modules have set for themselves.
+        connection: connection to the requesting process.
+        parent: pid of the requesting process.
+        path: folders to search for modules, after a process's own.
+        variables: environment variables that imported modules have set.
     """
     while True:
         request, files = _receive(connection)
@@ -162,29 +162,29 @@ def serve(connection: socket.socket, parent: int, path: list[str], variables: di
                 os.write(tell, PID.pack(child))
                 os._exit(0)
             os.close(go)
-            os.read(wait, 1)  # until the template lets go: the asking process is the parent by then
+            os.read(wait, 1)  # wait until the template closes its end; the requesting process is the parent by then
             for fd in (connection.detach(), told, wait):
                 os.close(fd)
             if os.getppid() != parent:
-                os._exit(1)  # it has died meanwhile
+                os._exit(1)  # the requesting process has died
             _begin(request, files, tell, path, variables)
         for fd in (*files, tell, wait):
             os.close(fd)
         child = PID.unpack(os.read(told, PID.size))[0]
         os.waitpid(between, 0)
         os.close(go)
-        os.read(told, 1)  # until it is what it is to be, or has ended
+        os.read(told, 1)  # wait until the process is set up, or has ended
         os.close(told)
         connection.sendall(PID.pack(child))
 
 
 def _begin(request: Request, files: list[int], begun: int, path: list[str], variables: dict[str, str]) -> None:
-    """Runs a module as `python -m` does, in a process that was just forked; does not return.
+    """Run a module as `python -m` does, in a process that was just forked; this does not return.
 
     Args:
-        request: what is to be run.
+        request: the process to run.
         files: its input, output and errors.
-        begun: this file is closed when others may see the process.
+        begun: file that is closed once the process is set up.
         path: see `serve`.
         variables: see `serve`.
     """
@@ -240,8 +240,10 @@ def _run(module: str) -> int:
 
 
 def _show(request: Request) -> None:
-    """Lets other processes see this command line and environment in place of the template's, which have room for them.
-    Nothing of this process points there any more: Python has copied both."""
+    """Show this command line and environment to other processes, in place of the template's.
+
+    The template has reserved room for them. Nothing in this process refers to that memory: Python has copied both.
+    """
     numbers = [int(one) for one in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]]
     marked = sorted(request.environment.items(), key=lambda one: one[0] != MARK)  # first what must not be cut off
     for begin, end, words in (
@@ -254,7 +256,7 @@ def _show(request: Request) -> None:
 
 
 def _copy(path: list[str], variables: dict[str, str]) -> Template:
-    """A template that is a copy of this process as it is now; it ends with it."""
+    """Return a template that is a copy of this process as it is now, and ends with it."""
     here, there = socket.socketpair()
     parent = os.getpid()
     if (pid := os.fork()) == 0:
@@ -266,7 +268,7 @@ def _copy(path: list[str], variables: dict[str, str]) -> Template:
 
 
 def _become_template(parent: int) -> None:
-    """In the template: it ends with its parent, keeps no file of it open, and no signal of a terminal ends it."""
+    """Make this process a template: it ends with its parent, keeps none of its files, and ignores terminal signals."""
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -280,7 +282,7 @@ def _become_template(parent: int) -> None:
 
 
 def _start_through(template: Template) -> None:
-    """From now on whatever this process starts with `subprocess` is begun by a template, if one can."""
+    """Make `subprocess` start processes through a template from now on, if the template can."""
     subprocess.Popen._execute_child = functools.partialmethod(_execute_child, template)  # type: ignore[attr-defined]
 
 
@@ -289,7 +291,7 @@ _PARAMETERS = _exec.__code__.co_varnames[1 : _exec.__code__.co_argcount]
 
 
 def _execute_child(self: subprocess.Popen[Any], template: Template, *given: Any) -> None:
-    """`Popen._execute_child` by a template."""
+    """Do the work of `Popen._execute_child` through a template."""
     values = dict(zip(_PARAMETERS, given, strict=True))
     request = _request(values)
     if request is None:
@@ -304,7 +306,7 @@ def _execute_child(self: subprocess.Popen[Any], template: Template, *given: Any)
 
 
 def _request(values: dict[str, Any]) -> Request | None:
-    """What is to begin; None: a template cannot."""
+    """Return the request for a process; None: a template cannot start it."""
     command = values["args"]
     if not isinstance(command, list | tuple) or values["shell"] or values["pass_fds"] or values["executable"]:
         return None
@@ -320,13 +322,13 @@ def _request(values: dict[str, Any]) -> Request | None:
 
 @functools.cache
 def template() -> Template | None:
-    """The one of this session of pytest, which ends with it; None: this system cannot."""
+    """Return the template of this pytest session, which ends with it; None: this system does not support it."""
     if sys.platform != "linux":
         return None
     here, there = socket.socketpair()
     environment = os.environ | SETTINGS | PASSIVE_WAITING | NO_THREADS
     environment |= {"ROOM": "." * ROOM}
-    environment.pop(MARK, None)  # it is started in a test, but not for that one alone
+    environment.pop(MARK, None)  # it is started in one test, but serves all
     command = [sys.executable, "-m", WARM, str(there.fileno()), str(os.getpid()), "." * ROOM]
     root = str(Path(__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -338,20 +340,20 @@ def template() -> Template | None:
 
 
 class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen`, begun by the session's template where that can be."""
+    """`subprocess.Popen` that starts the process through the session's template if possible."""
 
     def _execute_child(self, *given: Any) -> None:
-        """See `subprocess.Popen`."""
+        """Start the process, as `subprocess.Popen` does."""
         if (found := template()) is None:
             return _exec(self, *given)
         return _execute_child(self, found, *given)
 
 
 def run(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs such a process to its end, and returns what it has printed; one that takes longer is killed.
+    """Run such a process to its end, and return its output; kill it if it takes longer than `timeout` seconds.
 
     Raises:
-        subprocess.TimeoutExpired: it was.
+        subprocess.TimeoutExpired: it was killed.
     """
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
@@ -363,10 +365,10 @@ def run(command: list[str], timeout: float, **options: Any) -> subprocess.Comple
 
 
 def import_all() -> None:
-    """Imports what any process of a run does.
+    """Import everything that any process of a run imports.
 
     Raises:
-        RuntimeError: that has started a thread, which a fork would lose.
+        RuntimeError: an import has started a thread, which a fork would lose.
     """
     for name in ("streamrl", "scheduler", "ranker"):
         package = importlib.import_module(name)
@@ -379,11 +381,11 @@ def import_all() -> None:
 
 
 def main() -> None:
-    """Becomes a template for whoever has started this process."""
+    """Become a template for the process that has started this one."""
     connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd != connection.fileno():
-            with contextlib.suppress(OSError):  # the one of the listing
+            with contextlib.suppress(OSError):  # the file of the listing itself is already closed
                 os.close(fd)
     before = dict(os.environ)
     outside = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -395,5 +397,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # under its own name: what is pickled here is found again there
+    # run under the module's own name, so that pickled classes are found in it
     importlib.import_module(WARM).main()

@@ -1,7 +1,8 @@
-"""Compares the locked packages with the published advisories: part of `make lint`, by pip-audit.
+"""Compare the locked packages with the published advisories, using pip-audit; part of `make lint`.
 
-Fails for a package with a known vulnerability that a newer version mends. Without a way to the advisories (no network,
-an index that has none) it says that nothing was audited, and does not fail. Advisories in ACCEPTED are told, too.
+It fails if a package has a known vulnerability that a newer version fixes. If the advisories cannot be reached (no
+network, an index without any), it reports that nothing was audited, and does not fail. Advisories in ACCEPTED are only
+reported.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from typing import Any
 
 LIMIT_S = 90
 ACCEPTED: dict[str, str] = {}
-"""Advisory -> why it does not concern this project."""
+"""Reason why each accepted advisory does not concern this project."""
 
 
 def audited(found: dict[str, Any]) -> int:
-    """Packages that were compared with advisories, of pip-audit's answer."""
+    """Return how many packages were compared with advisories, from pip-audit's output."""
     return sum("skip_reason" not in one for one in found["dependencies"])
 
 
 def findings(found: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(to be mended, told only): lines about vulnerabilities, of pip-audit's answer."""
-    failing, told = [], []
+    """Return lines about vulnerabilities from pip-audit's output: (those that can be fixed, those only reported)."""
+    failing, noted = [], []
     for package in found["dependencies"]:
         for one in package.get("vulns", ()):
             names = {one["id"], *one.get("aliases", ())}
             line = f"{package['name']} {package['version']}: {one['id']}"
             if reason := next((ACCEPTED[name] for name in sorted(names) if name in ACCEPTED), ""):
-                told.append(f"{line} (accepted: {reason})")
+                noted.append(f"{line} (accepted: {reason})")
             elif one["fix_versions"]:
-                failing.append(f"{line}, mended in {', '.join(one['fix_versions'])}")
+                failing.append(f"{line}, fixed in {', '.join(one['fix_versions'])}")
             else:
-                told.append(f"{line} (no version mends it)")
-    return failing, told
+                noted.append(f"{line} (no version fixes it)")
+    return failing, noted
 
 
 def main() -> int:
-    """Audits one lock file; returns the exit code."""
+    """Audit one lock file; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lock", type=Path)
     options = parser.parse_args()
@@ -55,10 +56,10 @@ def main() -> int:
     if not (count := audited(found)):
         print("audit: NOT AUDITED: this package index has no advisories")
         return 0
-    failing, told = findings(found)
-    for line in (*failing, *told):
+    failing, noted = findings(found)
+    for line in (*failing, *noted):
         print(f"audit: {line}")
-    print(f"audit: {count} packages of {len(found['dependencies'])} audited, {len(failing)} to be updated")
+    print(f"audit: {count} packages of {len(found['dependencies'])} audited, {len(failing)} vulnerabilities to fix")
     return 1 if failing else 0
 
 

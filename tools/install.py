@@ -1,11 +1,11 @@
-"""Makes the virtual environment of this repository from a lock file: `make install`.
+"""Make the virtual environment of this repository from a lock file: `make install`.
 
-Standard library only, since nothing is installed yet. What can be known to go wrong is looked at before anything large
-is fetched: the CPU, the disk, and whether there is a torch for this Python. Its CPU build is not on PyPI, so the
-configured indexes are asked first and PyTorch's own second. The locked packages are installed as they are listed
-(`--no-deps`): that keeps out what the lock leaves out on purpose. uv installs them, with pip's own configuration, and
-pip where uv cannot. Byte-compilation is done at the end on all cores, less what is not imported here: pip does it on
-one core and both do it for everything, and leaving it to the first import fails where PYTHONDONTWRITEBYTECODE is set.
+Standard library only, since nothing is installed yet. Problems that can be known beforehand are checked before anything
+large is fetched: the CPU, the disk, and whether there is a torch for this Python. Its CPU build is not on PyPI, so the
+configured indexes are asked first, PyTorch's own second. The locked packages are installed exactly as listed
+(`--no-deps`), which excludes what the lock leaves out on purpose. uv installs them, with pip's configuration, or pip if
+uv cannot. Packages imported here are byte-compiled at the end on all cores: pip would use one core, both would compile
+everything, and leaving it to the first import fails where PYTHONDONTWRITEBYTECODE is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE = Patience()
 
 
 def main() -> int:
-    """Installs; returns the exit code."""
+    """Install; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--lock", type=Path, default=Path("locks/cpu.txt"))
@@ -48,7 +48,7 @@ def main() -> int:
         try:
             extra = find_torch(python, torch) if torch else None
         except InstallError:
-            if fresh:  # or it would be taken for that of another Python
+            if fresh:  # else a later try with another Python would use it
                 shutil.rmtree(options.venv, ignore_errors=True)
             raise
         install_locked(python, options.venv / ".downloads", requirements, torch, extra)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def check_machine(folder: Path) -> None:
-    """Names what would show up minutes later: no compiler (deep inside torch), an old CPU, a full disk."""
+    """Raise at once for problems that would show only minutes later: no C compiler, an old CPU, a full disk."""
     if not (shutil.which("cc") or shutil.which("gcc")):
         raise InstallError(
             "no C compiler found: torch compiles CPU kernels with it and pycosat (of reasoning-gym) is built with it.\n"
@@ -80,14 +80,14 @@ def check_machine(folder: Path) -> None:
 
 
 def size(folder: Path) -> int:
-    """Bytes of a folder's files."""
+    """Return the bytes of a folder's files."""
     return sum(
         os.lstat(os.path.join(path, name)).st_blocks * 512 for path, _, names in os.walk(folder) for name in names
     )
 
 
 def make_venv(folder: Path) -> Path:
-    """The environment's interpreter; creates the environment where there is none."""
+    """Return the environment's interpreter; create the environment if there is none."""
     python = folder / "bin" / "python"
     if not python.exists():
         say(f"environment {folder} with Python {platform.python_version()}")
@@ -104,29 +104,29 @@ def make_venv(folder: Path) -> Path:
 
 
 def read_lock(path: Path) -> list[str]:
-    """Requirements of a lock file, without comments."""
+    """Return the requirements of a lock file, without comments."""
     lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
     return [line for line in lines if line]
 
 
 def pip(python: Path, *arguments: str) -> list[str]:
-    """A pip command of the environment."""
+    """Return a pip command of the environment."""
     return [str(python), "-m", "pip", *arguments, "--disable-pip-version-check"]
 
 
 def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """A short command's answer."""
+    """Run a short command and return its result."""
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def find_torch(python: Path, torch: str) -> str | None:
-    """Asks for torch before anything else is fetched.
+    """Look for torch before anything else is fetched.
 
     Returns:
-        The index to ask besides the configured ones; None: those suffice.
+        The index to use besides the configured ones; None: those suffice.
 
     Raises:
-        InstallError: none has it for this Python; the message names the Pythons for which there is one.
+        InstallError: no index has it for this Python; the message names the Pythons for which there is one.
     """
     wanted = torch.partition("==")[2]
     installed = ask([str(python), "-c", "import importlib.metadata as m; print(m.version('torch'))"])
@@ -137,7 +137,7 @@ def find_torch(python: Path, torch: str) -> str | None:
     if wanted in checks.versions_of(here.stdout):
         return None
     if here.returncode and "No matching distribution" not in here.stderr:
-        return None  # this pip or index does not answer such questions
+        return None  # this pip or index does not support the query
     say(f"{torch} is not on the configured indexes, asking {TORCH_INDEX}")
     there = ask([*question, "--extra-index-url", TORCH_INDEX])
     if wanted in checks.versions_of(there.stdout):
@@ -146,7 +146,7 @@ def find_torch(python: Path, torch: str) -> str | None:
         cause = checks.reason(checks.last_error(refusal))
         raise InstallError(f"the configured package indexes cannot be reached:\n  {cause}")
     unreachable = checks.may_pass(there.stderr.splitlines())
-    say("it is not there either, asking for other Pythons")
+    say("it is not there either; looking for other Python versions")
     index = [] if unreachable else ["--extra-index-url", TORCH_INDEX]
     working = [
         version
@@ -158,13 +158,14 @@ def find_torch(python: Path, torch: str) -> str | None:
 
 
 def install_locked(python: Path, cache: Path, requirements: list[str], torch: str | None, extra: str | None) -> None:
-    """Installs the locked packages and the project: by uv, or by pip where uv cannot.
+    """Install the locked packages and the project, by uv, or by pip if uv cannot.
 
     Args:
         python: the environment's interpreter.
-        cache: uv's, beside the packages: it links them into place. Kept when an installation fails, for the next.
-        requirements: all.
-        torch: the one of torch, among them.
+        cache: uv's cache, on the environment's disk, so that uv can link packages into place. If an installation fails,
+            it is kept for the next.
+        requirements: all locked requirements.
+        torch: the requirement of torch, among them.
         extra: an index for torch besides the configured ones.
     """
     others = [line for line in requirements if line != torch]
@@ -197,10 +198,10 @@ class Uv:
     """The installer uv, in the environment."""
 
     def __init__(self, python: Path, cache: Path, requirement: str) -> None:
-        """Has pip install it.
+        """Install uv by pip.
 
         Raises:
-            InstallError: it cannot be had here.
+            InstallError: pip cannot install it.
         """
         pip_install(python, [requirement])
         self.python = python
@@ -212,28 +213,36 @@ class Uv:
             self.environment["UV_CACHE_DIR"] = str(cache.absolute())
 
     def command(self, requirements: Iterable[str], *options: str) -> list[str]:
-        """A uv command; with debug messages, which tell what it tries again."""
+        """Return a uv command, with debug messages, which report its retries."""
         command = [str(self.python.parent / "uv"), "pip", "install", "--verbose", "--no-deps"]
         return [*command, "--python", str(self.python), *self.arguments, *options, *requirements]
 
     def finds(self, requirement: str, *options: str) -> bool:
-        """Whether the indexes that it knows have a package; fetches nothing."""
+        """Return whether uv's indexes have a package; fetch nothing."""
         running = Running(self.command([requirement], "--dry-run", *options), self.environment)
         return running.process.wait() == 0
 
     def install(self, requirements: list[str], *options: str) -> None:
-        """Installs; raises InstallError."""
+        """Install packages.
+
+        Raises:
+            InstallError: the installation failed.
+        """
         install(lambda: Running(self.command(requirements, *options), self.environment), checks.uv_stage, PATIENCE)
 
 
 def pip_install(python: Path, requirements: list[str], *options: str) -> None:
-    """Has pip install packages as they are listed; raises InstallError."""
+    """Install packages by pip exactly as listed.
+
+    Raises:
+        InstallError: the installation failed.
+    """
     command = pip(python, "install", "--no-deps", "--no-compile", "--progress-bar=off", *options, *requirements)
     install(lambda: Running(command), checks.pip_stage, PATIENCE)
 
 
 def byte_compile(python: Path) -> None:
-    """Compiles what is imported here; files that do not compile are templates or for other Pythons."""
+    """Byte-compile the packages imported here; files that do not compile are templates or for other Pythons."""
     purelib = ask([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout.strip()
     say("byte-compilation")
     command = [str(python), "-m", "compileall", "-j", "0", "-x", NOT_COMPILED, "."]

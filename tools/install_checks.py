@@ -1,4 +1,4 @@
-"""What `make install` can know before it fetches gigabytes, and what it reads from pip and uv: pure functions."""
+"""Checks of `make install` before it fetches gigabytes, and parsers for the output of pip and uv. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 ENVIRONMENT_BYTES = 4.0e9
-"""Disk space that an installation occupies at its peak (measured: 3.2e9 when done), with some to spare."""
+"""Bytes that an installation occupies at its peak (measured: 3.2e9 when done), with some to spare."""
 
 VECTORS = {"avx2", "asimd", "neon"}
-"""Instructions of which torch's and vLLM's CPU builds need one kind, as /proc/cpuinfo names them."""
+"""Instruction sets of which torch's and vLLM's CPU builds need one, by their names in /proc/cpuinfo."""
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-"""Versions for which torch is looked for where this one has none."""
+"""Python versions for which torch is looked for if there is none for this one."""
 
 NETWORK = re.compile(
     r"error sending request|after \d+ retries|response body|timed? ?out|connection (broken|reset|aborted|refused)"
@@ -22,7 +22,7 @@ NETWORK = re.compile(
     r"|(server error|error:?) \(?5\d\d|too many requests|temporary failure in name|name or service not known",
     re.IGNORECASE,
 )
-"""What a failure says that may be gone at the next try, as against one that stays."""
+"""Pattern of failures that a retry may fix."""
 
 PIP_TO_UV = {
     "index-url": "--default-index",
@@ -43,7 +43,7 @@ PIP_TO_ENVIRONMENT = {
 
 
 def instruction_problem(cpuinfo: str) -> str | None:
-    """What to say of a CPU for which there are no builds; None where it has the instructions or does not tell.
+    """Return the message for a CPU without builds; None if it has the instructions or does not report them.
 
     Args:
         cpuinfo: text of /proc/cpuinfo; empty on systems without it.
@@ -60,13 +60,13 @@ def instruction_problem(cpuinfo: str) -> str | None:
 
 
 def disk_problem(needed: float, there: float, free: float, folder: str) -> str | None:
-    """How much disk space is missing; None where there is enough.
+    """Return the message for missing disk space; None if there is enough.
 
     Args:
         needed: bytes of the whole environment.
-        there: bytes of it that are on the disk already.
+        there: bytes of it that are already on the disk.
         free: bytes that can still be written.
-        folder: where it is made.
+        folder: folder of the environment.
     """
     missing = needed - there - free
     if missing <= 0:
@@ -78,10 +78,10 @@ def disk_problem(needed: float, there: float, free: float, folder: str) -> str |
 
 
 def pip_settings(listed: str) -> dict[str, list[str]]:
-    """pip's own configuration, merged as pip does.
+    """Return pip's configuration, merged as pip does.
 
     Args:
-        listed: what `pip config list` prints: `section.key='value'` lines.
+        listed: output of `pip config list`: `section.key='value'` lines.
 
     Returns:
         Values by key; later sections win: global, install, environment variables.
@@ -98,7 +98,7 @@ def pip_settings(listed: str) -> dict[str, list[str]]:
 
 
 def uv_arguments(settings: Mapping[str, Collection[str]]) -> list[str]:
-    """uv's options for pip's settings. pip takes a version from whichever index has it, so uv does."""
+    """Return uv's options for pip's settings; like pip, uv takes a version from any index that has it."""
     arguments = ["--index-strategy", "unsafe-best-match"]
     for key, option in PIP_TO_UV.items():
         for value in settings.get(key, ()):
@@ -109,34 +109,34 @@ def uv_arguments(settings: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def uv_environment(settings: Mapping[str, Collection[str]], environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for uv by pip's settings, less those that are set already."""
+    """Return the environment variables for uv from pip's settings, without those already set."""
     found = {
         name: value for key, names in PIP_TO_ENVIRONMENT.items() for name in names for value in settings.get(key, ())
     }
-    # uv would fetch a Python of its own from elsewhere, and begin 50 downloads at once, of which some time out on a
-    # busy machine
+    # by default uv would fetch its own Python from elsewhere, and start 50 downloads at once, some of which time out
+    # on a busy machine
     found |= {"UV_PYTHON_DOWNLOADS": "never", "UV_CONCURRENT_DOWNLOADS": "16", "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def versions_of(listed: str) -> list[str]:
-    """Versions in what `pip index versions` prints."""
+    """Return the versions in the output of `pip index versions`."""
     line = re.search(r"^Available versions:(.*)$", listed, re.MULTILINE)
     return [version.strip() for version in line[1].split(",")] if line else []
 
 
 def no_torch(torch: str, here: str, working: Iterable[str], index: str, unreachable: bool) -> str:
-    """The message for a Python for which there is no CPU build of torch.
+    """Return the message for a Python without a CPU build of torch.
 
     Args:
         torch: the locked requirement.
         here: this Python's version.
-        working: Python versions for which it was found.
+        working: Python versions for which there is one.
         index: PyTorch's own index.
         unreachable: whether that index did not answer.
     """
-    tail = "which cannot be reached from here" if unreachable else "nor is it there"
-    lines = [f"{torch} is not to be had for Python {here}: not on the configured indexes, and on {index} ({tail})."]
+    other = f"{index} (which cannot be reached from here)" if unreachable else index
+    lines = [f"{torch} is not available for Python {here}: not on the configured indexes, nor on {other}."]
     if working := list(working):
         lines.append(f"Found for Python {', '.join(working)}: take that one with: make PYTHON=python{working[-1]}")
     else:
@@ -145,26 +145,26 @@ def no_torch(torch: str, here: str, working: Iterable[str], index: str, unreacha
 
 
 def words(lines: Iterable[str]) -> list[str]:
-    """A log's lines that are for people: without debug messages and known noise."""
+    """Return a log's lines without debug messages and known noise."""
     noise = ("DEBUG ", "TRACE ", "INFO ", "WARNING: Location", "[notice]", "DEPRECATION")
     return [line for line in lines if line.strip() and not line.startswith(noise)]
 
 
 def last_error(lines: Iterable[str], most: int = 15, width: int = 240) -> list[str]:
-    """The error at the end of a log: from the first line on that says so, or the last lines, each cut to a width."""
+    """Return the error at the end of a log: from the first line with "error:" on, or the last lines, cut to a width."""
     said = words(lines)
     first = next((i for i, line in enumerate(said) if line.lower().startswith("error:")), max(len(said) - most, 0))
-    # pip lists all versions that there are
+    # pip lists all existing versions, so lines are cut
     return [line if len(line) <= width else line[:width] + " ..." for line in said[first:][-most:]]
 
 
 def may_pass(lines: Iterable[str]) -> bool:
-    """Whether a log tells a failure of the network, which may be gone at the next try."""
+    """Return whether a log reports a failure of the network, which a retry may fix."""
     return any(NETWORK.search(line) for line in words(lines))
 
 
 def reason(error: list[str]) -> str:
-    """A failure in one line: what failed, and its innermost cause."""
+    """Describe a failure in one line: what failed, and its innermost cause."""
     if not error:
         return "it ended without a word"
     first = re.sub(r"^error:\s*", "", error[0].strip(), flags=re.IGNORECASE)
@@ -175,7 +175,7 @@ def reason(error: list[str]) -> str:
 
 
 def uv_stage(lines: Iterable[str]) -> tuple[str, bool]:
-    """(what uv does now, whether it waits for the network), of its log."""
+    """Return (what uv does now, whether it waits for the network), from its log."""
     begun: dict[str, None] = {}
     done, building = set(), set()
     total, resolved, prepared = "", False, False
@@ -208,7 +208,7 @@ def uv_stage(lines: Iterable[str]) -> tuple[str, bool]:
 
 
 def pip_stage(lines: Iterable[str]) -> tuple[str, bool]:
-    """(what pip does now, whether it waits for the network), of its log."""
+    """Return (what pip does now, whether it waits for the network), from its log."""
     said = words(lines)
     if any(line.startswith("Installing collected packages") for line in said):
         return "putting packages in place", False
@@ -218,7 +218,7 @@ def pip_stage(lines: Iterable[str]) -> tuple[str, bool]:
 
 
 def own_retries(lines: Iterable[str]) -> list[str]:
-    """What uv or pip tries again by itself, as a sentence each."""
+    """Return a sentence about each retry that uv or pip makes by itself."""
     found = []
     for line in lines:
         if match := re.search(r"Transient .*?`?(\S+/[^\s`]+)`?[;,] retrying", line):
@@ -232,14 +232,14 @@ def own_retries(lines: Iterable[str]) -> list[str]:
 
 
 class Pace:
-    """Tells that a download is too slow: fewer than `least` bytes in `window` seconds in which it waited for some."""
+    """A detector of slow downloads: fewer than `least` bytes in `window` seconds of waiting for the network."""
 
     def __init__(self, window: float, least: float) -> None:
         self.window, self.least = window, least
         self.since: tuple[float, float] | None = None
 
     def slow(self, now: float, written: float | None, fetching: bool) -> bool:
-        """One look at it; the clock starts again whenever enough came, or nothing was waited for."""
+        """Return whether the download is too slow now; the clock restarts when enough came or nothing is awaited."""
         if written is None or not fetching:
             self.since = None
             return False

@@ -1,4 +1,4 @@
-"""Runs pip and uv for `make install`: shows how far they are, and tries broken and slow downloads again."""
+"""Run pip and uv for `make install`: show their progress, and retry broken and slow downloads."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pathlib import Path
 import install_checks as checks
 
 LOOK_S = 0.2
-"""Seconds between two looks at a running installer."""
+"""Seconds between two checks of a running installer."""
 
 Stage = Callable[[Iterable[str]], tuple[str, bool]]
 
 
 class InstallError(Exception):
-    """Installation failed; the message says what the user can do."""
+    """Raised when the installation failed; the message says what the user can do."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long is waited, and how often tried."""
+    """Limits of waiting and retrying."""
 
     tries: int = 4
     pause_s: float = 3.0
     """Seconds before the second try; longer before each further one."""
     window_s: float = 60.0
     least_bytes: float = 1e6
-    """A download is slow that brings fewer bytes in so many seconds."""
+    """Bytes in `window_s` seconds below which a download is slow."""
     every_s: float = 8.0
-    """Seconds between two lines where there is no terminal."""
+    """Seconds between two lines of progress without a terminal."""
 
 
 class Running:
-    """A program at work, with its output in a file."""
+    """A running program, with its output in a file."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None, cwd: str | None = None) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this object
@@ -52,11 +52,11 @@ class Running:
         )
 
     def lines(self) -> list[str]:
-        """What it has written so far."""
+        """Return the lines it has written so far."""
         return os.pread(self.log.fileno(), 1 << 26, 0).decode(errors="replace").splitlines()
 
     def written(self) -> float | None:
-        """Bytes that it has written to files; None where the system does not tell."""
+        """Return the bytes that it has written to files; None if the system does not report them."""
         try:
             counters = Path(f"/proc/{self.process.pid}/io").read_text()
         except OSError:
@@ -64,7 +64,7 @@ class Running:
         return float(dict(line.split(": ") for line in counters.splitlines())["wchar"])
 
     def stop(self) -> None:
-        """Ends it, if it runs."""
+        """End the program, if it runs."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -75,7 +75,7 @@ class Running:
 
 
 class Progress:
-    """One line that is rewritten in a terminal; a line every few seconds elsewhere."""
+    """Progress as one rewritten line in a terminal, or a line every few seconds elsewhere."""
 
     def __init__(self, every_s: float) -> None:
         self.terminal = sys.stdout.isatty()
@@ -83,7 +83,7 @@ class Progress:
         self.started = self.told = time.monotonic()
 
     def show(self, stage: str, written: float | None) -> None:
-        """What is going on now."""
+        """Show the current stage."""
         now = time.monotonic()
         if not self.terminal and now - self.told < self.every_s:
             return
@@ -97,19 +97,19 @@ class Progress:
             self.told = now
 
     def tell(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.clear()
         say(text)
         self.told = time.monotonic()
 
     def clear(self) -> None:
-        """Takes the rewritten line away."""
+        """Remove the rewritten line."""
         if self.terminal:
             print("\r\033[K", end="", flush=True)
 
 
 def follow(running: Running, stage: Stage, progress: Progress, pace: checks.Pace | None) -> bool:
-    """Shows a program's progress until it ends; False if it was ended because nothing came any more."""
+    """Show a program's progress until it ends; return False if it was ended because its download was too slow."""
     retries = 0
     try:
         while True:
@@ -132,21 +132,21 @@ def follow(running: Running, stage: Stage, progress: Progress, pace: checks.Pace
 
 
 def install(start: Callable[[], Running], stage: Stage, patience: Patience) -> None:
-    """Runs an installer until it succeeds: again after a failure of the network, and when nothing comes any more.
+    """Run an installer until it succeeds; retry after a failure of the network or a download that is too slow.
 
     Args:
-        start: starts it; what an earlier try fetched is in its cache.
-        stage: what it does, of its log.
-        patience: how long and how often.
+        start: starts the installer, whose cache has what earlier tries fetched.
+        stage: returns the current stage from the installer's log.
+        patience: limits of waiting and retrying.
 
     Raises:
         Unreachable: the network failed every time.
-        InstallError: a failure that another try does not mend.
+        InstallError: a failure that a retry does not fix.
     """
     progress = Progress(patience.every_s)
     for attempt in range(1, patience.tries + 1):
         last = attempt == patience.tries
-        # a network that is slow for good must not be cut off for ever
+        # the last try has no limit, so that a permanently slow network can finish
         pace = None if last else checks.Pace(patience.window_s, patience.least_bytes)
         running = start()
         if not follow(running, stage, progress, pace):
@@ -167,9 +167,9 @@ def install(start: Callable[[], Running], stage: Stage, patience: Patience) -> N
 
 
 class Unreachable(InstallError):
-    """The network failed every time that it was tried."""
+    """Raised when the network failed at every try."""
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"install: {text}", flush=True)

@@ -1,8 +1,8 @@
-"""Writes locks/cpu.txt from pyproject.toml: `make lock`.
+"""Write locks/cpu.txt from pyproject.toml: `make lock`.
 
-pip resolves the base requirements and the extras below; what is resolved is written with exact versions, less the
-packages of LEFT_OUT. The lock is installed with `--no-deps`. Run it with an interpreter whose environment has a
-current pip (older ones download every package to resolve) and `packaging`.
+pip resolves the base requirements and the extras below; the result is written with exact versions, without the packages
+of LEFT_OUT. The lock is installed with `--no-deps`. Run this with an interpreter whose environment has `packaging` and
+a current pip (older ones download every package to resolve it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> int:
-    """Resolves and writes; returns the exit code."""
+    """Resolve the requirements and write the lock; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("locks/cpu.txt"))
     options = parser.parse_args()
@@ -49,12 +49,12 @@ def main() -> int:
 
 
 def project_build_requires() -> list[str]:
-    """The project is built in the environment itself, so its build requirements are locked too."""
+    """Return the project's build requirements; it is built in the environment itself, so they are locked, too."""
     return list(tomllib.loads(Path("pyproject.toml").read_text())["build-system"]["requires"])
 
 
 def resolve(requirements: list[str]) -> dict[str, Any]:
-    """pip's installation report for the requirements; downloads metadata only."""
+    """Return pip's installation report for the requirements; download metadata only."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     for index in ([], ["--extra-index-url", TORCH_INDEX]):
         done = subprocess.run([*command, *index, *requirements], capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def resolve(requirements: list[str]) -> dict[str, Any]:
 
 
 def needed_elsewhere(report: dict[str, Any]) -> list[str]:
-    """Requirements of resolved packages that hold on another supported Python and are not resolved here."""
+    """Return requirements of resolved packages that apply on another supported Python and are not resolved here."""
     resolved = {canonicalize_name(item["metadata"]["name"]): item for item in report["install"]}
     missing = set()
     for item in resolved.values():
@@ -83,7 +83,7 @@ def needed_elsewhere(report: dict[str, Any]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The lock file's text."""
+    """Return the lock file's text."""
     environment = report["environment"]
     lines = [
         "# Written by `make lock` from pyproject.toml; installed by `make install` with --no-deps.",

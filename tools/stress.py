@@ -1,10 +1,10 @@
-"""Runs tests that start processes again and again beside busy processes, and lists what ever failed.
+"""Repeat tests that start processes while other processes keep the machine busy, and list the tests that ever failed.
 
     python tools/stress.py [--count 10] [--busy 2] [FILE ...]
 
-A test that depends on what a process happens to do at a moment, or on a machine being quick, fails here sooner or
-later. Each file is one run of pytest; all files once, then all again, so that what fails rarely is seen under
-different conditions. Output of runs that failed is kept in build/stress/.
+A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. Each file is one
+run of pytest; all files run once, then all again, so that rare failures are seen under different conditions. The output
+of failed runs is kept in build/stress/.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ STARTS = re.compile(
     r"|^from tests\.\S+ import .*\b(Project|run_ranks)\b",
     re.MULTILINE,
 )
-"""What a test file that starts processes contains."""
+"""Pattern of test files that start processes."""
 BUSY = "while True: pass"
 NO_TESTS = 5
-"""Exit code of pytest that has found none."""
+"""Exit code of pytest when it has found no tests."""
 
 
 @dataclass
 class Found:
-    """What became of the tests."""
+    """Counts of runs and failures by test."""
 
     runs: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
     def add(self, results: dict[str, bool]) -> None:
-        """Adds one run of a file: whether each of its tests has passed."""
+        """Add one run of a file: whether each of its tests has passed."""
         self.runs.update(results.keys())
         self.failures.update(name for name, passed in results.items() if not passed)
 
     def table(self) -> str:
-        """One line for each test, those that failed first; the last line sums up."""
+        """Return one line for each test, failed ones first, and a summary."""
         width = max((len(name) for name in self.runs), default=4)
         lines = [f"{'test':{width}}  runs  failures"]
         for name in sorted(self.runs, key=lambda name: (-self.failures[name], name)):
@@ -59,7 +59,10 @@ class Found:
 
 
 def results(report: Path, file: str, code: int) -> dict[str, bool]:
-    """Whether each test has passed, of pytest's report about a file; without one the file as a whole has failed."""
+    """Return whether each test has passed, from pytest's report on a file.
+
+    Without a report, pytest's exit code decides for the file as a whole.
+    """
     try:
         cases = list(ET.parse(report).iter("testcase"))
     except (OSError, ET.ParseError):
@@ -69,14 +72,14 @@ def results(report: Path, file: str, code: int) -> dict[str, bool]:
         if case.find("skipped") is None:
             name = f"{file}::{case.get('name')}"
             passed = case.find("failure") is None and case.find("error") is None
-            found[name] = found.get(name, True) and passed  # an error at the end of a test is a case of its own
+            found[name] = found.get(name, True) and passed  # an error in a test's teardown is a separate case
     if code not in (0, NO_TESTS) and all(found.values()):
         found[file] = False
     return found
 
 
 def files_that_start_processes() -> list[str]:
-    """All files of tests that do, by what is in them."""
+    """Return all test files that start processes, by their contents."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if STARTS.search(path.read_text())]
 
@@ -94,7 +97,7 @@ def beside(count: int) -> Iterator[None]:
 
 
 def run(file: str, number: int) -> dict[str, bool]:
-    """Runs the tests of a file once."""
+    """Run the tests of a file once."""
     KEPT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"\W+", "-", file.removesuffix(".py"))
     report, log = KEPT / f"{name}.xml", KEPT / f"{name}.{number}.log"
@@ -115,11 +118,11 @@ def run(file: str, number: int) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Returns 1 if any test has failed in any run."""
+    """Run the tests; return 1 if any test has failed in any run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="default: all that start processes")
+    parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
-    parser.add_argument("--busy", type=int, default=2, help="busy processes beside them (default: 2)")
+    parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
     parser.add_argument("--list", action="store_true", help="only list the files")
     args = parser.parse_args()
     files = args.files or files_that_start_processes()

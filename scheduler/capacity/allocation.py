@@ -1,11 +1,11 @@
-"""Which GPUs train and which generate: StreamRL's two allocation algorithms (arXiv 2504.15930) as one search.
+"""Allocation of GPUs to training and generation: StreamRL's two algorithms (arXiv 2504.15930) as one search.
 
 The paper splits n GPUs of one site so that max(T_gen(x), T_train(y)) is least, and between two sites shrinks the faster
 stage to match the slower. Both are one question here: *what is the cheapest set of GPUs whose stages both end by t?* It
-is asked for GPUs of several types in several sites (`Offer`):
+is answered for GPUs of several types in several sites (`Offer`):
 
 * one offer trains, with the fewest GPUs that end by t (`training_cost.trainer_times`);
-* of all that is left, any offers generate: a replica of kind k is good for a share c_k(t) of the batch
+* of the remaining GPUs, any offers generate: a replica of kind k generates a share c_k(t) of the batch
   (`generation_cost.py`), and the shares must add up to 1. Integers are found by branch and bound; the bound is the
   price of the rest at the best price per share. After `covering.MOST_NODES` nodes the best so far is taken;
 * a remote site takes part only if new weights and its share of the samples get over its link within t. Traffic that
@@ -14,8 +14,8 @@ is asked for GPUs of several types in several sites (`Offer`):
 More time never needs more GPUs. So for throughput, the least t that fits counts and budget is found by bisection, and
 whatever the set at that t does not use is *released*. For cost, t runs over a grid with steps of `COARSE`, refined to
 `FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than a
-coarse step. Synchronous schedules add the stages up: every number of trainer GPUs (a geometric choice of `SYNC_SIZES`,
-of many) gets the generation that is best beside it.
+coarse step. Under synchronous schedules the times of the stages add up: for every number of trainer GPUs (if many, a
+geometric selection of `SYNC_SIZES`) the best generation beside it is found.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ PlanObjective = Literal["throughput", "cost"]
 ScheduleName = Literal["async", "one_step_off", "stream", "sync"]
 
 COARSE, FINE = 1.03, 1.002
-"""Ratio of neighbouring step times that are tried for the cheapest plan."""
+"""Ratios of neighbouring step times in the search for the cheapest plan."""
 BISECTIONS = 45
-"""Of a step time: to a 10^-9th or so."""
+"""Bisections of a step time: to a 10^-9th or so."""
 SYNC_SIZES, SYNC_KEPT = 32, 64
-"""Trainer sizes that a synchronous schedule tries, and splits of each trainer that are looked at closely."""
+"""Number of trainer sizes that a synchronous schedule tries, and number of splits of each trainer that are
+evaluated."""
 SLOWER = tuple(1.15**k for k in range(40))
-"""Generation times that it tries for the cheapest plan, by the shortest one."""
+"""Generation times that a synchronous schedule tries for the cheapest plan, as multiples of the shortest one."""
 LONGEST_STEP_S = 1e7
-"""A plan whose step takes longer is none."""
+"""Seconds beyond which a step does not count as a plan."""
 DELTA_RATIO = 70.0
-"""Full bf16 weights by the bytes of their lossless difference to the version before: measured at a learning rate of
-5e-6 with settled masters (experiments/results/delta_codec.md)."""
+"""Ratio of the bytes of full bf16 weights to those of their lossless difference to the previous version: measured at a
+learning rate of 5e-6 with settled masters (experiments/results/delta_codec.md).
+"""
 SAMPLE_BYTES_PER_TOKEN = 12.0
-"""Token, log-probability and version of each, as they cross a link (`controller/site_services.py`)."""
+"""Bytes of token, log-probability and version of each token, as they cross a link (`controller/site_services.py`)."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ class Offer:
     device: Device
     count: int
     usd_per_hour: float
-    """Of one GPU."""
+    """Price of one GPU."""
     max_batch: int = MOST_SLOTS
-    """Sequences that a replica decodes together at most."""
+    """Largest number of sequences that a replica decodes together."""
     trains: bool = True
-    """Whether the trainer may be here."""
+    """Whether the trainer may run here."""
     generates: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Offer:
 
     @property
     def name(self) -> str:
+        """Count, type and site, for messages."""
         return f"{self.count} {self.device.name} in {self.site}"
 
 
@@ -87,23 +90,25 @@ class Route:
     """A link between two sites."""
 
     bytes_per_s: float
-    """In each direction."""
+    """Bandwidth in each direction."""
     rtt_s: float = 0.0
     usd_per_gb: float = 0.0
-    """Per 10^9 bytes."""
+    """USD per 10^9 bytes."""
     weight_share: float = 0.8
-    """Of the bandwidth that leads away from the trainer, that weights may use."""
+    """Share of the bandwidth away from the trainer that weights may use."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_s < math.inf:
             raise ValueError(f"a link's bandwidth must be positive, got {self.bytes_per_s:g} bytes/s")
         if self.rtt_s < 0 or self.usd_per_gb < 0 or not 0 < self.weight_share <= 1:
-            raise ValueError("a link's round trip and price must not be negative, its weights' share within 0 .. 1")
+            raise ValueError(
+                "a link's round trip and price must not be negative, and its weight_share must be above 0 and at most 1"
+            )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned."""
+    """Inputs of a plan."""
 
     model: Transformer
     batch: Batch
@@ -113,54 +118,56 @@ class Problem:
     budget: float = math.inf
     """USD per hour, traffic included."""
     delta_ratio: float = DELTA_RATIO
-    """Full weights by what crosses a link; 1: all of them do."""
+    """Ratio of the full weights to the bytes that cross a link; 1: full weights are sent."""
 
     def __post_init__(self) -> None:
         if not self.offers:
-            raise ValueError("there are no GPUs to plan with")
+            raise ValueError("a plan needs at least one offer of GPUs")
         if not self.budget > 0:
             raise ValueError(f"the budget must be positive, got {self.budget:g} USD/h")
         if not self.delta_ratio >= 1:
-            raise ValueError(f"deltas are not larger than the weights: the ratio is 1 or more, got {self.delta_ratio}")
+            raise ValueError(
+                f"delta_ratio must be 1 or more (deltas are not larger than weights), got {self.delta_ratio}"
+            )
 
     def route(self, one: str, other: str) -> Route | None:
-        """Between two sites; None: there is none."""
+        """Return the route between two sites; None: there is none."""
         return next((route for ends, route in self.routes if ends == {one, other}), None)
 
     @property
     def sent_bytes(self) -> float:
-        """Of a version, to one remote site."""
+        """Bytes of a version that are sent to one remote site."""
         return self.model.weight_bytes / self.delta_ratio
 
     @property
     def sample_bytes(self) -> float:
-        """Of a whole batch, as it comes back from remote sites."""
+        """Bytes of a whole batch that comes back from remote sites."""
         return self.batch.samples * (self.batch.mean_length + self.batch.prompt_tokens) * SAMPLE_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who trains and who generates."""
+    """Assignment of GPUs to training and generation."""
 
     trainer: int
-    """Which offer."""
+    """Index of the offer that trains."""
     time: TrainerTime
     generation: tuple[Replicas, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same split."""
+        """Key that is equal for the same split."""
         pools = tuple((one.offer, one.count, one.kind.tensor_parallel) for one in self.generation)
         return self.trainer, self.time.gpus, pools
 
     def rent(self, offers: Sequence[Offer]) -> float:
-        """USD per hour of all GPUs that are used."""
+        """Return the USD per hour of all GPUs that are used."""
         train = self.time.gpus * offers[self.trainer].usd_per_hour
         return train + sum(one.gpus * offers[one.offer].usd_per_hour for one in self.generation)
 
 
 class Allocator:
-    """Answers the module's question for one problem, and searches."""
+    """Answers the module's question for one problem, and searches for splits."""
 
     def __init__(self, problem: Problem, schedule: ScheduleName = "async") -> None:
         self.problem, self.schedule = problem, schedule
@@ -182,21 +189,22 @@ class Allocator:
                 self.kinds[number] = [kind for kind in fits if kind is not None]
 
     def generation_s(self, generation: Sequence[Replicas], steady: bool | None = None) -> float:
-        """Seconds in which these replicas generate a batch; None: as the schedule does it."""
+        """Return the seconds in which these replicas generate a batch; `steady` None: as under the schedule."""
         return generation_seconds(generation, self.steady if steady is None else steady)
 
     def smallest(self, trainer: int, deadline: float) -> TrainerTime | None:
-        """The fewest GPUs of an offer that train by a deadline."""
+        """Return the trainer with the fewest GPUs of an offer that ends by a deadline."""
         times = self.trainers[trainer]
         place = bisect_left(times, -deadline, key=lambda one: -math.inf if one is None else -one.seconds)
         return times[place] if place < len(times) else None
 
     def cover(self, trainer: int, taken: int, deadline: float) -> tuple[float, tuple[Replicas, ...]] | None:
-        """The cheapest generation by a deadline beside a trainer of so many GPUs: USD per hour, traffic included."""
+        """Return the cheapest generation beside a trainer of so many GPUs: USD per hour with traffic, and the
+        replicas."""
         return self._to_cover(trainer, taken, deadline).solve()
 
     def possible(self, trainer: int, deadline: float) -> bool:
-        """Whether the stages can both end by a deadline, whatever it costs."""
+        """Return whether the stages can both end by a deadline, whatever it costs."""
         time = self.smallest(trainer, deadline)
         return time is not None and self._to_cover(trainer, time.gpus, deadline).enough
 
@@ -237,7 +245,7 @@ class Allocator:
         return Cover(choices, free_gpus, fixed, room)
 
     def split(self, trainer: int, deadline: float) -> tuple[float, Split] | None:
-        """The cheapest split with this trainer whose stages both end by a deadline: (USD per hour, split)."""
+        """Return the cheapest split with this trainer whose stages both end by a deadline: (USD per hour, split)."""
         time = self.smallest(trainer, deadline)
         if time is None:
             return None
@@ -248,13 +256,13 @@ class Allocator:
         return (rent, Split(trainer, time, covered[1])) if rent <= self.problem.budget else None
 
     def fastest(self, trainer: int) -> float:
-        """Seconds of the shortest step with this trainer; infinite: it cannot be."""
+        """Return the seconds of the shortest step with this trainer; infinite: it is not possible."""
         if math.isinf(self.problem.budget):
             return _least(lambda t: self.possible(trainer, t), 0.0, 1e-3)
         return _least(lambda t: self.split(trainer, t) is not None, 0.0, 1e-3)
 
     def candidates(self, objective: PlanObjective) -> Iterator[Split]:
-        """Splits of which one is best; several for each trainer."""
+        """Yield splits of which one is the best; several for each trainer."""
         for trainer in self.trainers:
             if self.schedule == "sync":
                 yield from self._following(trainer, objective)
@@ -285,7 +293,7 @@ class Allocator:
                     yield from at(deadline)
 
     def _one_replica(self) -> float:
-        """Seconds in which the slowest kind of replica generates a batch alone."""
+        """Return the seconds in which the slowest kind of replica generates a batch alone."""
         alone = [Replicas(n, 1, kind) for n, kinds in self.kinds.items() for kind in kinds]
         return max((self.generation_s([one]) for one in alone), default=0.0)
 
@@ -317,11 +325,11 @@ class Allocator:
 
 
 def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
-    """Seconds in which these replicas generate a batch: their shares add up to 1 then.
+    """Return the seconds in which these replicas generate a batch: the time at which their shares add up to 1.
 
     Args:
         generation: replicas of any kinds.
-        steady: generation goes on across steps (async).
+        steady: generation continues across steps (async).
     """
 
     def done(t: float) -> bool:
@@ -331,7 +339,7 @@ def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
 
 
 def _reaches(route: Route, problem: Problem, deadline: float) -> bool:
-    """Whether new weights get over a link within a step."""
+    """Return whether new weights get over a link within a step."""
     return route.rtt_s + problem.sent_bytes / (route.bytes_per_s * route.weight_share) <= deadline
 
 
@@ -340,13 +348,16 @@ def _slowest(times: Sequence[TrainerTime | None]) -> float:
 
 
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:
-    """Geometric, both ends included."""
+    """Return a geometric grid, both ends included."""
     count = max(1, math.ceil(math.log(high / low) / math.log(ratio)))
     return (low * (high / low) ** (k / count) for k in range(count + 1))
 
 
 def _least(done: Callable[[float], bool], low: float, high: float) -> float:
-    """The least time at which something that stays true is true (bisection); infinite: not within `LONGEST_STEP_S`."""
+    """Return the least time at which a condition holds that then stays true (bisection).
+
+    Infinite if it does not hold within `LONGEST_STEP_S`.
+    """
     while not done(high):
         low, high = high, high * 4
         if high > LONGEST_STEP_S:

@@ -1,11 +1,11 @@
-"""`schedule: auto`: picks a schedule and a split from a profile of the run's recent steps, says why, and may change.
+"""`schedule: auto`: picks a schedule and a split from a profile of the run's recent steps, and says why.
 
-Every option (a schedule, the instances that generate under it, the trainer's rate) is simulated on lengths like those
-that were seen, by `pipeline.py`. The fastest wins, with two reservations. Staleness has a price: an option with a
+Every option (a schedule, the instances that generate under it, the trainer's rate) is simulated by `pipeline.py` on
+lengths like those observed. The fastest wins, with two reservations. Staleness has a price: an option with a
 larger bound must be faster than the best one with a smaller bound by `off_policy_gain`. Changing has one too: once an
-option runs, another must be faster by `min_gain`, and changes are at least `min_steps` steps apart; only going back to
-less staleness needs no more than not being slower. So an option is entered at a gain and left at a loss, and chance
-does not make it flap.
+option runs, another must be faster by `min_gain`, and changes are at least `min_steps` steps apart; only a return to
+less staleness merely needs not to be slower. So an option is entered at a gain and left at a loss, and noise does not
+make it flap.
 
     auto = AutoSchedule(options)
     decision = auto.choose(profile, make_policy, batch=64)                  # after the first steps
@@ -13,10 +13,10 @@ does not make it flap.
     if auto.drifted(recent):                                                # every few steps
         decision = auto.choose(recent, make_policy, batch=64, step=step)    # decision.changed: at this step's end
 
-The objects are pure: no clock, no I/O, and the same profile and seed give the same decision. A caller leaves out
+The objects are pure: no clock, no I/O, and the same profile and seed give the same decision. The caller leaves out
 options that do not fit (memory, devices). A change takes effect between two steps, when the trainer's weights are
-published to generation whatever `sync_every` says; until what was issued before is trained, `during_change` says what
-may be taken.
+published to generation regardless of `sync_every`; until everything issued before is trained, the schedule of
+`during_change` decides which groups may be taken.
 """
 
 from __future__ import annotations
@@ -34,46 +34,47 @@ from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
 
 MEASURED_STEPS = 6
 """Steady steps that a prediction averages over (more where weights are published rarely): enough that one group's
-runaway answer does not decide, few enough to take a fraction of a second."""
+runaway answer does not decide, few enough to take a fraction of a second.
+"""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured over the last few steps."""
+    """Measurements of the last few steps."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
-    """(prompt tokens, output lengths of all its samples) by group; several batches."""
+    """(prompt tokens, output lengths of all its samples) of each group; several batches."""
     train_tokens_s: float
-    """Tokens, prompts included, that the trainer works through per second on devices of its own."""
+    """Tokens, prompts included, that the trainer processes per second on devices of its own."""
     colocated_train_tokens_s: float | None = None
-    """The same with all devices; None: as with its own."""
+    """The same rate with all devices; None: as with its own."""
     optimizer_s: float = 0.0
-    """At the end of every step."""
+    """Seconds at the end of every step."""
     reward_s: float = 0.0
-    """From a sample's end to its reward."""
+    """Seconds from a sample's end to its reward."""
     weights_s: float = 0.0
-    """To publish, send and load a version."""
+    """Seconds to publish, send and load a version."""
     switch_s: float = 0.0
-    """To change from generation to training, or back, on shared devices."""
+    """Seconds to change from generation to training, or back, on shared devices."""
 
     def __post_init__(self) -> None:
         if not self.groups or not all(lengths for _, lengths in self.groups):
             raise ValueError("a profile needs at least one group, and in each at least one sample")
 
     def lengths(self) -> Floats:
-        """Output lengths of all samples, ascending."""
+        """Return the output lengths of all samples, ascending."""
         return np.sort(np.concatenate([np.asarray(lengths, dtype=np.float64) for _, lengths in self.groups]))
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run."""
+    """A schedule with a split of the devices."""
 
     label: str
-    """For people, such as "async, 1 of 2 instances"."""
+    """Label for users, such as "async, 1 of 2 instances"."""
     schedule: Schedule
     instances: tuple[SimulatedInstance, ...]
-    """That generate; all devices' if the schedule is exclusive."""
+    """Instances that generate; those of all devices if the schedule is exclusive."""
     train_tokens_s: float | None = None
     """The trainer's rate under this split; None: the profile's."""
 
@@ -86,7 +87,7 @@ class Option:
 
 @dataclass(frozen=True)
 class SchedulePrediction:
-    """Of an option, in its steady state."""
+    """Predicted steady state of an option."""
 
     option: Option
     step_s: float
@@ -95,7 +96,7 @@ class SchedulePrediction:
     """Share of the instances' time in which they have nothing to do."""
     training_bubble: float
     staleness_mean: float
-    """Steps, over all groups."""
+    """Mean staleness in steps, over all groups."""
 
     @property
     def generation_s(self) -> float:
@@ -111,17 +112,17 @@ class SchedulePrediction:
 def predict(
     profile: Profile, option: Option, make_policy: Callable[[], DispatchPolicy], batch: int, seed: int = 0
 ) -> SchedulePrediction:
-    """Simulates an option on whole groups drawn from the profile (a bootstrap; siblings stay together).
+    """Simulate an option on whole groups drawn from the profile (a bootstrap; siblings stay together).
 
-    One seed gives all options the same groups, so that their difference is not the draws'. The policy gets no
-    forecasts. Weights under way do not hold up generation.
+    One seed gives all options the same groups, so that they do not differ by the draws. The policy gets no
+    forecasts. Weights in flight do not hold up generation.
 
     Args:
-        profile: what was measured.
-        option: to be predicted.
-        make_policy: a new dispatch policy.
-        batch: groups of an optimizer step.
-        seed: of the draws.
+        profile: measurements of recent steps.
+        option: option to predict.
+        make_policy: creates a new dispatch policy.
+        batch: groups per optimizer step.
+        seed: seed of the draws.
     """
     schedule = option.schedule
     every = schedule.sync_every
@@ -129,7 +130,7 @@ def predict(
     def publications(steps: int) -> int:
         return -(-steps // every) * every
 
-    # the first steps have all devices free, the last ones nothing more to issue: both are left out
+    # in the first steps all devices are free, in the last ones nothing is left to issue: both are left out
     first = publications(schedule.max_staleness + 2)
     last = first + publications(MEASURED_STEPS)
     iterations = last + publications(schedule.max_staleness + 1)
@@ -165,19 +166,19 @@ def predict(
 
 @dataclass(frozen=True)
 class Decision:
-    """What to run, and why."""
+    """An option to run, and the reason."""
 
     option: Option
     changed: bool
-    """Another option ran before; false for the first decision."""
+    """Whether another option ran before; false for the first decision."""
     why: str
-    """One sentence with figures."""
+    """Reason, one sentence with figures."""
     predictions: tuple[SchedulePrediction, ...]
-    """Of all options."""
+    """Predictions of all options."""
 
 
 class AutoSchedule:
-    """See the module."""
+    """Chooses among options by predicted step time, and decides when to change."""
 
     def __init__(
         self,
@@ -187,16 +188,17 @@ class AutoSchedule:
         min_steps: int = 20,
         drift: float = 0.15,
     ) -> None:
-        """
+        """Create a chooser that has not decided yet.
+
         Args:
-            options: to choose among; of equal ones the first wins.
+            options: options to choose among; of equal ones the first wins.
             min_gain: share of a step's time that a change must save.
             off_policy_gain: share of a step's time that a larger staleness bound must save.
-            min_steps: between two changes.
+            min_steps: smallest number of steps between two changes.
             drift: see `drifted`.
 
         Raises:
-            ValueError: no options, two of one label, or a share outside of [0, 1).
+            ValueError: there are no options, two have the same label, or a share is outside of [0, 1).
         """
         labels = [option.label for option in options]
         if not options or len(set(labels)) < len(labels):
@@ -209,7 +211,7 @@ class AutoSchedule:
         self.options = tuple(options)
         self.min_gain, self.off_policy_gain, self.min_steps, self.drift = min_gain, off_policy_gain, min_steps, drift
         self.current: Option | None = None
-        """The last decision's."""
+        """Option of the last decision."""
         self._changed_at: int | None = None
         self._profile: Profile | None = None
 
@@ -222,15 +224,15 @@ class AutoSchedule:
         seed: int = 0,
         options: Sequence[Option] | None = None,
     ) -> Decision:
-        """Predicts every option (`predict`), decides, and remembers the profile for `drifted`.
+        """Predict every option (`predict`), decide, and remember the profile for `drifted`.
 
         Args:
-            profile: what was measured.
-            make_policy: a new dispatch policy.
-            batch: groups of an optimizer step.
+            profile: measurements of recent steps.
+            make_policy: creates a new dispatch policy.
+            batch: groups per optimizer step.
             step: optimizer steps done.
-            seed: of the draws.
-            options: as they are known by now, instead of those before; an option is known by its label.
+            seed: seed of the draws.
+            options: options that replace the earlier ones; an option is identified by its label.
         """
         self._profile = profile
         if options is not None:
@@ -238,9 +240,12 @@ class AutoSchedule:
         return self.decide([predict(profile, option, make_policy, batch, seed) for option in self.options], step)
 
     def drifted(self, profile: Profile) -> bool:
-        """Whether to predict anew: the mean length, a quarter of the distribution (Kolmogorov-Smirnov distance above
-        0.25) or the trainer's rate is off by more than `drift` from what the last choice was made for; also if there
-        was none. Chance may make it true: that costs a prediction, not a change."""
+        """Return whether the run has changed since the last choice, so that options should be predicted again.
+
+        True if the mean length or the trainer's rate is off by more than `drift`, if the lengths' distribution is off
+        by a Kolmogorov-Smirnov distance above 0.25, or if there was no choice. A false alarm costs a prediction, not a
+        change.
+        """
         if self._profile is None:
             return True
         return lengths_differ(self._profile.lengths(), profile.lengths(), self.drift) or _off(
@@ -248,17 +253,17 @@ class AutoSchedule:
         )
 
     def decide(self, predictions: Sequence[SchedulePrediction], step: int = 0) -> Decision:
-        """Picks an option, by the rules of the module.
+        """Choose an option by the rules of the module.
 
         Args:
-            predictions: of all options that are possible now, the current one among them if it still is.
+            predictions: predictions of all options that are possible now, including the current one if it still is.
             step: optimizer steps done.
 
         Raises:
-            ValueError: no predictions.
+            ValueError: there are no predictions.
         """
         if not predictions:
-            raise ValueError("there is nothing to decide without predictions")
+            raise ValueError("auto cannot decide without predictions")
         best = self._best(predictions)
         label = self.current.label if self.current is not None else None
         current = next((p for p in predictions if p.option.label == label), None)
@@ -271,7 +276,7 @@ class AutoSchedule:
         return Decision(chosen.option, changed, self._why(chosen, best, predictions, reservation), tuple(predictions))
 
     def _best(self, predictions: Sequence[SchedulePrediction]) -> SchedulePrediction:
-        """The fastest, where more staleness pays its price."""
+        """Return the fastest prediction, where more staleness must gain `off_policy_gain`."""
         best: SchedulePrediction | None = None
         for bound in sorted({p.option.schedule.max_staleness for p in predictions}):
             of_bound = [p for p in predictions if p.option.schedule.max_staleness == bound]
@@ -282,7 +287,7 @@ class AutoSchedule:
         return best
 
     def _reservation(self, current: SchedulePrediction, best: SchedulePrediction, step: int) -> str | None:
-        """Why the current option stays although another is best; None: it does not."""
+        """Return why the current option stays although another is best; None: it does not stay."""
         if self._changed_at is not None and step - self._changed_at < self.min_steps:
             return f"the last change was {step - self._changed_at} steps ago, and {self.min_steps} must lie between two"
         if best.step_s <= current.step_s * (1 - self.min_gain):
@@ -312,15 +317,19 @@ class AutoSchedule:
 
 
 def during_change(before: Schedule, after: Schedule) -> Schedule:
-    """The schedule to ask, with `due` for its `max_staleness`, which complete groups training may take from a change on
-    until all that was issued before is taken. Without the wider bound, groups issued under it would lose their place
-    to newer ones."""
+    """Return the schedule that decides which groups training may take while groups from before a change are left.
+
+    Compute `due` with its `max_staleness`. Without the wider of both bounds, groups admitted under it would lose their
+    place to newer ones.
+    """
     return replace(after, max_staleness=max(before.max_staleness, after.max_staleness))
 
 
 def lengths_differ(before: Floats, now: Floats, drift: float, distance: float = 0.25) -> bool:
-    """Whether lengths have changed: their mean by more than a share `drift`, or their distribution by more than a
-    `distance` (two-sample Kolmogorov-Smirnov: the largest difference between the shares of lengths up to some value).
+    """Return whether lengths have changed, by their mean or by their distribution.
+
+    The mean may differ by a share `drift`, the distribution by `distance` (two-sample Kolmogorov-Smirnov: the largest
+    difference between the shares of lengths up to some value).
 
     Args:
         before: [m] ascending.
@@ -344,7 +353,7 @@ def _seconds(value: float) -> str:
 
 
 def _overlap(prediction: SchedulePrediction) -> str:
-    """How an option spends its step."""
+    """Describe how an option spends its step."""
     schedule = prediction.option.schedule
     generation, training = _seconds(prediction.generation_s), _seconds(prediction.training_s)
     if schedule.exclusive:

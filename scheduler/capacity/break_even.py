@@ -1,16 +1,16 @@
-"""Whether a second site pays: the cheapest plan that keeps up with a given pace, and from which value of an input one
-placement beats another. Pure.
+"""Break-even of a second site: the cheapest plan that keeps up with a given pace, and the value of an input from which
+one placement beats another. Pure.
 
 `plans` finds the fewest USD per sample however long a step takes, or the shortest step whatever it costs. Neither
-compares placements: a link is hardly felt by a plan that may be slow. So here a step may take at most so long, and what
-counts is USD per sample.
+compares placements: a plan that may be slow hardly notices a link. So here a step's duration is limited, and
+the objective is USD per sample.
 
     async, one_step_off   the smallest trainer and the cheapest generation that both end by the limit, and by some
                           shorter times (`SHORTER`): GPUs are whole, so a little less time may cost less per sample
     sync, stream          for every size of the trainer, the cheapest generation that leaves the whole step within the
                           limit: the latest deadline of the generation, by bisection
 
-`Comparison` asks this of single sites with one GPU type and of two sites, at the pace of a given number of GPUs.
+`Comparison` does this for single sites with one GPU type and for two sites, at the pace of a given number of GPUs.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainingWork
 
 SHORTER = (*(0.995**k for k in range(24)), *(0.88 * 0.98**k for k in range(108)))
-"""Step times that are tried, by the longest one: closely near it, down to a tenth."""
+"""Step times to try, as shares of the longest one: closely spaced near it, down to a tenth."""
 EARLIER = (0.97, 0.94, 0.91, 0.88)
-"""Deadlines of a generation that are tried beside the latest, by that."""
+"""Deadlines of a generation to try beside the latest, as shares of it."""
 LATEST = 10
 """Bisections of a generation's deadline: to a thousandth of the limit."""
 ROUNDING = 1e-6
-"""By which a step may exceed its limit: plans come from bisections."""
+"""Share by which a step may exceed its limit: plans come from bisections."""
 BANDWIDTHS, PRICES = (0.01, 1000.0), (1e-3, 100.0)
-"""Gbit/s and USD (per GB, per hour of a GPU) between which a break-even is looked for."""
+"""Ranges in Gbit/s and in USD (per GB, per hour of a GPU) in which a break-even is searched."""
 
 InputKind = Literal["always", "from", "up_to", "never"]
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Where in a range something begins or ceases to hold."""
+    """Value in a range at which something begins or ceases to hold."""
 
     kind: InputKind
-    """In the whole range; from a value on; up to a value; nowhere in it."""
+    """Where it holds: in the whole range; from a value on; up to a value; nowhere in the range."""
     value: float | None = None
     """The value, on the side where it holds; None: there is none within the range."""
 
@@ -57,17 +57,17 @@ class Threshold:
 def threshold(
     holds: Callable[[float], bool], low: float, high: float, upwards: bool = True, precision: float = 0.01
 ) -> Threshold:
-    """The value of an input at which something begins to hold (`upwards`), or up to which it holds.
+    """Return the value of an input at which something begins to hold (`upwards`), or up to which it holds.
 
     Bisection on the logarithm. What holds at a value must hold at all larger ones (all smaller ones); if it does not,
-    the result is one of its changes.
+    the result is one of the changes.
 
     Args:
-        holds: asked at both ends, and then between them.
-        low: of the range, above 0.
-        high: of the range.
-        upwards: larger values help; else smaller ones do.
-        precision: of the result, relative.
+        holds: the condition, evaluated at both ends, and then between them.
+        low: lower end of the range, above 0.
+        high: upper end of the range.
+        upwards: whether larger values help; otherwise smaller ones do.
+        precision: relative precision of the result.
 
     Raises:
         ValueError: the range is empty or not positive.
@@ -86,11 +86,11 @@ def threshold(
 
 
 def cheapest_within(problem: Problem, schedule: ScheduleName, limit_s: float) -> PlacementPlan | None:
-    """The plan with the fewest USD per sample among those whose step takes at most `limit_s` seconds; None: none does.
+    """Return the plan with the fewest USD per sample among those whose step takes at most `limit_s`; None: none does.
 
     Args:
-        problem: what is to be planned; its budget holds too.
-        schedule: what steps overlap.
+        problem: what to plan for; its budget applies too.
+        schedule: determines which stages overlap.
         limit_s: seconds of a step.
     """
     allocator = Allocator(problem, schedule)
@@ -108,7 +108,8 @@ def cheapest_within(problem: Problem, schedule: ScheduleName, limit_s: float) ->
 
 
 def _overlapping(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[PlacementPlan]:
-    """Both stages end by the same time; the pause for new weights comes off the generation's."""
+    """Yield plans whose stages both end by the same time; the pause to load new weights shortens the generation's
+    time."""
     for shorter in SHORTER:
         found = allocator.split(trainer, limit_s * shorter)
         if found is None:
@@ -121,7 +122,7 @@ def _overlapping(allocator: Allocator, trainer: int, limit_s: float) -> Iterator
 
 
 def _following(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[PlacementPlan]:
-    """Every size of the trainer with the cheapest generation that leaves the step within the limit."""
+    """Yield plans for every size of the trainer, with the cheapest generation that leaves the step within the limit."""
     sizes = sorted({one.gpus: one for one in allocator.trainers[trainer] if one is not None}.items())
     if len(sizes) > SYNC_SIZES:
         wanted = set(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int).tolist())
@@ -136,7 +137,7 @@ def _following(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[P
             covered = allocator.cover(trainer, gpus, deadline)
             if covered is None:
                 if turn == 0:
-                    break  # not even in all of the time
+                    break  # not possible even in the whole time
                 low = deadline
                 continue
             plan = evaluate(allocator, Split(trainer, time, covered[1]), "cost")
@@ -155,25 +156,25 @@ def _following(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[P
 
 @dataclass(frozen=True)
 class Cost:
-    """What a split, or GPUs in turns, come to."""
+    """Times and costs of a split, or of GPUs in turns."""
 
     split: str
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     generation_s: float
     training_s: float
     weights_s: float
-    """Over the link and to every GPU, and their load; in turns: both changes."""
+    """Seconds of new weights over the link, to every GPU, and of their load; in turns: of both changes."""
     usd_per_hour: float
     """Rent and traffic."""
     traffic_usd: float
-    """Per 1,000 samples; a part of the next."""
+    """USD of traffic per 1,000 samples, included in `usd`."""
     usd: float
-    """Per 1,000 samples."""
+    """USD per 1,000 samples."""
 
     @classmethod
     def of(cls, plan: PlacementPlan) -> Cost:
-        """Of a plan under its schedule."""
+        """Compute the cost of a plan under its schedule."""
         offers, step = plan.problem.offers, plan.chosen
         parts = [(one.count, one.kind.tensor_parallel, offers[one.offer].device.name) for one in plan.split.generation]
         pools = " + ".join(f"{count} x {degree} {name}" for count, degree, name in parts)
@@ -190,13 +191,13 @@ class Cost:
 
 
 def in_turns(problem: Problem, counts: Sequence[int]) -> list[Cost]:
-    """So many GPUs of a problem's only offer that all generate and then all train; those that fit into memory.
+    """Return the costs of so many GPUs of a problem's only offer that all generate and then all train, where they fit.
 
     Raises:
         ValueError: there are several offers.
     """
     if len(problem.offers) != 1:
-        raise ValueError(f"GPUs in turns are of one offer, got {len(problem.offers)}")
+        raise ValueError(f"GPUs in turns need exactly one offer, got {len(problem.offers)}")
     made = []
     for count in counts:
         one = colocated(replace(problem, offers=(replace(problem.offers[0], count=count),)), "cost")
@@ -208,7 +209,7 @@ def in_turns(problem: Problem, counts: Sequence[int]) -> list[Cost]:
 
 
 def shortest_step(problem: Problem, schedule: ScheduleName) -> float:
-    """Seconds of the shortest step within the budget, as `plans` finds it; infinite: there is no plan."""
+    """Return the seconds of the shortest step within the budget, as `plans` finds it; infinite: there is no plan."""
     allocator = Allocator(problem, schedule)
     splits = allocator.candidates("throughput")
     return min((evaluate(allocator, split).chosen.seconds for split in splits), default=math.inf)
@@ -216,39 +217,40 @@ def shortest_step(problem: Problem, schedule: ScheduleName) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Where placements are compared."""
+    """Inputs at which placements are compared."""
 
     gpus: int
-    """Of the training type; one site of them sets the pace and the money."""
+    """GPUs of the training type; one site of them sets the pace and the money."""
     lengths: str
-    """Of the answers, as the comparison's batches are named."""
+    """Name of the answer lengths, as in the comparison's batches."""
     schedule: ScheduleName
     gbit_s: float = 1.0
-    """Of the link."""
+    """Bandwidth of the link."""
     rtt_ms: float = 0.0
     egress: float = 0.0
     """USD per 10^9 bytes over the link, either way."""
     delta: bool = True
-    """New weights cross the link as deltas; else whole."""
+    """Whether new weights cross the link as deltas; otherwise whole."""
     remote_usd: float | None = None
-    """Per hour of a GPU of the second site; None: its type's price."""
+    """USD per hour of a GPU of the second site; None: the price of its type."""
 
     def local(self) -> Point:
-        """The same for everything that has no link."""
+        """Return the same point for placements without a link."""
         return Point(self.gpus, self.lengths, self.schedule)
 
 
 class Comparison:
-    """Single sites of one GPU type against two sites: trainer here, all generation on a partner's type there.
+    """Compares single sites of one GPU type with two sites: the trainer here, all generation on a partner's type there.
 
     Costs are those of the cheapest plan that keeps up with the shortest step of `Point.gpus` GPUs of the training type
-    in one site under the same schedule (`limit`); step times are the shortest for the rent of these. Answers are kept.
+    in one site under the same schedule (`limit`); step times are the shortest for the rent of these GPUs. Results are
+    cached.
 
     Args:
-        model: what is trained.
-        work: what an optimizer step does.
-        batches: a batch by the name of its lengths.
-        devices: by name, each with a price.
+        model: the model to train.
+        work: models that an optimizer step trains and evaluates.
+        batches: returns a batch by the name of its lengths.
+        devices: devices by name, each with a price.
         trains: the type that sets the pace, and trains where there are two sites.
         supply: GPUs of every other type that could be rented.
         turns: numbers of GPUs of every other type that are tried in turns; of the training type, all up to its own.
@@ -285,34 +287,34 @@ class Comparison:
         return Offer("here", self.devices[gpu], at.gpus if gpu == self.trains else self.supply, self.prices[gpu])
 
     def here(self, at: Point, *gpus: str) -> Problem:
-        """One site with these types."""
+        """Return the problem of one site with these types."""
         return self._problem(at, *(self._offer(at, gpu) for gpu in gpus))
 
     def across(self, at: Point, partner: str) -> Problem:
-        """The trainer here, the partner's GPUs there."""
+        """Return the problem with the trainer here and the partner's GPUs there."""
         usd = self.prices[partner] if at.remote_usd is None else at.remote_usd
         there = Offer("there", self.devices[partner], self.supply, usd, trains=False)
         return self._problem(at, replace(self._offer(at, self.trains), generates=False), there)
 
     def _find_reference(self, at: Point) -> Cost:
-        """What sets the pace.
+        """Return the cost of the placement that sets the pace.
 
         Raises:
-            ValueError: its GPUs hold no trainer and generation.
+            ValueError: its GPUs do not hold both trainer and generation.
         """
         return Cost.of(plans(self.here(at, self.trains), at.schedule, "throughput")[0])
 
     def limit(self, at: Point) -> float:
-        """Seconds of a step that everything must keep up with."""
+        """Return the seconds of a step that every placement must keep up with."""
         return self.reference(at.local()).seconds
 
     def cheapest(self, problem: Problem, at: Point) -> Cost | None:
-        """None: it cannot keep up."""
+        """Return the cheapest plan's cost; None: no plan keeps up."""
         plan = cheapest_within(problem, at.schedule, self.limit(at))
         return None if plan is None else Cost.of(plan)
 
     def _find_one_type(self, at: Point, gpu: str) -> Cost | None:
-        """One site of one type, split."""
+        """Return the cost of one site of one type, split."""
         found = self.cheapest(self.here(at, gpu), at)
         return _cheapest([found, self.reference(at.local())]) if gpu == self.trains else found
 
@@ -320,18 +322,18 @@ class Comparison:
         return in_turns(self.here(at, gpu), range(1, at.gpus + 1) if gpu == self.trains else self._counts)
 
     def in_turns(self, at: Point, types: Iterable[str]) -> Cost | None:
-        """The cheapest of these types, and number of it, that keeps up; what is in turns has no schedule."""
+        """Return the cheapest of these types, in any number, that keeps up in turns; GPUs in turns have no schedule."""
         found = [one for gpu in types for one in self._turns(replace(at.local(), schedule="sync"), gpu)]
         return _cheapest(one for one in found if one.seconds <= self.limit(at))
 
     def _find_single(self, at: Point) -> Cost:
-        """The best site of one type, split or in turns."""
+        """Return the cost of the best site of one type, split or in turns."""
         found = _cheapest([*(self.one_type(at, gpu) for gpu in self.devices), self.in_turns(at, self.devices)])
         assert found is not None  # one of them sets the pace
         return found
 
     def mixed(self, at: Point, partner: str) -> Cost:
-        """Both types in one site, at the same prices; one of them alone is one way to use such a site."""
+        """Return the cost of both types in one site, at the same prices; using one of them alone is allowed."""
         both, alone = self.cheapest(self.here(at, self.trains, partner), at), self.one_type(at, self.trains)
         found = _cheapest([both, alone, self.in_turns(at, (self.trains, partner))])
         assert found is not None
@@ -341,49 +343,50 @@ class Comparison:
         return self.cheapest(self.across(at, partner), at)
 
     def usd(self, at: Point, partner: str) -> float:
-        """Of two sites, per 1,000 samples; infinite: they cannot keep up."""
+        """Return the USD per 1,000 samples of two sites; infinite: they cannot keep up."""
         found = self.two_sites(at, partner)
         return math.inf if found is None else found.usd
 
     def ratio(self, at: Point, partner: str) -> float:
-        """Cost of two sites by that of the best single one."""
+        """Return the cost of two sites divided by that of the best single one."""
         return self.usd(at, partner) / self.single(at.local()).usd
 
     def _money(self, at: Point) -> float:
-        """USD per hour of the GPUs that set the pace."""
+        """Return the USD per hour of the GPUs that set the pace."""
         return at.gpus * self.prices[self.trains] * (1 + ROUNDING)
 
     def two_sites_step(self, at: Point, partner: str) -> float:
-        """Seconds of the shortest step of two sites for the money; infinite: none."""
+        """Return the seconds of the shortest step of two sites for the money; infinite: there is none."""
         return shortest_step(replace(self.across(at, partner), budget=self._money(at)), at.schedule)
 
     def _find_single_step(self, at: Point) -> float:
-        """The same for the best single site of one type."""
+        """Return the seconds of the shortest step of the best single site of one type for the money."""
         found = [one for gpu in self.devices for one in self._turns(replace(at, schedule="sync"), gpu)]
         times = [one.seconds for one in found if one.usd_per_hour <= self._money(at)]
         split = [replace(self.here(at, gpu), budget=self._money(at)) for gpu in self.devices]
         return min(times + [shortest_step(one, at.schedule) for one in split])
 
     def bandwidth(self, at: Point, partner: str) -> tuple[Threshold, str]:
-        """Gbit/s from which two sites cost less; and what they are below it (or everywhere): `slow` or `dear`."""
+        """Return the Gbit/s from which two sites cost less, and why they do not below it (or anywhere): `slow` or
+        `dear`."""
         found = threshold(lambda gbit: self.ratio(replace(at, gbit_s=gbit), partner) < 1, *BANDWIDTHS)
         below = BANDWIDTHS[1] if found.value is None else found.value / 1.02
         return found, "slow" if math.isinf(self.usd(replace(at, gbit_s=below), partner)) else "dear"
 
     def bandwidth_for_time(self, at: Point, partner: str) -> Threshold:
-        """Gbit/s from which two sites have the shorter step."""
+        """Return the Gbit/s from which two sites have the shorter step."""
         best = self.single_step(at.local())
         return threshold(lambda gbit: self.two_sites_step(replace(at, gbit_s=gbit), partner) < best, *BANDWIDTHS)
 
     def dearest_egress(self, at: Point, partner: str) -> Threshold:
-        """USD per GB up to which two sites cost less."""
+        """Return the USD per GB up to which two sites cost less."""
         return threshold(lambda usd: self.ratio(replace(at, egress=usd), partner) < 1, *PRICES, upwards=False)
 
     def dearest_gpu(self, at: Point, partner: str) -> Threshold:
-        """USD per hour of the second site's GPUs up to which two sites cost less."""
+        """Return the USD per hour of the second site's GPUs up to which two sites cost less."""
         return threshold(lambda usd: self.ratio(replace(at, remote_usd=usd), partner) < 1, *PRICES, upwards=False)
 
 
 def _cheapest(found: Iterable[Cost | None]) -> Cost | None:
-    """None: there is none."""
+    """Return the cheapest cost; None: there is none."""
     return min((one for one in found if one is not None), key=lambda one: one.usd, default=None)

@@ -1,7 +1,7 @@
-"""Which replicas generate a batch by a deadline for the least money: integers by branch and bound. Pure.
+"""Cheapest set of replicas that generates a batch by a deadline: an integer program by branch and bound. Pure.
 
-Every replica is good for a share of the batch, and the shares must add up to 1 or more. Choices come in the order of
-their price per share; the bound of a branch is the price of what is missing at the best price per share that is left.
+Every replica generates a share of the batch, and the shares must add up to 1 or more. Choices are ordered by
+their price per share; the bound of a branch is the price of what is missing at the best remaining price per share.
 After `MOST_NODES` nodes the best so far is taken: the first dive already costs at most about one replica too much.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from scheduler.cost.generation_cost import ReplicaKind
 
 MOST_NODES = 400
-"""Of branch and bound, for one step time."""
+"""Largest number of branch-and-bound nodes for one step time."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Generation on a part of an offer."""
+    """Replicas on a part of an offer."""
 
     offer: int
     count: int
@@ -27,12 +27,13 @@ class Replicas:
 
     @property
     def gpus(self) -> int:
+        """GPUs of all replicas together."""
         return self.count * self.kind.tensor_parallel
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one offer can add to generation by a deadline."""
+    """Replicas that one offer can add to generation by a deadline."""
 
     offer: int
     site: int
@@ -41,7 +42,7 @@ class Choice:
 
     @property
     def ratio(self) -> float:
-        """USD per hour and share."""
+        """USD per hour and share of the best kind."""
         return self.kinds[0][2] / self.kinds[0][1]
 
 
@@ -51,25 +52,25 @@ class Cover:
 
     choices: Sequence[Choice]
     free: Sequence[int]
-    """GPUs of each."""
+    """GPUs of each choice."""
     fixed: Sequence[float]
-    """USD per hour of taking part, by site."""
+    """USD per hour of taking part at all, by site."""
     room: Sequence[float]
-    """Most share by site."""
+    """Largest share by site."""
     best: float = math.inf
     found: tuple[tuple[int, int, ReplicaKind], ...] | None = None
     nodes: int = 0
 
     @property
     def enough(self) -> bool:
-        """Whether all that there is generates a batch."""
+        """Whether all choices together generate a batch."""
         most = [0.0] * len(self.room)
         for choice, free in zip(self.choices, self.free, strict=True):
             most[choice.site] += max(share * (free // kind.tensor_parallel) for kind, share, _ in choice.kinds)
         return sum(map(min, most, self.room)) >= 1 - 1e-12
 
     def solve(self) -> tuple[float, tuple[Replicas, ...]] | None:
-        """USD per hour and replicas; None: all that there is does not do."""
+        """Return USD per hour and replicas; None: all choices together do not suffice."""
         if not self.enough:
             return None
         self._branch(0, 1.0, 0.0, (), {})
@@ -85,7 +86,7 @@ class Cover:
         taken: tuple[tuple[int, int, ReplicaKind], ...],
         used: dict[int, float],
     ) -> None:
-        """used: share by site that takes part."""
+        """Try the choices from `place` on; `used` is the share of each site that takes part."""
         if need <= 1e-12:
             if spent < self.best * (1 - 1e-12):
                 self.best, self.found = spent, taken
@@ -109,7 +110,7 @@ class Cover:
                 bound = spent + entry + count * price + (max(rest, 0.0) * after if rest > 1e-12 else 0.0)
                 if bound >= self.best * (1 - 1e-12):
                     if count < enough and after >= price / share:
-                        break  # fewer of these only means more of what is dearer
+                        break  # fewer of these only means more of the dearer ones
                     continue
                 more = {**used, choice.site: used.get(choice.site, 0.0) + min(count * share, need)}
                 self._branch(

@@ -1,4 +1,4 @@
-"""Elasticity: after every optimizer step, whether a generation pool is to get one instance more, or one less. Pure.
+"""Elasticity: after every optimizer step, decides whether a generation pool should get one instance more or less. Pure.
 
 StreamRL's rule (arXiv 2504.15930) watches d = T_gen - T_train, the seconds per step in which generation and the trainer
 work, and adds a data-parallel unit once d exceeds the time that the unit is predicted to save. Here it works in both
@@ -7,27 +7,27 @@ directions, with a margin:
     add      saving = T_gen - T_gen(one more);  d > saving + margin T_gen  and  saving >= min_saving T_gen
     remove   loss = T_gen(one fewer) - T_gen;   -d > loss + margin T_train
 
-The paper's rule alone goes on adding instances that save nothing: where one long answer makes T_gen, every saving is 0
-and d exceeds it. So a saving must also be worth having.
+The paper's rule alone keeps adding instances that save nothing: where one long answer determines T_gen, every saving is
+0 and d exceeds it. So a saving must also be large enough to matter.
 
 Which pool: of those that may grow and save enough, the one that saves most seconds per USD/h (free ones first, by their
-saving); of those that may do with one fewer, the one that costs most USD/h, then the one that loses least time; then by
+saving); of those that can do with one fewer, the one that costs most USD/h, then the one that loses least time; then by
 name. An addition waits for d to exceed the saving of that pool; it does not turn to a dearer one that saves less.
 
-Why it does not flap. Added under the rule, an instance leaves d' = d - saving > margin T_gen > 0, and removing asks for
-d' < 0. Removed under the rule, one leaves d' = d + loss < -margin T_train < 0, and adding asks for d' > 0. Between the
-d at which one is added and the d at which it is removed again lies loss + margin (T_gen + T_train): by so much may
-noise or a wrong prediction be off. In a large fleet that is little, one instance being a small part of it, so there are
-three more brakes: a condition must hold in `patience` steps in a row for the same pool; in the direction opposite to
-the last change, in `UNDO` times as many; and steps are ignored while a change is under way and in the `settle` steps
-after it, which mix both sizes and warm up caches.
+Why it does not flap: an addition under the rule leaves d' = d - saving > margin T_gen > 0, and removal needs
+d' < 0. A removal under the rule leaves d' = d + loss < -margin T_train < 0, and addition needs d' > 0. Between the
+d at which an instance is added and the d at which it is removed again lies loss + margin (T_gen + T_train): noise or a
+wrong prediction may be off by that much. In a large fleet that is little, one instance being a small part of it, so
+there are three more brakes: a condition must hold in `patience` steps in a row for the same pool; in the direction
+opposite to the last change, in `UNDO` times as many; and steps are ignored while a change is in progress and in the
+`settle` steps after it, which mix both sizes and warm up caches.
 
     elasticity = Elasticity({"east/regular": PoolLimits(1, 4, usd_per_hour=2.5)})
     change = elasticity.step_done(41.0, 18.2, {"east/regular": 2}, predict)     # after every step
     ...
     elasticity.changed({"east/regular": 3})                                     # or failed(), if it could not be done
 
-There is no clock and no deadline here: it waits for the change that it has asked for until it is told.
+There is no clock and no deadline here: after requesting a change, it waits until `changed` or `failed` is called.
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 UNDO = 3
-"""Times `patience`: steps in a row that it takes to go against the last change, whoever made it. With 10 % of noise on
-both times, fleets of 8 to 16 turn round up to 20 times in 500 steps without this, and at most once with it."""
+"""Multiple of `patience` that it takes to go against the last change, whatever caused it. With 10 % of noise on both
+times, fleets of 8 to 16 reverse up to 20 times in 500 steps without this, and at most once with it.
+"""
 REST_AFTER_FAILURE = 20
-"""Measured steps for which a pool is left alone whose change has failed (no device is free): others get their turn."""
+"""Measured steps for which a pool is left alone after its change has failed (no device is free), so that others get a
+turn.
+"""
 
 Predict = Callable[[Mapping[str, int]], float]
-"""Seconds of generation with so many instances of each pool, for lengths like the recent ones."""
+"""Returns the seconds of generation with so many instances of each pool, for lengths like the recent ones."""
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """Between which numbers of instances a pool may be changed."""
+    """Bounds on the number of a pool's instances."""
 
     lowest: int
     highest: int
     usd_per_hour: float = 0.0
-    """Of one instance."""
+    """Price of one instance."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest or self.highest < 1:
@@ -70,14 +73,14 @@ class PoolLimits:
 
 @dataclass(frozen=True)
 class Change:
-    """What is asked for."""
+    """A requested change of one pool."""
 
     pool: str
     before: int
-    """Instances."""
+    """Number of instances before the change."""
     after: int
     why: str
-    """One sentence with figures."""
+    """Reason, one sentence with figures."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +89,20 @@ class _Candidate:
 
     pool: str
     seconds: float
-    """Of generation per step that it saves or loses."""
+    """Seconds of generation per step that it saves or loses."""
     price: float
     """USD/h."""
     holds: bool
-    """The rule allows it in this step."""
+    """Whether the rule allows it in this step."""
 
     @property
     def saved_per_price(self) -> float:
+        """Seconds saved per USD/h; infinite for free instances."""
         return self.seconds / self.price if self.price > 0 else math.inf
 
 
 class Elasticity:
-    """See the module's text."""
+    """Watches step times and requests changes of pools, one at a time."""
 
     def __init__(
         self,
@@ -108,17 +112,18 @@ class Elasticity:
         margin: float = 0.05,
         min_saving: float = 0.05,
     ) -> None:
-        """
+        """Create a watcher that has seen no step.
+
         Args:
-            limits: by pool; a pool that is not among them stays as it is.
-            patience: steps in a row in which the rule must ask for the same.
+            limits: limits by pool; other pools stay as they are.
+            patience: steps in a row in which the rule must give the same result.
             settle: steps that are ignored after a change has taken effect; the one in which it did is the first.
-            margin: share of T_gen (of T_train, to remove) by which d must exceed what is predicted.
-            min_saving: share of T_gen that an addition must save; 0 is the paper's rule. Of n like instances, one more
-                saves at most 1 / (n + 1), so large fleets need a smaller value to grow.
+            margin: share of T_gen (of T_train, to remove) by which d must exceed the prediction.
+            min_saving: share of T_gen that an addition must save; 0 is the paper's rule. Of n identical instances, one
+                more saves at most 1 / (n + 1), so large fleets need a smaller value to grow.
 
         Raises:
-            ValueError: no pools, or a value outside of its range.
+            ValueError: there are no pools, or a value is outside of its range.
         """
         if not limits:
             raise ValueError("elasticity needs the limits of at least one pool")
@@ -129,37 +134,38 @@ class Elasticity:
         self.limits = dict(limits)
         self.patience, self.settle, self.margin, self.min_saving = patience, settle, margin, min_saving
         self.waiting: Change | None = None
-        """What was asked for and has not taken effect."""
+        """Requested change that has not taken effect."""
         self.note = "no step has been measured"
-        """What was last decided, or what is watched, for people."""
+        """Last decision, or what is being watched, for users."""
         self._replicas: dict[str, int] | None = None
         self._settling = 0
         self._last = 0
         """Direction of the last change: 1 more, -1 fewer, 0 none yet."""
         self._streaks: dict[tuple[int, str], int] = {}
-        """(Direction, pool) -> steps in a row in which the rule has allowed it."""
+        """(direction, pool) -> steps in a row in which the rule has allowed it."""
         self._resting: dict[str, int] = {}
         """Pool whose change has failed -> steps for which it is left alone."""
 
     def step_done(
         self, generation_s: float, training_s: float, replicas: Mapping[str, int], predict: Predict
     ) -> Change | None:
-        """Takes a step's times; the change to make now, or None.
+        """Process a step's times and return the change to make now, or None.
 
         A step in which one of the times is 0 was not measured: it is ignored, and neither interrupts patience nor
-        counts for it. Numbers of instances that differ from the last ones, while no change is waited for, count as
+        counts for it. Numbers of instances that differ from the last ones, while no change is requested, count as
         `changed`.
 
         Args:
             generation_s: T_gen, seconds of the step in which generation worked.
             training_s: T_train, seconds of the step in which the trainer worked.
-            replicas: instances of every pool, of those without limits too.
-            predict: only its ratios to `predict(replicas)` count, so it may be off by a factor. It is asked for one
-                instance more or fewer at a time, never for none at all, and only if d leaves a change possible.
+            replicas: instances of every pool, including those without limits.
+            predict: predicts generation times. Only its ratios to `predict(replicas)` count, so it may be off by a
+                factor. It is called for one instance more or fewer at a time, never for none at all, and only if d
+                leaves a change possible.
 
         Raises:
-            ValueError: a time is negative or not finite, a pool with limits has no number, or `predict` returns
-                something else than a positive finite number.
+            ValueError: a time is negative or not finite, a pool with limits has no number, or `predict` does not return
+                a positive finite number.
         """
         if not (0 <= generation_s < math.inf and 0 <= training_s < math.inf):
             raise ValueError(f"a step's times must be 0 s or more, got {generation_s} and {training_s}")
@@ -198,8 +204,9 @@ class Elasticity:
         return self.waiting
 
     def changed(self, replicas: Mapping[str, int]) -> None:
-        """What is there now: the change that was asked for has taken effect, or somebody else has changed a pool.
-        Patience and settling begin anew. It goes on waiting if the pool that it waits for is as before.
+        """Record the current numbers of instances, after the requested change or any other one.
+
+        Patience and settling start again. The requested change stays pending if its pool has not changed.
 
         Raises:
             ValueError: a pool with limits has no number.
@@ -217,8 +224,10 @@ class Elasticity:
             self.note = "now " + ", ".join(f"{pool} {count}" for pool, count in replicas.items())
 
     def failed(self) -> None:
-        """The change that was asked for will not take effect: that pool is left alone for `REST_AFTER_FAILURE` steps,
-        patience and settling begin anew. Without one, nothing happens."""
+        """Record that the requested change will not take effect; does nothing if there is none.
+
+        The pool is left alone for `REST_AFTER_FAILURE` steps; patience and settling start again.
+        """
         if self.waiting is None:
             return
         change, self.waiting = self.waiting, None
@@ -232,12 +241,13 @@ class Elasticity:
 
     def _check(self, replicas: Mapping[str, int]) -> None:
         if missing := sorted(set(self.limits) - set(replicas)):
-            raise ValueError(f"no number of instances is given for {', '.join(missing)}")
+            raise ValueError(f"the number of instances is not given for {', '.join(missing)}")
 
     def _best(
         self, generation_s: float, training_s: float, replicas: Mapping[str, int], predict: Predict
     ) -> tuple[_Candidate | None, int]:
-        """The pool to change if its condition holds long enough, and the direction; counts how long all have held."""
+        """Return the pool to change, if its condition holds, and the direction; count how long all conditions have
+        held."""
         d = generation_s - training_s
         candidates: list[_Candidate] = []
         # nothing is simulated where no prediction could make the rule hold
@@ -251,7 +261,7 @@ class Elasticity:
         elif -d > self.margin * training_s:
             direction = -1
             for pool, seconds in self._effects(direction, generation_s, replicas, predict).items():
-                # a simulation may find fewer instances quicker, by how requests happen to fall: no loss, no gain
+                # a simulation may find fewer instances faster, by how requests happen to be placed: no loss, no gain
                 loss = max(0.0, seconds)
                 if -d > loss + self.margin * training_s:
                     candidates.append(_Candidate(pool, loss, self.limits[pool].usd_per_hour, True))
@@ -265,7 +275,8 @@ class Elasticity:
     def _effects(
         self, direction: int, generation_s: float, replicas: Mapping[str, int], predict: Predict
     ) -> dict[str, float]:
-        """Seconds of generation that one instance more saves (one fewer costs), by pool that may be changed so."""
+        """Return the seconds of generation that one instance more saves (one fewer costs), by pool that has room for
+        it."""
         possible = []
         for pool, limits in self.limits.items():
             room = limits.highest - replicas[pool] if direction > 0 else replicas[pool] - limits.lowest
@@ -282,11 +293,11 @@ class Elasticity:
 
 
 def fleet_of(kinds: Mapping[str, SimulatedInstance], replicas: Mapping[str, int]) -> list[SimulatedInstance]:
-    """A fleet with so many instances of each pool, under names of their own.
+    """Create a fleet with so many instances of each pool, each with its own name.
 
     Args:
-        kinds: by pool, what each of its instances is like (slots, step times).
-        replicas: instances by pool.
+        kinds: a template of the instances (slots, step times) of each pool.
+        replicas: number of instances by pool.
 
     Raises:
         ValueError: a pool is unknown, or its number is negative.
@@ -303,13 +314,14 @@ def generation_time(
     instances: Sequence[SimulatedInstance],
     make_policy: Callable[[], DispatchPolicy],
 ) -> float:
-    """Seconds in which these instances generate these groups, from all idle to the last sample's end; 0 without groups.
-    Simulated: the policy gets no forecasts, and links between sites cost nothing.
+    """Return the seconds in which these instances generate these groups, from all idle to the last sample's end.
+
+    0 without groups. Simulated: the policy gets no forecasts, and links between sites cost nothing.
 
     Args:
-        groups: (prompt tokens, output lengths of all its samples) by group.
-        instances: that generate.
-        make_policy: a new dispatch policy.
+        groups: (prompt tokens, output lengths of all its samples) of each group.
+        instances: instances that generate.
+        make_policy: creates a new dispatch policy.
 
     Raises:
         ValueError: there are no instances.

@@ -1,4 +1,4 @@
-"""Why nothing fits: by how much, and the smallest change that would. Pure."""
+"""Explanations of why nothing fits: by how much, and the smallest change that would. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.cost.training_cost import memory_per_gpu, smallest_trainer, usabl
 
 
 def explain(problem: Problem, allocator: Allocator) -> str:
-    """A message for people about a problem without a plan."""
+    """Write a message for users about a problem that has no plan."""
     if not allocator.trainers:
         return _training(problem)
     if not any(allocator.kinds.values()):
@@ -29,7 +29,7 @@ def explain(problem: Problem, allocator: Allocator) -> str:
 
 
 def _training(problem: Problem) -> str:
-    """No offer holds the trainer."""
+    """Explain why no offer holds the trainer."""
     longest = problem.batch.most_tokens
     lines, changes = [], []
     for offer in problem.offers:
@@ -57,7 +57,7 @@ def _training(problem: Problem) -> str:
 
 
 def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
-    """With any number of GPUs of that memory."""
+    """Describe the longest sample that any number of GPUs of that memory holds."""
     device = max((offer.device for offer in problem.offers if offer.device.memory_gb == memory_gb), key=usable)
     low, high = 0.0, problem.batch.most_tokens
     for _ in range(40):
@@ -70,7 +70,7 @@ def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
 
 
 def _generation(problem: Problem) -> str:
-    """No offer holds a replica."""
+    """Explain why no offer holds a replica."""
     model, batch = problem.model, problem.batch
     lines, changes = [], []
     for offer in problem.offers:
@@ -93,11 +93,13 @@ def _generation(problem: Problem) -> str:
         text += (
             f"\nthe smallest change that fits: {count} {offer.device.name} in {offer.site}, one machine ({more} more)"
         )
-    return text + ("" if changes else "\nno tensor parallelism inside one machine does: GPUs with more memory")
+    return text + (
+        "" if changes else "\nno degree of tensor parallelism inside one machine fits: use GPUs with more memory"
+    )
 
 
 def _together(problem: Problem, allocator: Allocator) -> str:
-    """Either stage fits, not both."""
+    """Explain why each stage fits alone, but not both at once."""
     parts = []
     for number, times in allocator.trainers.items():
         offer = problem.offers[number]

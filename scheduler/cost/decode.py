@@ -1,14 +1,14 @@
-"""How long generation takes: step time by batch size, and the exact time of an instance that decodes a set of requests.
+"""Generation time: step time by batch size, and the exact time of an instance that decodes a set of requests.
 
     tau(b, c) = base(b) + per_context_token * c        seconds per decode step at batch b, c tokens of context in all
 
 `base` comes from measurements (calibration) or from a roofline. Every running request gets one token per step. So an
-instance that starts with lengths L_1 >= L_2 >= ... >= L_n and takes in nothing more needs
+instance that starts with lengths L_1 >= L_2 >= ... >= L_n and takes no further requests needs
 
     T = sum_j tau(j) (L_j - L_(j+1)) = sum_j (tau(j) - tau(j - 1)) L_j,     L_(n+1) = 0, tau(0) = 0:
 
 the j-th longest request costs its length times the *marginal* step time of the j-th batch slot. Context adds
-per_context_token * sum_i (P_i L_i + L_i^2 / 2), whatever the order.
+per_context_token * sum_i (P_i L_i + L_i^2 / 2), P_i the prompt's tokens, in any order.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepCurve:
-    """Step time of one instance."""
+    """Step time of one instance by batch size."""
 
     batches: tuple[int, ...]
     """Batch sizes of the points, ascending."""
     seconds: tuple[float, ...]
-    """base(b) at each of them."""
+    """base(b) at each batch size."""
     per_context_token: float = 0.0
     """Seconds per step and token of context (prompt and generated, over the whole batch)."""
     per_prefill_token: float = 0.0
-    """Seconds per token of a prompt that is read in."""
+    """Seconds per prefilled prompt token."""
 
     def __post_init__(self) -> None:
         if not self.batches or len(self.batches) != len(self.seconds):
@@ -57,8 +57,11 @@ class StepCurve:
     def measured(
         cls, points: dict[int, float], per_context_token: float = 0.0, per_prefill_token: float = 0.0
     ) -> StepCurve:
-        """A curve through measured points. Where noise makes a larger batch look faster, both get their mean (pool
-        adjacent violators): a step never gets faster by more work."""
+        """Fit a curve through measured points.
+
+        Where noise makes a larger batch look faster, both get their mean (pool adjacent violators): more work never
+        makes a step faster.
+        """
         sizes = sorted(points)
         blocks: list[tuple[float, int]] = []
         for size in sizes:
@@ -71,20 +74,20 @@ class StepCurve:
 
     @classmethod
     def mean(cls, curves: Sequence[StepCurve]) -> StepCurve:
-        """Of several measurements of the same kind of instance: at every batch size that one of them has.
+        """Average several measurements of the same kind of instance, at every batch size that one of them has.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no curve.
         """
         if not curves:
-            raise ValueError("there is no step curve to take the mean of")
+            raise ValueError("there is no step curve to average")
         sizes = sorted({size for curve in curves for size in curve.batches})
         points = {size: float(np.mean([curve.base(size) for curve in curves])) for size in sizes}
         context = float(np.mean([curve.per_context_token for curve in curves]))
         return cls.measured(points, context, float(np.mean([curve.per_prefill_token for curve in curves])))
 
     def to_json(self) -> dict[str, Any]:
-        """For a calibration file: what `from_json` reads."""
+        """Return the contents of a calibration file, as `from_json` reads them."""
         points = {str(batch): seconds for batch, seconds in zip(self.batches, self.seconds, strict=True)}
         return {
             "step_seconds": points,
@@ -94,10 +97,10 @@ class StepCurve:
 
     @classmethod
     def from_json(cls, values: Any) -> StepCurve:
-        """Reads a calibration; other keys are left alone.
+        """Read a calibration; other keys are ignored.
 
         Raises:
-            ValueError: a key is missing or holds something else; the message names it.
+            ValueError: a key is missing or has a wrong value; the message names it.
         """
         points = values.get("step_seconds") if isinstance(values, dict) else None
         if not isinstance(points, dict) or not points:
@@ -111,25 +114,27 @@ class StepCurve:
 
     @cached_property
     def _slope(self) -> float:
-        """Seconds per request beyond the last point: of the last stretch."""
+        """Seconds per request beyond the last point: the slope of the last segment."""
         if len(self.batches) == 1:
             return self.seconds[0] / self.batches[0]
         return (self.seconds[-1] - self.seconds[-2]) / (self.batches[-1] - self.batches[-2])
 
     def base(self, batch: npt.ArrayLike) -> Floats:
-        """base(b), also for fractions of a request: linear between the points, the first one below them, the last
-        slope above; 0 for an empty batch."""
+        """Return base(b), also for fractional batches, in seconds.
+
+        Linear between the points, constant below the first, with the last segment's slope above; 0 for an empty batch.
+        """
         b = np.asarray(batch, dtype=np.float64)
         inside = np.interp(b, self.batches, self.seconds)
         beyond = np.maximum(b - self.batches[-1], 0.0) * self._slope
         return np.where(b > 0, inside + beyond, 0.0)
 
     def table(self, largest: int) -> Floats:
-        """base(0), base(1) .. base(largest): [largest + 1]."""
+        """Return base(0), base(1) .. base(largest): [largest + 1]."""
         return self.base(np.arange(largest + 1))
 
     def scaled(self, factor: float) -> StepCurve:
-        """The same shape, every step `factor` times as long."""
+        """Return a curve on which every step takes `factor` times as long."""
         return StepCurve(
             self.batches,
             tuple(value * factor for value in self.seconds),
@@ -145,18 +150,18 @@ PAPER_7B_H800 = StepCurve(
 
 
 UNKNOWN_CURVE = StepCurve((1, 2), (1.0, 1.05))
-"""Stands in for an instance whose step time nobody has measured: small batches are hardly faster (memory-bound)."""
+"""Stand-in for an instance whose step time was not measured: small batches are hardly faster (memory-bound)."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decode step moves and computes."""
+    """Sizes that determine what a decode step moves and computes."""
 
     parameters: float
-    """All weights."""
+    """Number of weights."""
     layers: int
     kv_width: int
-    """Key and value numbers per token and layer (2 x KV heads x head size)."""
+    """Numbers in keys and values per token and layer (2 x KV heads x head size)."""
     hidden: int
     bytes_per_number: float = 2.0
 
@@ -170,18 +175,22 @@ QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
 """Qwen2.5-7B (its config.json)."""
 
 MEMORY_EFFICIENCY = 0.8
-"""Share of peak bandwidth that decode kernels reach: an assumption within what was measured (docs/plan.md)."""
+"""Share of peak bandwidth that decode kernels reach: an assumption within measured values
+(docs/explanation/cost_model.md)."""
 COMPUTE_EFFICIENCY = 0.6
-"""Share of the peak matrix rate that decode's thin products reach: an assumption (docs/plan.md)."""
+"""Share of the peak matrix rate that decode's thin products reach: an assumption (docs/explanation/cost_model.md)."""
 STEP_OVERHEAD_S = 3e-3
-"""Scheduling, sampling and kernel launches of one engine step: an assumption (docs/plan.md)."""
+"""Seconds of scheduling, sampling and kernel launches per engine step: an assumption
+(docs/explanation/cost_model.md)."""
 ALLREDUCE_LATENCY_S = 12e-6
-"""Start-up time of one all-reduce inside a machine: an assumption (docs/plan.md)."""
+"""Start-up seconds of one all-reduce inside a machine: an assumption (docs/explanation/cost_model.md)."""
 
 
 def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, largest: int = 1024) -> StepCurve:
-    """Step curve from peak rates: a step reads all weights once and computes 2 operations per weight and request,
-    whichever takes longer; KV reads add to it; tensor parallelism divides both and adds two all-reduces per layer.
+    """Compute a step curve from peak rates.
+
+    A step reads all weights once and computes 2 operations per weight and request; the slower of both counts. KV reads
+    add to it. Tensor parallelism divides all of these and adds two all-reduces per layer.
 
     Source: the roofline model (Williams et al., CACM 2009) on a decoder's weights, KV cache and products.
     """
@@ -206,12 +215,12 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
 
 
 def replica_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
-    """Seconds until one instance that starts all requests at once has finished them (the module's formula).
+    """Return the seconds until one instance that starts all requests at once has finished them (the module's formula).
 
     Args:
         lengths: [n] tokens to generate.
-        curve: of the instance.
-        prompts: [n] or one number: prompt tokens, for the context's share.
+        curve: step time of the instance.
+        prompts: [n] or one number: prompt tokens, for the share of the context.
     """
     longest_first = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
     if not len(longest_first):
@@ -221,7 +230,7 @@ def replica_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLik
 
 
 def context_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
-    """Seconds that reading the context adds to the steps of these requests, whatever their order."""
+    """Return the seconds that reading the context adds to the steps of these requests, in any order."""
     if curve.per_context_token == 0.0:
         return 0.0
     produced = np.asarray(lengths, dtype=np.float64)
@@ -230,11 +239,12 @@ def context_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLik
 
 
 def replica_time_with_refills(lengths: Sequence[float], curve: StepCurve, slots: int) -> float:
-    """Seconds until one instance with `slots` has finished requests that it takes in the given order, a waiting one as
-    soon as a slot is free (event-driven; context left out).
+    """Return the seconds in which an instance with `slots` finishes requests that it starts in the given order.
+
+    A waiting request starts as soon as a slot is free. Event-driven; context is left out.
 
     Raises:
-        ValueError: no slot.
+        ValueError: `slots` is below 1.
     """
     if slots < 1:
         raise ValueError(f"an instance needs at least one slot, got {slots}")

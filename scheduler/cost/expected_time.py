@@ -1,13 +1,14 @@
-"""How long an instance is expected to need for requests whose lengths are known, or believed.
+"""Expected time of an instance for requests whose lengths are known or forecast.
 
-A set of requests whose lengths are known costs an instance sum_k (tau(k) - tau(k - 1)) L_k (see `decode.py`). Where
-lengths are uncertain each request is 16 equally likely ones, of weight 1/16; with A(t) of n requests expected to run at
-time t, the number that do is about binomial, and a step costs
+A set of requests of known lengths costs an instance sum_k (tau(k) - tau(k - 1)) L_k (see `decode.py`). An uncertain
+length is 16 equally likely ones, of weight 1/16. With A(t) of n requests expected to run at time t, the number that do
+is about binomial, and a step costs
 
-    g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (that any runs),
+    g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (the probability that any runs),
 
-and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... What exceeds the slots
-runs later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left out).
+and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... Requests beyond the
+slots run later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left
+out).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scheduler.cost.decode import Floats, StepCurve, replica_time_with_refills
 
 @dataclass(frozen=True)
 class Worker:
-    """An instance to plan for."""
+    """An instance as plans see it."""
 
     name: str
     curve: StepCurve
@@ -31,12 +32,12 @@ class Worker:
 
 
 def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
-    """Seconds that one instance is expected to need for requests that it may all start now.
+    """Return the seconds that one instance is expected to need for requests that may all start now.
 
     Args:
         values: [n, v] equally likely lengths of each request; v = 1: known lengths.
-        curve: of the instance.
-        slots: most requests at once.
+        curve: step time of the instance.
+        slots: largest number of requests at once.
     """
     count, each = values.shape
     if count == 0:
@@ -50,23 +51,23 @@ def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
 
 @lru_cache(maxsize=512)
 def _steps(curve: StepCurve, slots: int, count: int, each: int) -> Floats:
-    """[count * each] what every value counts, longest first (see the module)."""
+    """Return [count * each] seconds per token of every value, longest first (see the module)."""
     return np.diff(step_cost(np.arange(count * each + 1) / each, curve, slots, None if each == 1 else count))
 
 
 def context_seconds(curve: StepCurve, lengths: Floats) -> Floats:
-    """Seconds that reading a request's own tokens adds to the steps, by length."""
+    """Return the seconds that reading a request's own tokens adds to the steps, by length."""
     return curve.per_context_token / 2 * lengths * lengths
 
 
 def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int | None = None) -> Floats:
-    """Expected seconds of a step while `alive` requests are expected to run or wait (the module's g).
+    """Return the expected seconds of a step while `alive` requests are expected to run or wait (the module's g).
 
     Args:
-        alive: expected numbers, any shape.
-        curve: of the instance.
-        slots: most requests at once.
-        uncertain: of how many requests with uncertain lengths they are; None: the numbers are certain.
+        alive: expected numbers of requests, any shape.
+        curve: step time of the instance.
+        slots: largest number of requests at once.
+        uncertain: number of requests with uncertain lengths that `alive` is out of; None: `alive` is certain.
     """
     alive = np.asarray(alive, dtype=np.float64)
     running = np.minimum(alive, slots)
@@ -82,7 +83,7 @@ def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int
 
 
 def marginal_costs(worker: Worker, count: int) -> Floats:
-    """[count] seconds per step that the k-th of so many requests adds to an instance (see the module)."""
+    """Return [count] seconds per step that the k-th of so many requests adds to an instance (see the module)."""
     return _marginal(worker.curve, worker.slots, count)
 
 

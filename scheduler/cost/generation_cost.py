@@ -1,16 +1,17 @@
-"""How fast replicas of a GPU type generate a batch of known lengths, for planning how many of them to use.
+"""Rate at which replicas of a GPU type generate a batch of known lengths, for planning how many replicas to use.
 
-Requests spread evenly over like replicas are a fluid: while A of the batch still run on r replicas, each decodes A / r
-of them, and a step takes tau(A / r); what exceeds the slots waits, at the pace of full batches. With L_1 >= L_2 >= ...
+Requests spread evenly over identical replicas are modelled as a fluid: while A of the batch still run on r replicas,
+each decodes A / r of them, and a step takes tau(A / r); requests beyond the slots wait, at the pace of full batches.
+With L_1 >= L_2 >= ...
 
     makespan(r) = sum_j (g(j / r) - g((j - 1) / r)) L_j + context / r,   g(x) = tau(min(x, slots)) x / min(x, slots).
 
 A share f of the batch, drawn evenly from all lengths, takes r replicas as long as the whole takes r / f. So under a
-deadline t a replica of kind k is good for a share c_k(t) = 1 / (replicas that generate all of it in t), shares of
-different kinds add up, and what generates a batch by t is a covering problem: sum_k r_k c_k(t) >= 1.
+deadline t a replica of kind k generates a share c_k(t) = 1 / (replicas that generate all of it in t), shares of
+different kinds add up, and generating a batch by t is a covering problem: sum_k r_k c_k(t) >= 1.
 
-Where generation goes on across steps (async), only rates matter: a replica with a requests at once makes a / tau(a)
-tokens a second. Two bounds stay: a request's mean time may not exceed a step (as many run as a batch has; the other
+Where generation continues across steps (async), only rates matter: a replica with a requests at once makes a / tau(a)
+tokens a second. Two bounds remain: a request's mean time may not exceed a step (as many run as a batch has; the other
 batch that one step of staleness allows waits for training), and the longest must end within the staleness.
 """
 
@@ -28,64 +29,69 @@ from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import HOST_LINK_GB_S, StepTokens
 
 GPU_MEMORY_FRACTION = 0.90
-"""Share of a GPU's memory that the engine takes: assumption between what a pool asks for where its file says nothing
-(0.85, `gpu_memory_fraction`) and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)."""
+"""Share of a GPU's memory that the engine takes: an assumption between a pool's default (0.85, `gpu_memory_fraction`)
+and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py).
+"""
 ENGINE_BYTES = 2e9
-"""Of a GPU, for the engine's activations and CUDA graphs (assumption, no published figure was found)."""
+"""Bytes per GPU for the engine's activations and CUDA graphs (assumption; no published figure was found)."""
 MOST_SLOTS = 256
-"""Sequences decoded together at most, where nothing else is said: vLLM 0.32's default of `max_num_seqs` for an A100 and
-for GPUs below 70 GiB (vllm/engine/arg_utils.py). Larger ones get 1,024 there; one value for all is an assumption."""
+"""Default for the largest number of sequences decoded together: vLLM 0.32's default of `max_num_seqs` for an A100 and
+for GPUs below 70 GiB (vllm/engine/arg_utils.py). Larger ones get 1,024 there; one value for all is an assumption.
+"""
 LENGTHS = 512
-"""Quantiles of the lengths that the fluid is computed on."""
+"""Number of length quantiles on which the fluid is computed."""
 GRID = 96
-"""Numbers of replicas at which a makespan is computed; between them it is interpolated on logarithms."""
+"""Numbers of replicas at which a makespan is computed; values between them are interpolated on logarithms."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
-"""Degrees that are tried: the divisors of a machine of 8."""
+"""Degrees to try: the divisors of a machine of 8."""
 STALENESS = 1
 """Steps that async samples may be old (StreamRL's async, arXiv 2504.15930)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step generates and trains on."""
+    """Samples that one optimizer step generates and trains on."""
 
     lengths: tuple[float, ...]
-    """Quantiles of the answers' lengths, longest first; each stands for as many samples."""
+    """Quantiles of the answers' lengths, longest first; each stands for the same number of samples."""
     samples: int
     prompt_tokens: float = 0.0
-    """Mean."""
+    """Mean prompt length."""
     longest: float = 0.0
-    """Tokens of the longest answer that must fit; 0: of the longest length."""
+    """Tokens of the longest answer that must fit; 0: the longest of `lengths`."""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) <= 0 or not np.isfinite(self.lengths).all():
-            raise ValueError("a batch needs lengths, all of them positive")
+            raise ValueError("a batch needs lengths, and all of them must be positive")
         if list(self.lengths) != sorted(self.lengths, reverse=True):
-            raise ValueError("a batch's lengths come longest first")
+            raise ValueError("a batch's lengths must be sorted longest first")
         if self.samples < 1 or self.prompt_tokens < 0:
-            raise ValueError(f"a batch needs samples and no negative prompts: {self.samples}, {self.prompt_tokens}")
+            raise ValueError(
+                f"a batch needs samples >= 1 and prompt_tokens >= 0, got {self.samples}, {self.prompt_tokens}"
+            )
 
     @classmethod
     def of(cls, lengths: Floats, samples: int, prompt_tokens: float, longest: float = 0.0) -> Batch:
-        """From a sample of lengths, of any size."""
+        """Create a batch from any number of observed lengths."""
         count = min(samples, LENGTHS)
         if not len(lengths):
-            raise ValueError("no lengths are given")
+            raise ValueError("a batch needs at least one length")
         values = np.quantile(lengths, 1 - (np.arange(count) + 0.5) / count)
         return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest)
 
     @property
     def most_tokens(self) -> float:
-        """Of a sample with its prompt."""
+        """Tokens of the longest sample with its prompt."""
         return max(self.longest, self.lengths[0]) + self.prompt_tokens
 
     @property
     def mean_length(self) -> float:
+        """Mean answer length in tokens."""
         return float(np.mean(self.lengths))
 
     @property
     def step_tokens(self) -> StepTokens:
-        """What is trained on."""
+        """Tokens that the trainer processes."""
         whole = np.asarray(self.lengths) + self.prompt_tokens
         each = self.samples / len(self.lengths)
         return StepTokens(
@@ -94,7 +100,7 @@ class Batch:
 
     @property
     def running_context(self) -> float:
-        """Tokens of context that a running request has on average over time: half of its answer and its prompt."""
+        """Mean tokens of context of a running request over time: half of its answer and its prompt."""
         values = np.asarray(self.lengths)
         return self.prompt_tokens + float((values * values).sum() / values.sum() / 2)
 
@@ -109,15 +115,15 @@ class ReplicaKind:
     curve: StepCurve
     batch: Batch = field(repr=False)
     _times: tuple[tuple[float, ...], ...] = field(repr=False)
-    """For makespans and for rates: deadlines, ascending; shares that one replica is good for (0 before the first)."""
+    """Deadlines in seconds, ascending: first of makespans, then of rates (indexed by `steady`)."""
     _shares: tuple[tuple[float, ...], ...] = field(repr=False)
 
     def share(self, deadline: float, steady: bool) -> float:
-        """Share of the batch that one replica generates by a deadline; never falls with it.
+        """Return the share of the batch that one replica generates by a deadline; it never falls with the deadline.
 
         Args:
             deadline: seconds.
-            steady: generation goes on across steps; else the batch starts and ends by itself.
+            steady: generation continues across steps; otherwise the batch starts and ends by itself.
         """
         times, shares = self._times[steady], self._shares[steady]
         number = bisect_right(times, deadline)
@@ -130,12 +136,15 @@ class ReplicaKind:
         return shares[number - 1] + part * (shares[number] - shares[number - 1])
 
     def load_seconds(self, model: Transformer) -> float:
-        """To load a version from host memory, generation paused."""
+        """Return the seconds to load a version from host memory, generation paused."""
         return model.weight_bytes / self.tensor_parallel / (HOST_LINK_GB_S * 1e9)
 
 
 def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int = MOST_SLOTS) -> int:
-    """Requests that a replica holds at once: its KV cache by their mean context; 0: not even the longest one fits."""
+    """Return how many requests a replica holds at once, its KV cache divided by their mean context.
+
+    0 if not even the longest request fits.
+    """
     free = free_bytes(model, device, tensor_parallel)
     # with more ranks than KV heads, each rank holds a copy
     per_token = model.shape.kv_bytes_per_token * max(1.0, tensor_parallel / model.kv_heads)
@@ -145,13 +154,13 @@ def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Ba
 
 
 def free_bytes(model: Transformer, device: Device, tensor_parallel: int) -> float:
-    """Of a replica's GPUs together, for the KV cache; negative: the weights do not fit."""
+    """Return the bytes of a replica's GPUs that are free for the KV cache; negative: the weights do not fit."""
     each = device.memory_gb * 1e9 * GPU_MEMORY_FRACTION - (ENGINE_BYTES if device.memory_gb > 10 else 0.0)
     return tensor_parallel * each - model.weight_bytes
 
 
 def degrees(model: Transformer, device: Device) -> list[int]:
-    """Tensor-parallel degrees that split the heads and stay inside a machine."""
+    """Return the tensor-parallel degrees that divide the heads and stay inside a machine."""
     return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and model.heads % tp == 0]
 
 
@@ -159,7 +168,7 @@ def degrees(model: Transformer, device: Device) -> list[int]:
 def replica_kind(
     model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int = MOST_SLOTS
 ) -> ReplicaKind | None:
-    """What one replica does; None: model or longest request do not fit."""
+    """Compute the speed of one replica; None: the model or the longest request does not fit."""
     slots = slots_of(model, device, tensor_parallel, batch, most)
     if slots < 1:
         return None
@@ -171,7 +180,7 @@ def replica_kind(
 
 
 def makespans(curve: StepCurve, slots: int, batch: Batch, replicas: Floats) -> Floats:
-    """[n] seconds in which so many replicas (also fractions) generate the batch; see the module."""
+    """Return [n] seconds in which the given numbers of replicas (also fractions) generate the batch; see the module."""
     lengths = np.asarray(batch.lengths)
     each = batch.samples / len(lengths)
     alive = np.arange(len(lengths) + 1) * each / replicas[:, None]
@@ -181,33 +190,36 @@ def makespans(curve: StepCurve, slots: int, batch: Batch, replicas: Floats) -> F
 
 
 def _reading(curve: StepCurve, batch: Batch) -> float:
-    """Seconds that context and prompts cost, if one replica did all."""
+    """Return the seconds that context and prompts would cost one replica that did all."""
     lengths = np.asarray(batch.lengths)
     context = (batch.prompt_tokens * lengths + lengths * lengths / 2).mean()
     return batch.samples * float(curve.per_context_token * context + curve.per_prefill_token * batch.prompt_tokens)
 
 
 def _makespans(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(deadlines, shares). Beyond one request per replica more replicas do not help."""
+    """Return (deadlines, shares); beyond one request per replica, more replicas do not help."""
     replicas = np.geomspace(batch.samples, min(0.05, batch.samples / slots / 8), GRID)
     times = makespans(curve, slots, batch, replicas)
     return _ascending(times, 1 / replicas)
 
 
 def _rates(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(deadlines, shares) where generation goes on: with a requests at once, the batch's tokens take one replica
-    samples x mean x tau(a) / a, and the reading. The deadline decides how many requests at once are allowed."""
+    """Return (deadlines, shares) where generation continues across steps.
+
+    With a requests at once, the batch's tokens take one replica samples x mean x tau(a) / a, and the reading of the
+    context. The deadline decides how many requests at once are allowed.
+    """
     sizes = np.unique(np.geomspace(1, slots, GRID).round())
     steps = curve.base(sizes)
     mean = batch.mean_length
     reading = _reading(curve, batch)
-    # while a request runs, its replica reads for all of them
+    # while a request runs, its replica reads the context of all of them
     latency = mean * steps + reading / batch.samples * sizes
     longest = batch.lengths[0] / mean * latency / (1 + STALENESS)
     alone = batch.samples * latency / sizes
     allowed = np.maximum(latency, longest)
     best = np.maximum.accumulate(1 / alone)
-    # at a deadline t >= allowed, a replica makes t / alone of a batch
+    # at a deadline t >= allowed, a replica generates t / alone of a batch
     times: list[float] = []
     shares: list[float] = []
     for number, begin in enumerate(allowed):
@@ -219,7 +231,7 @@ def _rates(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...
 
 
 def _ascending(times: Floats, shares: Floats) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Without repeated times (the largest share counts) and never falling."""
+    """Sort by time, without repeated times (the largest share counts) and with shares that never fall."""
     order = np.lexsort((shares, times))
     times, shares = times[order], np.maximum.accumulate(shares[order])
     last = np.append(times[1:] > times[:-1], True)
@@ -227,7 +239,7 @@ def _ascending(times: Floats, shares: Floats) -> tuple[tuple[float, ...], tuple[
 
 
 def finish_profile(kind: ReplicaKind, replicas: float, batch: Batch) -> Floats:
-    """[lengths] when each quantile's samples end, shortest first, as shares of the makespan."""
+    """Return [lengths] when each quantile's samples end, shortest first, as shares of the makespan."""
     lengths = np.asarray(batch.lengths)
     each = batch.samples / len(lengths)
     alive = np.arange(1, len(lengths) + 1) * each / replicas

@@ -1,7 +1,7 @@
-"""What devices can do: peak rates that vendors publish, each with the page where it was looked up.
+"""Hardware catalogue: peak rates that vendors publish, each with the page where it was looked up.
 
-Rates are dense (no sparsity) and per device. Prices are inputs with a date, never facts: a cluster file or a user's
-hardware file overrides them.
+Rates are dense (no sparsity) and per device. Prices are dated inputs, not facts: a cluster file or a user's hardware
+file overrides them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Price:
-    """What a device is assumed to cost where nobody says otherwise."""
+    """Default price of a device."""
 
     usd_per_hour: float
     date: str
@@ -31,18 +31,19 @@ class Device:
     bf16_tflops: float
     """Dense bf16 matrix rate, 10^12 operations per second."""
     memory_gb: float
-    """10^9 bytes."""
+    """Memory in 10^9 bytes."""
     memory_bandwidth_gb_s: float
-    """10^9 bytes per second."""
+    """Memory bandwidth in 10^9 bytes per second."""
     link_gb_s: float
-    """Between devices of one machine, both directions together, 10^9 bytes per second."""
+    """Rate between devices of one machine, both directions together, 10^9 bytes per second."""
     source: str
     network_gbit_s: float = 100.0
-    """A device's share of its machine's network to others of the site, each way, 10^9 bits per second."""
+    """A device's share of its machine's network to other machines of the site, each way, 10^9 bits per second."""
     network_source: str = "assumption: 100 Gbit/s per device"
     per_machine: int = 8
-    """Devices of one machine: what tensor parallelism and fast links reach. 8 in DGX and HGX machines and in AMD's
-    MI300X platform; for cards on PCIe an assumption."""
+    """Devices of one machine, which tensor parallelism and fast links reach. 8 in DGX and HGX machines and in AMD's
+    MI300X platform; for cards on PCIe an assumption.
+    """
     price: Price | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ def _cloud(usd_per_hour: float) -> Price:
     return Price(usd_per_hour, "2025-07", _CLOUDS)
 
 
-# Where a vendor's own page was not to be had, the page that repeats its table is named: that is what was compared.
+# Where a vendor's own page was not available, the source is the page that repeats its table and that was compared.
 _H100 = (
     "HPCTECH, NVIDIA H100 (its copy of NVIDIA's table: 1,979 TFLOPS with sparsity, half of it without), "
     "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
@@ -137,15 +138,15 @@ CATALOGUE: dict[str, Device] = {
 }
 
 CPU = "cpu"
-"""Name of one core of the machine that asks."""
+"""Name of one core of the local machine."""
 CORE_TFLOPS = 0.1
-"""bf16 or fp32 products of one x86 server core (assumption: 2 AVX2 units x 8 lanes x 2 operations x 3 GHz)."""
+"""bf16 or fp32 rate of one x86 server core (assumption: 2 AVX2 units x 8 lanes x 2 operations x 3 GHz)."""
 CORE_BANDWIDTH_GB_S = 10.0
-"""Assumption: a core's share of a server's memory channels (8 x 25 GB/s for 20 cores)."""
+"""A core's share of a server's memory channels (assumption: 8 x 25 GB/s for 20 cores)."""
 
 
 def this_cpu() -> Device:
-    """One core of this machine, with its share of the memory; rates are estimates (`streamrl calibrate` measures)."""
+    """Return one core of this machine with its share of the memory; its rates are estimates."""
     cores = os.cpu_count() or 1
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -157,7 +158,7 @@ def this_cpu() -> Device:
         memory / cores,
         CORE_BANDWIDTH_GB_S,
         2 * CORE_BANDWIDTH_GB_S,
-        f"estimate of one of this machine's {cores} cores (AVX2 at 3 GHz); its memory as the system tells it",
+        f"estimate of one of this machine's {cores} cores (AVX2 at 3 GHz); its memory as the system reports it",
         10.0,
         "assumption: 10 Gbit/s",
         cores,
@@ -166,19 +167,19 @@ def this_cpu() -> Device:
 
 
 def known_devices(overrides: Mapping[str, Device] | None = None) -> dict[str, Device]:
-    """The catalogue with this machine's CPU, and on top of them a user's own."""
+    """Return the catalogue and this machine's CPU, overridden by a user's own devices."""
     return {**CATALOGUE, CPU: this_cpu(), **(overrides or {})}
 
 
 def device(name: str, devices: Mapping[str, Device] | None = None) -> Device:
-    """A device by its name; case, spaces, dashes and an "NVIDIA" in front do not matter.
+    """Look up a device by its name; case, spaces, dashes and a leading "NVIDIA" do not matter.
 
     Args:
         name: such as "H100" or "RTX 4090".
-        devices: to look in; None: the catalogue and this machine's CPU.
+        devices: devices to search; None: the catalogue and this machine's CPU.
 
     Raises:
-        ValueError: it is not in there; the message lists the nearest names and what is.
+        ValueError: the name is unknown; the message lists the known names and the nearest ones.
     """
     among = known_devices() if devices is None else devices
     if name in among:
@@ -192,8 +193,10 @@ def device(name: str, devices: Mapping[str, Device] | None = None) -> Device:
 
 
 def peak_tflops(name: str, count: int) -> float | None:
-    """Dense bf16 peak of so many devices together, 10^12 operations per second; None: not in the catalogue, or a CPU,
-    of which only an estimate is known."""
+    """Return the dense bf16 peak of `count` devices together, 10^12 operations per second.
+
+    None if the device is not in the catalogue, or is a CPU, whose rate is only an estimate.
+    """
     try:
         found = device(name, CATALOGUE)
     except ValueError:
@@ -207,13 +210,13 @@ def _plain(name: str) -> str:
 
 
 def devices_from(values: Any) -> dict[str, Device]:
-    """Devices that a user's file describes: a known name changes the figures that are given, a new one needs all rates.
+    """Read devices from a user's file: for a known name the given figures change, a new one needs all rates.
 
     Args:
         values: {name: {bf16_tflops, memory_gb, ..., usd_per_hour, source}}.
 
     Raises:
-        ValueError: something else is there, a key is unknown or missing, or a number is not positive.
+        ValueError: the value is not of this form, a key is unknown or missing, or a number is not positive.
     """
     if not isinstance(values, Mapping) or not values:
         raise ValueError("expected devices by name, like {H100: {usd_per_hour: 2.1}}")

@@ -1,4 +1,4 @@
-"""What is believed of a request's output length: a distribution, updated by what the request has produced so far."""
+"""Forecasts of a request's output length: a distribution, updated by what the request has produced so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.cost.decode import Floats
 MIDPOINTS = (np.arange(16) + 0.5) / 16
 """Levels at which a forecast is cut into equally likely lengths."""
 NORMAL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in MIDPOINTS])
-"""[16]: quantiles of the standard normal at `MIDPOINTS`."""
+"""[16] quantiles of the standard normal at `MIDPOINTS`."""
 TAIL_LEVELS = (0.98, 0.99, 0.995, 0.998, 0.999)
 """Levels of a forecast's `tail`."""
 TAIL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in TAIL_LEVELS])
@@ -23,25 +23,27 @@ TAIL_SCORES = np.asarray([NormalDist().inv_cdf(level) for level in TAIL_LEVELS])
 
 @dataclass(frozen=True)
 class Forecast:
-    """Equally likely lengths of one request, ascending: the distribution that gives each the same weight.
+    """Equally likely lengths of one request, ascending.
 
-    A length that is known is one value. Sixteen values keep the tail that dispatch cares about (the last one stands for
-    the longest sixteenth) and make every later sum cheap.
+    A known length is one value. Sixteen values keep the tail that dispatch cares about (the last one stands for the
+    longest sixteenth) and make every later sum cheap.
     """
 
     lengths: tuple[float, ...]
     tail: tuple[float, ...] = ()
-    """Lengths at `TAIL_LEVELS`, where they are known. One request's last hundredth hardly counts; the longest of a
-    thousand requests comes out of it, and the whole batch waits for that one."""
+    """Lengths at `TAIL_LEVELS`, where known. The last hundredth of one request hardly counts, but the longest of a
+    thousand requests comes out of it, and the whole batch waits for that one.
+    """
 
     @classmethod
     def exactly(cls, length: float) -> Forecast:
-        """A length that is known."""
+        """Create the forecast of a known length."""
         return cls((float(length),))
 
     @classmethod
     def from_quantiles(cls, levels: npt.ArrayLike, values: npt.ArrayLike) -> Forecast:
-        """From a ranker's quantiles: linear in log length between the levels, flat beyond the outer ones."""
+        """Create a forecast from a ranker's quantiles: linear in log length between levels, flat beyond the outer
+        ones."""
         logs = np.log(np.maximum(np.asarray(values, dtype=np.float64), 1.0))
         at = np.asarray(levels, dtype=np.float64)
         tail = np.exp(np.interp(TAIL_LEVELS, at, logs)).tolist() if at[-1] >= TAIL_LEVELS[-1] else ()
@@ -60,35 +62,35 @@ class Forecast:
 
     @classmethod
     def lognormal(cls, log_mean: float, log_sd: float) -> Forecast:
-        """A length whose logarithm is normal, cut at `MIDPOINTS`."""
+        """Create the forecast of a length whose logarithm is normal, cut at `MIDPOINTS`."""
         return cls(tuple(np.exp(log_mean + log_sd * NORMAL_SCORES).tolist()))
 
     def given_siblings(self, lengths: Sequence[float], likeness: float) -> Forecast:
-        """The forecast after siblings (completions of the same prompt) have ended at these lengths.
+        """Return the forecast after siblings (completions of the same prompt) have ended at the given lengths.
 
         With log lengths normal around a mean that siblings share, k siblings of mean y move this forecast's log mean m
         to m + w (y - m), w = k r / (1 + (k - 1) r), and leave 1 - r w of its log variance: the shrinkage estimate of
-        one-way random effects. A length that is known stays as it is.
+        one-way random effects. A known length stays as it is.
 
         Args:
-            lengths: of the siblings, in tokens.
-            likeness: r, the intraclass correlation of log lengths around their forecasts: 0 says that siblings tell
-                nothing that the forecast does not know, 1 that all have one length.
+            lengths: lengths of the siblings, in tokens.
+            likeness: r, the intraclass correlation of log lengths around their forecasts: at 0 siblings add nothing to
+                the forecast, at 1 all have the same length.
         """
         if not lengths or len(self.lengths) == 1:
             return self
         logs = np.log(np.maximum(self.lengths, 1.0))
         mean, count = logs.mean(), len(lengths)
         weight = count * likeness / (1 + (count - 1) * likeness)
-        told = np.log(np.maximum(lengths, 1.0)).mean()
+        observed = np.log(np.maximum(lengths, 1.0)).mean()
         spread = np.sqrt(max(0.0, 1 - likeness * weight))
-        return Forecast(tuple(np.exp(mean + weight * (told - mean) + spread * (logs - mean)).tolist()))
+        return Forecast(tuple(np.exp(mean + weight * (observed - mean) + spread * (logs - mean)).tolist()))
 
     def beyond(self, produced: float, limit: float = np.inf) -> Forecast:
-        """The forecast of what is *left* of a request that has produced so many tokens and goes on.
+        """Return the forecast of what is *left* of a request that has produced so many tokens and continues.
 
-        Lengths that are ruled out drop away. Where all are, the request has outrun its forecast: as much again is
-        expected (the mean residual life of a Pareto tail of shape 2), but never beyond `limit` tokens in all.
+        Lengths that are ruled out are dropped. Where all are, the request has outrun its forecast: as much again is
+        expected (the mean residual life of a Pareto tail of shape 2), but never more than `limit` tokens in all.
         """
         if produced <= 0:
             return self
@@ -98,18 +100,17 @@ class Forecast:
 
 
 def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf, tails: Floats | None = None) -> Floats:
-    """Draws what might happen: [count, n] lengths, one per request and scenario.
+    """Draw joint scenarios: [count, n] lengths, one per request and scenario.
 
-    A forecast's sixteen values leave out its extremes, and among a thousand requests it is those that come last. So the
-    values and the tail are joined, and continued at both ends, by straight lines in log length against the normal
-    score.
+    A forecast's sixteen values leave out its extremes, and among a thousand requests the extremes come last. So values
+    and tail are joined, and continued at both ends, by straight lines in log length against the normal score.
 
     Args:
         values: [n, 16] from `stack`, or [n, 1] known lengths (then all scenarios are the same).
-        count: of scenarios.
-        seed: of the draws.
+        count: number of scenarios.
+        seed: seed of the draws.
         limit: no length is above this.
-        tails: [n, 3] from `tails_of`; NaN or None: what follows from the values.
+        tails: [n, 5] from `tails_of`; NaN or None: extrapolated from the values.
     """
     if values.shape[1] == 1:
         return np.repeat(values.T, count, axis=0)
@@ -129,25 +130,25 @@ def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf, tail
 
 
 def tails_of(forecasts: Sequence[Forecast]) -> Floats:
-    """[n, 3]: the forecasts' tails, NaN where there is none."""
+    """Return [n, 5] the forecasts' tails, NaN where there is none."""
     none = (np.nan,) * len(TAIL_LEVELS)
     return np.asarray([forecast.tail or none for forecast in forecasts]).reshape(-1, len(TAIL_LEVELS))
 
 
 def stack(forecasts: Sequence[Forecast]) -> Floats:
-    """[n, 16]: forecasts as 16 equally likely lengths each."""
+    """Return [n, 16] forecasts as 16 equally likely lengths each."""
     return np.asarray([forecast.sixteen for forecast in forecasts]).reshape(-1, len(MIDPOINTS))
 
 
 def equally_likely(forecasts: Sequence[Forecast]) -> Floats:
-    """[n, v] what plans are made from: v = 1 if every length is known, otherwise 16 (see `stack`)."""
+    """Return [n, v] equally likely lengths for planning: v = 1 if every length is known, otherwise 16 (see `stack`)."""
     if all(len(forecast.lengths) == 1 for forecast in forecasts):
         return np.asarray([forecast.lengths for forecast in forecasts]).reshape(-1, 1)
     return stack(forecasts)
 
 
 def same_width(parts: Sequence[Floats]) -> list[Floats]:
-    """Arrays of `equally_likely`, so that they can be joined: known lengths are repeated beside uncertain ones."""
+    """Bring arrays of `equally_likely` to one width, so that they can be joined: known lengths are repeated."""
     widest = max(part.shape[1] for part in parts if len(part)) if any(map(len, parts)) else 1
     return [
         part

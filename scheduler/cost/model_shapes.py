@@ -1,4 +1,4 @@
-"""Shapes of decoder models: what training and generation of them move and compute."""
+"""Shapes of decoder models, and the bytes and operations that follow from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transformer:
     intermediate: int
     vocabulary: int
     tied: bool
-    """The output head is the embedding."""
+    """Whether the output head is the embedding."""
     source: str
 
     def __post_init__(self) -> None:
@@ -34,31 +34,31 @@ class Transformer:
 
     @property
     def parameters(self) -> float:
-        """All weights: embedding, attention, MLP, head. Norms and biases, under 0.1 %, are left out."""
+        """Number of weights: embedding, attention, MLP, head. Norms and biases, under 0.1 %, are left out."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return float(self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2))
 
     @property
     def computed(self) -> float:
-        """Weights that every token is multiplied with: all but the embedding's lookup."""
+        """Number of weights that every token is multiplied with: all but the embedding's lookup."""
         return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
 
     @property
     def weight_bytes(self) -> float:
-        """Of a version as it is sent and served: bf16."""
+        """Bytes of a version as it is sent and served, in bf16."""
         return 2.0 * self.parameters
 
     @cached_property
     def shape(self) -> ModelShape:
-        """For `cost.roofline`."""
+        """The shape that `cost.decode.roofline` takes."""
         return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden)
 
     def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
-        """Operations of one forward pass over whole sequences.
+        """Return the operations of one forward pass over whole sequences.
 
         Args:
-            tokens: of all sequences together.
+            tokens: tokens of all sequences together.
             squares: sum of their squared lengths; causal attention multiplies each token with half of its sequence,
                 twice (queries with keys, weights with values).
             predicting: tokens that the output head is computed for; None: all.
@@ -69,16 +69,16 @@ class Transformer:
 
     @classmethod
     def from_config(cls, name: str, values: Any) -> Transformer:
-        """From a `config.json` of the Hugging Face format.
+        """Read a `config.json` of the Hugging Face format.
 
         Raises:
-            ValueError: a key is missing or holds something else, or the model is a mixture of experts.
+            ValueError: a key is missing or has a wrong value, or the model is a mixture of experts.
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
         values = values.get("text_config") or values
         if any(values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise ValueError("it is a mixture of experts: the cost model knows dense decoders only")
+            raise ValueError("this model is a mixture of experts; the cost model only supports dense decoders")
         wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         for key in wanted:
             if isinstance(values.get(key), bool) or not isinstance(values.get(key), int) or values[key] < 1:
@@ -111,4 +111,4 @@ MODELS: dict[str, Transformer] = {
         "config.json of HuggingFaceTB/SmolLM2-135M-Instruct on the Hugging Face hub",
     ),
 }
-"""By the name that `streamrl plan --model` takes."""
+"""Known models, by the name that `streamrl plan --model` takes."""

@@ -1,4 +1,4 @@
-"""What an optimizer step costs: time and memory of FSDP training on GPUs of one type. Pure functions.
+"""Cost of an optimizer step: time and memory of FSDP training on GPUs of one type. Pure functions.
 
     compute = operations / (GPUs x peak x utilisation)
     step    = max(compute, communication) + optimizer + gradients between replicas
@@ -6,8 +6,9 @@
 A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group, and there may be several (hybrid
 sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass, and
 scatters the gradients; these overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
-A trained model costs a forward and a backward pass of twice that, and with recomputed activations one more forward; a
-model that is only asked costs one forward. Samples are not cut: no rank is done before the longest sample is.
+A trained model costs a forward pass and a backward pass of twice that, and with recomputed activations one more
+forward; a model that is only evaluated costs one forward. Samples are not split: no rank is done before the longest
+sample is.
 """
 
 from __future__ import annotations
@@ -20,69 +21,76 @@ from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 
 TRAINING_UTILISATION = 0.40
-"""Share of the peak that executed operations reach: assumption inside what was measured, see docs/plan.md.
+"""Share of the peak that executed operations reach: an assumption within measured values
+(docs/explanation/cost_model.md).
 
 Recomputed forward passes count as executed (hardware FLOPs utilisation; PaLM's MFU, arXiv 2204.02311 appendix B, leaves
-them out), and attention over half of the sequence. Counted so, FSDP on H100 reaches 0.50, 0.44 and 0.30 for MPT 7B at
+them out), and attention counts half of the sequence. Counted so, FSDP on H100 reaches 0.50, 0.44 and 0.30 for MPT 7B at
 4k, 8k and 32k tokens and 0.56 for 70B at 2k (MosaicML's llm-foundry, scripts/train/benchmarking/README.md, whose HFU
 counts the whole sequence: 0.54, 0.50, 0.41, 0.57). MFU on H100: 0.38 to 0.43 for Llama 3 405B (arXiv 2407.21783,
-table 4), 0.33 to 0.39 for 8B under FSDP2 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
+table 4), 0.33 to 0.39 for 8B under FSDP2 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md).
+"""
 TRAINED_BYTES = 16
-"""Per weight: fp32 master 4, AdamW's two moments 8, fp32 gradient 4 (ZeRO, arXiv 1910.02054, section 3.1, with
-gradients in fp32 as `training/learner.py` reduces them)."""
+"""Bytes per trained weight: fp32 master 4, AdamW's two moments 8, fp32 gradient 4 (ZeRO, arXiv 1910.02054, section 3.1,
+with gradients in fp32 as `training/learner.py` reduces them).
+"""
 FROZEN_BYTES = 2
-"""Per weight of a model that is only asked: bf16."""
+"""Bytes per weight of a model without gradients: bf16."""
 GATHER_BYTES, REDUCE_BYTES = 2, 4
-"""Per weight: gathered in bf16, gradients reduced in fp32 (`training/learner.py`)."""
+"""Bytes per weight: gathered in bf16, gradients reduced in fp32 (`training/learner.py`)."""
 OPTIMIZER_BYTES = 28
-"""Per weight that AdamW moves, counted: reads gradient, master and both moments, writes the last three, 4 each."""
+"""Bytes per weight that AdamW moves, counted: reads gradient, master and both moments, writes the last three, 4
+each."""
 LAYER_ACTIVATION_BYTES = 34
-"""Per token and hidden unit of one layer without its attention matrix (Korthikanti et al., arXiv 2205.05198)."""
+"""Bytes per token and hidden unit of one layer without its attention matrix (Korthikanti et al., arXiv 2205.05198)."""
 CHECKPOINT_BYTES = 2
-"""Per token and hidden unit of one layer whose activations are recomputed: its input in bf16."""
+"""Bytes per token and hidden unit of one layer whose activations are recomputed: its input in bf16."""
 LOGIT_BYTES, LOGIT_TOKENS = 12, 1024
-"""Logits in bf16 (2), their fp32 copy (4), its gradient (4) and the bf16 one (2), counted; of as many tokens at once
-(assumption: the loss is taken in chunks)."""
+"""Bytes per logit: bf16 (2), its fp32 copy (4), its gradient (4) and the bf16 one (2), counted; and the number of
+tokens whose logits exist at once (assumption: the loss is computed in chunks).
+"""
 MICRO_BATCH_TOKENS = 32_768
-"""Most tokens of a rank's micro-batch (assumption), where the longest sample has not more: beyond some 10^4, larger
-ones no longer fill the device better."""
+"""Largest number of tokens of a rank's micro-batch (assumption), unless the longest sample has more: beyond some 10^4,
+larger ones do not fill the device better.
+"""
 USABLE_MEMORY = 0.90
 """Share of a device's memory that a trainer plans for (assumption: the rest is CUDA context, NCCL, fragmentation)."""
 HOST_LINK_GB_S = 25.0
-"""Device to host memory, each way: 80 % (assumption) of the 32 GB/s of PCIe gen 4 x16, half of the 64 GB/s for both
-directions in the L40S's table (scheduler/cost/hardware.py). Gen 5 machines (H100 and later) have twice that."""
+"""Rate from device to host memory, each way: 80 % (assumption) of the 32 GB/s of PCIe gen 4 x16, half of the 64 GB/s
+for both directions in the L40S's table (scheduler/cost/hardware.py). Gen 5 machines (H100 and later) have twice that.
+"""
 
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """What an algorithm trains and asks on the trainer's GPUs, in models of one size."""
+    """Models that an algorithm trains and evaluates on the trainer's GPUs, all of one size."""
 
     trained: int = 1
     """Models with gradients: the actor, and PPO's critic."""
     forward_only: int = 0
-    """Forward passes besides: log-probabilities of the reference, values of the critic."""
+    """Additional forward passes: log-probabilities of the reference, values of the critic."""
     frozen: int = 0
-    """Models without gradients that are held: the reference."""
+    """Models held without gradients: the reference."""
     recompute: bool = True
     """Activation checkpointing: one more forward pass of a trained model, much less memory."""
 
     @property
     def forwards(self) -> float:
-        """Forward passes' worth of operations."""
+        """Operations of a step, in forward passes."""
         return self.trained * (4 if self.recompute else 3) + self.forward_only
 
 
 PPO = TrainingWork(trained=2, forward_only=2, frozen=1)
-"""Actor and critic are trained; reference and critic are asked once (old log-probabilities are the generator's)."""
+"""Actor and critic are trained; reference and critic are evaluated once (old log-probabilities are the generator's)."""
 GRPO = TrainingWork()
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What one optimizer step trains on."""
+    """Tokens that one optimizer step trains on."""
 
     tokens: float
-    """Prompts and answers together."""
+    """Tokens of prompts and answers together."""
     squares: float
     """Sum of the samples' squared lengths."""
     longest: float
@@ -95,28 +103,29 @@ class TrainerTime:
     """Seconds of an optimizer step."""
 
     gpus: int
-    """That are used; no more than offered."""
+    """GPUs that are used; at most those offered."""
     shard: int
     """GPUs that hold one copy of the weights together."""
     compute_s: float
     communication_s: float
-    """Gathers and scatters; overlaps with compute."""
+    """Seconds of gathers and scatters; overlaps with compute."""
     optimizer_s: float
-    """With the gradients' exchange between replicas."""
+    """Seconds of the optimizer, including the exchange of gradients between replicas."""
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole step."""
         return max(self.compute_s, self.communication_s) + self.optimizer_s
 
 
 def memory_per_gpu(model: Transformer, work: TrainingWork, shard: int, micro_tokens: float) -> float:
-    """Bytes that each of `shard` GPUs needs.
+    """Return the bytes that each of `shard` GPUs needs.
 
     Args:
-        model: of one size for all roles.
-        work: what is held.
+        model: one size for all roles.
+        work: models that are held.
         shard: GPUs that hold one copy together.
-        micro_tokens: of a rank's micro-batch.
+        micro_tokens: tokens of a rank's micro-batch.
     """
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / shard
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if shard > 1 else 2.0 * model.parameters
@@ -125,19 +134,19 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, shard: int, micro_tok
 
 
 def _activation_bytes(model: Transformer, work: TrainingWork) -> float:
-    """Per token of a micro-batch."""
+    """Return the bytes of activations per token of a micro-batch."""
     if work.recompute:
         return model.hidden * (model.layers * CHECKPOINT_BYTES + LAYER_ACTIVATION_BYTES)
     return model.hidden * model.layers * LAYER_ACTIVATION_BYTES
 
 
 def usable(device: Device) -> float:
-    """Bytes of a device that a trainer plans for."""
+    """Return the bytes of a device that a trainer plans for."""
     return device.memory_gb * 1e9 * USABLE_MEMORY
 
 
 def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, longest: float) -> int | None:
-    """GPUs of this type that hold the model and the longest sample, if fully sharded; None: no number does."""
+    """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does."""
     fixed = memory_per_gpu(model, work, 10**9, longest)
     if fixed >= usable(device):
         return None
@@ -155,7 +164,7 @@ def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, lon
 
 
 def _shards(gpus: int, machine: int) -> list[int]:
-    """Sizes of shard groups that divide the GPUs, and machines or groups of them evenly."""
+    """Return the sizes of shard groups that divide the GPUs and align with machine boundaries."""
     return [
         size
         for size in range(1, gpus + 1)
@@ -164,7 +173,7 @@ def _shards(gpus: int, machine: int) -> list[int]:
 
 
 def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens) -> TrainerTime | None:
-    """Seconds of a step on all of these GPUs, with the best shard group; None: it does not fit into memory."""
+    """Return the time of a step on all of these GPUs with the best shard group; None: it does not fit into memory."""
     peak = device.bf16_tflops * 1e12 * TRAINING_UTILISATION
     network = device.network_gbit_s * 1e9 / 8
     flops = work.forwards * model.forward_flops(step.tokens, step.squares)
@@ -197,7 +206,7 @@ def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, s
 def trainer_times(
     model: Transformer, work: TrainingWork, device: Device, most: int, step: StepTokens
 ) -> tuple[TrainerTime | None, ...]:
-    """[most + 1] the best trainer of at most so many GPUs: more GPUs are never slower, since some may stay idle."""
+    """Return [most + 1] the best trainer of at most so many GPUs: more are never slower, since some may stay idle."""
     times: list[TrainerTime | None] = [None]
     for gpus in range(1, most + 1):
         one, before = exactly(model, work, device, gpus, step), times[-1]
@@ -206,8 +215,11 @@ def trainer_times(
 
 
 def switch_seconds(model: Transformer, work: TrainingWork, device: Device, gpus: int, shard: int) -> float:
-    """Seconds to change from generation to training and back on shared GPUs: optimizer states and masters go to host
-    memory and come back, and each GPU's share of the new weights is gathered once."""
+    """Return the seconds to change from generation to training and back on shared GPUs.
+
+    Optimizer states and masters go to host memory and come back, and each GPU's share of the new weights is gathered
+    once.
+    """
     states = work.trained * TRAINED_BYTES * model.parameters / shard
     between = device.link_gb_s * 1e9 / 2 if gpus <= device.per_machine else device.network_gbit_s * 1e9 / 8
     return 2 * states / (HOST_LINK_GB_S * 1e9) + model.weight_bytes / between

@@ -1,4 +1,4 @@
-"""Policies that others use, to compare with: random, round-robin, least-loaded, longest-first."""
+"""Policies of other systems, for comparison: random, round-robin, least-loaded, longest-first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.dispatch.policy import Assignment, Fleet, Request, TokenProgress
 
 
 class LeastLoaded(Fleet):
-    """Data-parallel load balance: everything is placed by load (see `Fleet`)."""
+    """Data-parallel load balancing: every request is placed by load (see `Fleet`)."""
 
     def __init__(self, affinity: int = 0) -> None:
         super().__init__(affinity)
@@ -20,25 +20,25 @@ class LeastLoaded(Fleet):
 
     @property
     def waiting(self) -> int:
-        """Requests without an instance."""
+        """Number of requests without an instance."""
         return len(self._waiting)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Requests wait to be placed."""
+        """Add requests to be placed."""
         self._waiting.extend(requests)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._waiting = self.without(self._waiting, request_ids)
         super().withdraw(request_ids)
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Places waiting requests while there are free slots."""
+        """Place waiting requests while there are free slots."""
         return self.place_by_load(self._waiting)
 
 
 class LongestFirst(Fleet):
-    """As least-loaded, but the longest expected request goes first; those without a forecast go last."""
+    """Least-loaded dispatch that starts the longest expected request first; those without a forecast go last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,23 +47,23 @@ class LongestFirst(Fleet):
 
     @property
     def waiting(self) -> int:
-        """Requests without an instance."""
+        """Number of requests without an instance."""
         return len(self._heap)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Requests wait to be placed."""
+        """Add requests to be placed."""
         for request in requests:
             self._count += 1
             heapq.heappush(self._heap, (-request.expected, self._count, request))
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._heap = [entry for entry in self._heap if entry[2].request_id not in request_ids]
         heapq.heapify(self._heap)
         super().withdraw(request_ids)
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Places waiting requests while there are free slots."""
+        """Place waiting requests while there are free slots."""
         decisions = []
         while self._heap and (emptiest := self.emptiest()) is not None:
             decisions.append(self.start(heapq.heappop(self._heap)[2], emptiest))
@@ -71,8 +71,7 @@ class LongestFirst(Fleet):
 
 
 class _InTurn(Fleet, ABC):
-    """Each request is bound to an instance when it is submitted, whatever that instance has to do; first come first
-    served inside an instance."""
+    """Binds each request to an instance at submission, whatever the load; first come, first served per instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,15 +82,15 @@ class _InTurn(Fleet, ABC):
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Number of requests without a slot."""
         return len(self._unbound) + sum(map(len, self._queues.values()))
 
     @abstractmethod
     def _choose(self, names: list[str]) -> str:
-        """The instance that the next request is bound to."""
+        """Return the instance that the next request is bound to."""
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Binds requests to instances; without any, once one has joined."""
+        """Bind requests to instances; if there are none, as soon as one has joined."""
         self._unbound.extend(requests)
         self._bind()
 
@@ -103,12 +102,12 @@ class _InTurn(Fleet, ABC):
             self._ready.add(name)
 
     def leave(self, instance: str) -> list[str]:
-        """See `Fleet`; what waited for this instance is handed back as well."""
+        """Remove an instance; what waited for it is returned as well (see `Fleet.leave`)."""
         waiting = [request.request_id for request in self._queues.pop(instance, ())]
         return super().leave(instance) + waiting
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._unbound = self.without(self._unbound, request_ids)
         self._queues = {name: self.without(queue, request_ids) for name, queue in self._queues.items()}
         super().withdraw(request_ids)
@@ -119,7 +118,7 @@ class _InTurn(Fleet, ABC):
         super()._release(request_id)
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Places waiting requests while their instances have free slots."""
+        """Place waiting requests while their instances have free slots."""
         self._bind()
         decisions = []
         for name in sorted(self._ready):

@@ -1,13 +1,13 @@
-"""Group probes: one completion of each prompt goes first, and what it turns out to be tells about its siblings.
+"""Group probes: one completion of each prompt starts first, and its length improves the forecasts of its siblings.
 
-Completions of one prompt (a group) have lengths that are alike, and the first that ends is the best predictor of the
-others, better than the prompt's text. So of each group one request, its probe, starts before everything else, on the
-emptiest instance. The others are planned as in `SkewAware` with what is known of them; whenever enough siblings have
-ended, the forecasts of those that still wait or run are updated (`Forecast.given_siblings`), and the waiting ones are
-planned again. Nothing is held back for a probe: a slot that no probe needs takes other requests.
+Completions of one prompt (a group) have similar lengths, and the first one that ends predicts the others better than
+the prompt's text does. So one request of each group, its probe, starts before everything else, on the emptiest
+instance. The others are planned as in `SkewAware` with what is known of them. Whenever enough siblings have ended, the
+forecasts of those that still wait or run are updated (`Forecast.given_siblings`), and the waiting ones are planned
+again. Nothing is held back for a probe: a slot that no probe needs takes other requests.
 
-A request without a forecast has, as soon as a sibling and requests of another group have ended, one from them: siblings
-around the lengths of all that have ended so far. Before that it is placed by load.
+A request without a forecast gets one as soon as a sibling and requests of another group have ended: its siblings'
+lengths, with the lengths of everything that has ended as the prior. Until then it is placed by load.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Assignment, Request, TokenProgress
 
 LIKENESS = 0.5
-"""Intraclass correlation of log lengths around their forecasts: half of what a forecast misses is the prompt's, and
-shared by siblings, half is sampling noise."""
+"""Intraclass correlation of log lengths around their forecasts. Half of the variance is the prompt's and shared by
+siblings, half is sampling noise.
+"""
 REPLAN_EVERY = 0.05
-"""Share of the groups under way that must have news before waiting requests are planned again: a plan takes
-milliseconds."""
+"""Share of the open groups that must have new lengths before waiting requests are planned again: a plan takes
+milliseconds.
+"""
 
 
 @dataclass
 class _Group:
-    """Completions of one prompt that have not ended, and what the others have shown."""
+    """Unfinished completions of one prompt, and the lengths of those that have ended."""
 
     open: dict[str, Request] = field(default_factory=dict)
-    """As they were submitted."""
+    """Unfinished requests as they were submitted."""
     probe: str | None = None
     lengths: list[float] = field(default_factory=list)
-    """Of those that have ended."""
+    """Lengths of the requests that have ended."""
 
 
 class GroupProbe(SkewAware):
-    """See the module."""
+    """Skew-aware dispatch that starts one probe of each group first and learns its siblings' lengths from it."""
 
     def __init__(
         self, migrate: bool = True, longest: float = math.inf, affinity: int = 0, likeness: float = LIKENESS
     ) -> None:
-        """
+        """Create a policy without instances.
+
         Args:
             migrate: whether running requests may move.
-            longest: no request produces more tokens than this (the run's limit).
-            affinity: of probes and of requests without a forecast, see `Fleet`.
-            likeness: of siblings, see `Forecast.given_siblings`.
+            longest: largest number of tokens that a request may produce (the run's limit).
+            affinity: affinity of probes and of requests without a forecast, see `Fleet`.
+            likeness: likeness of siblings, see `Forecast.given_siblings`.
         """
         super().__init__(migrate, longest, affinity)
         self.likeness = likeness
@@ -60,15 +63,15 @@ class GroupProbe(SkewAware):
         self._news: set[str] = set()
         """Groups of which a request has ended since the last plan."""
         self._seen = (0, 0.0, 0.0)
-        """Of the log lengths of all that have ended: number, sum, sum of squares."""
+        """Number, sum and sum of squares of the log lengths of all requests that have ended."""
 
     @property
     def waiting(self) -> int:
-        """Requests without an instance's slot."""
+        """Number of requests without an instance's slot."""
         return super().waiting + len(self._probes)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `SkewAware`; the first request of a group that nothing is known of becomes its probe."""
+        """Add requests; the first request of a group without a probe or a known length becomes its probe."""
         others = []
         for request in requests:
             group = self._groups.setdefault(request.group_id, _Group())
@@ -81,19 +84,19 @@ class GroupProbe(SkewAware):
         super().submit(others)
 
     def leave(self, instance: str) -> list[str]:
-        """See `SkewAware`; a group whose probe was there gets another one."""
+        """Remove an instance; a group whose probe ran there gets another one."""
         gone = self.instances[instance].running.values()
         self._forget({request.request_id: request.group_id for request in gone})
         return super().leave(instance)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._probes = self.without(self._probes, request_ids)
         self._forget({r: group_id for group_id, group in self._groups.items() for r in group.open if r in request_ids})
         super().withdraw(request_ids)
 
     def _forget(self, gone: Mapping[str, str]) -> None:
-        """gone: request -> group."""
+        """Forget requests that are gone, given as request -> group."""
         for request_id, group_id in gone.items():
             group = self._groups[group_id]
             del group.open[request_id]
@@ -102,7 +105,7 @@ class GroupProbe(SkewAware):
             self._drop_empty(group_id)
 
     def finished(self, request_id: str, length: float | None = None) -> None:
-        """See `Fleet`; siblings learn from the length."""
+        """Free a request's slot; its siblings learn from the length."""
         if (instance := self.where.get(request_id)) is not None:
             group_id = instance.running[request_id].group_id
             group = self._groups[group_id]
@@ -122,14 +125,14 @@ class GroupProbe(SkewAware):
             self._news.discard(group_id)
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Probes first, then as `SkewAware`."""
+        """Place probes first, then everything else as `SkewAware` does."""
         decisions = self.place_by_load(self._probes)
         if len(self._news) > REPLAN_EVERY * len(self._groups):
             self._learn()
         return decisions + super().decide(produced)
 
     def _learn(self) -> None:
-        """Updates the forecasts of the siblings of what has ended."""
+        """Update the forecasts of the siblings of requests that have ended."""
         waiting = [request for queue in self.queues.values() for request, _ in queue] + list(self._unplanned)
         if any(request.group_id in self._news for request in waiting):
             for queue in self.queues.values():
@@ -143,7 +146,7 @@ class GroupProbe(SkewAware):
         self._news.clear()
 
     def _informed(self, request: Request) -> Request:
-        """With what its siblings have shown."""
+        """Return the request with a forecast that its siblings' lengths have updated."""
         lengths = self._groups[request.group_id].lengths
         prior = request.forecast or self._prior(len(lengths))
         if not lengths or prior is None:
@@ -151,7 +154,8 @@ class GroupProbe(SkewAware):
         return replace(request, forecast=prior.given_siblings(lengths, self.likeness))
 
     def _prior(self, siblings: int) -> Forecast | None:
-        """Of a request without a forecast: the lengths of all that have ended, unless those are its siblings' alone."""
+        """Return the prior of a request without a forecast: all lengths so far; None if they are its siblings'
+        alone."""
         count, total, squares = self._seen
         if count < max(2, siblings + 1):
             return None

@@ -1,9 +1,10 @@
 """Plans: which requests go to which instances, chosen by predicted time. Pure functions of forecasts and step curves.
 
-The run ends when its last instance does, and a thousand uncertain lengths hold surprises. So the candidates of
-`candidates.py` are compared by their mean makespan over scenarios, joint draws of all lengths. The cheapest wins that
-is cheaper than even dealing beyond doubt (`SURE`), so none is predicted worse than that. Instances that serve the same
-stretch share what waits, in the plan's order; siblings have their prompt read in once per instance.
+A run ends when its last instance does, and among a thousand uncertain lengths some are much longer than expected. So
+the candidates of `partition_candidates.py` are compared by their mean makespan over scenarios, joint draws of all
+lengths. The winner is the cheapest of those that are significantly cheaper than even dealing (`SURE`), or even dealing
+itself. Instances that serve the same stretch share what waits, in the plan's order; siblings on one instance have
+their prompt prefilled once.
 """
 
 from __future__ import annotations
@@ -21,38 +22,40 @@ from scheduler.cost.length_forecast import scenarios
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together, type_orders
 
 SCENARIOS = 16
-"""Joint draws of all lengths that plans are compared on."""
+"""Number of joint draws of all lengths on which plans are compared."""
 SURE = 1.0
-"""Standard errors of the mean difference to even dealing, over the scenarios, by which a plan must be cheaper: of
-several plans the one that looks best looks better than it is."""
+"""Standard errors of the mean difference to even dealing, over the scenarios, by which a plan must be cheaper. The
+margin is needed because the plan that looks best of several looks better than it is.
+"""
 
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """The prompts of the requests: siblings on one instance have theirs read in once."""
+    """Prompts of the requests; siblings on one instance have theirs prefilled once."""
 
     groups: Sequence[str]
-    """[n] requests of the same group share a prompt."""
+    """[n] group of each request; requests of one group share a prompt."""
     tokens: Sequence[int]
-    """[n]"""
+    """[n] prompt tokens of each request."""
 
     def tokens_once(self, requests: Sequence[int]) -> int:
-        """Tokens that an instance reads for these requests."""
+        """Return the tokens that one instance prefills for the given requests."""
         return sum({self.groups[request]: self.tokens[request] for request in requests}.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each instance is to do."""
+    """Work of every instance: which requests it runs, and in which order."""
 
     kind: str
     queues: tuple[tuple[int, ...], ...]
-    """For each worker, its requests, in the order in which they start."""
+    """Requests of each worker, in the order in which they start."""
     stretches: tuple[tuple[int, ...], ...]
-    """Workers that serve the same stretch of the requests: what waits for one of them may run on any. The first has the
-    longest requests."""
+    """Workers that serve the same stretch of the requests: what waits for one of them may run on any. The first stretch
+    has the longest requests.
+    """
     ranks: tuple[int, ...]
-    """[requests] places in the order in which what waits starts."""
+    """[requests] place of each in the order in which waiting requests start."""
     times: Floats = field(repr=False, compare=False)
     """[scenarios] predicted seconds until all is done."""
 
@@ -78,18 +81,18 @@ def plan(
     prompts: PromptGroups | None = None,
     arrivals: Sequence[int] | None = None,
 ) -> Plan:
-    """The cheapest plan, beside what the workers do already.
+    """Return the cheapest plan, given what the workers already run.
 
     Args:
         values: [n, v] equally likely lengths of each request, requests sorted by mean, longest first.
-        workers: at least one. Of like ones the first gets the longest requests.
-        seed: of the scenarios.
+        workers: at least one. Of identical ones the first gets the longest requests.
+        seed: seed of the scenarios.
         limit: no request is longer than this (the run's token limit).
-        running: for each worker [its running requests, v] what is left of them; None: all are idle. Every plan is timed
-            together with them; `blocks` and `packed` do not look at them.
-        tails: [n, 3] what `forecast.tails_of` says of the requests; None: nothing.
-        prompts: of the requests; None: reading them costs nothing.
-        arrivals: [n] places in the order of arrival; None: not known.
+        running: for each worker [its running requests, v] their remaining lengths; None: all are idle. Every plan is
+            timed together with them; `blocks` and `packed` ignore them.
+        tails: [n, 5] result of `length_forecast.tails_of` for the requests; None: no tails.
+        prompts: prompts of the requests; None: prefilling them costs nothing.
+        arrivals: [n] places in the order of arrival; None: unknown.
 
     Raises:
         ValueError: there is no worker.
@@ -123,9 +126,12 @@ def plan(
 
 
 def _orders_of_start(count: int, free: int, arrivals: Sequence[int] | None) -> list[Sequence[int]]:
-    """Orders in which requests may start. The longest first is best where lengths are known. Where nearly anyone may
-    run to the limit, whoever starts last makes the end, so it is best to be through with the queue early: the shortest
-    first. Arrival's is in between, and what least-loaded dispatch does."""
+    """Return the orders in which requests may start: longest first, by arrival, shortest first.
+
+    Longest first is best where lengths are known. Where nearly any request may run to the limit, the last one to start
+    determines the end, so the queue should be worked off early: shortest first. Arrival order is in between, and is
+    what least-loaded dispatch uses.
+    """
     longest = range(count)
     if count <= free:
         return [longest]
@@ -148,10 +154,10 @@ class _Timed:
     """Times plans on the same scenarios."""
 
     drawn: Floats
-    """[scenarios, n + running]."""
+    """[scenarios, n + running] lengths."""
     workers: Sequence[Worker]
     running: Sequence[range]
-    """For each worker, the columns of what it does already."""
+    """Columns, by worker, of the requests that it already runs."""
     prompts: PromptGroups | None = None
 
     def both(
@@ -162,7 +168,7 @@ class _Timed:
         means: Floats,
         order: Sequence[int] | None = None,
     ) -> list[Plan]:
-        """As given, and with siblings brought together inside the stretches where their prompts cost time."""
+        """Time a plan as given and, where prefill costs time, with siblings brought together inside the stretches."""
         plans = [self(kind, queues, stretches, order)]
         if self.prompts is not None and any(worker.curve.per_prefill_token for worker in self.workers):
             gathered = together(queues, stretches, self.prompts.groups, means, plans[0].ranks)
@@ -176,7 +182,7 @@ class _Timed:
         stretches: Sequence[Sequence[int]],
         order: Sequence[int] | None = None,
     ) -> Plan:
-        """order: in which requests start; None: the longest first."""
+        """Time a plan whose requests start in the given order (None: longest first)."""
         ranks = list(range(sum(map(len, queues))))
         for rank, request in enumerate(order or ()):
             ranks[request] = rank
@@ -203,14 +209,17 @@ class _Timed:
         return Plan(kind, tuple(map(tuple, queues)), tuple(map(tuple, stretches)), tuple(ranks), latest)
 
     def _steps(self, workers: Sequence[Worker], at_once: list[list[int]], waiting: list[int]) -> list[Floats]:
-        """For each worker [scenarios, slots] the decode steps in which each of its slots is taken, when whatever slot
-        falls free takes in the next one that waits. Times until then are those of full batches."""
+        """Return, for each worker, [scenarios, slots] decode steps for which each of its slots is occupied.
+
+        A slot that becomes free takes the next waiting request. When it becomes free is computed with the step times of
+        full batches.
+        """
         if not waiting:
             return [self.drawn[:, taken] for taken in at_once]
         taken_for = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)  # [scenarios, slots]
         full = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True)]
         pace = np.repeat(full, [len(taken) for taken in at_once])
-        ends = np.ascontiguousarray(taken_for * pace)  # indexing columns has left it in another order
+        ends = np.ascontiguousarray(taken_for * pace)  # column indexing leaves another memory order
         if len(ends) == 1:
             _refill(taken_for[0], ends[0], pace, self.drawn[0, waiting])
             waiting = []
@@ -224,12 +233,12 @@ class _Timed:
 
 
 def _refill(taken_for: Floats, ends: Floats, pace: Floats, lengths: Floats) -> None:
-    """One scenario of `_Timed._steps`, where a heap is quicker than arrays: adds to `taken_for` in place.
+    """Compute one scenario of `_Timed._steps`, where a heap is faster than arrays; adds to `taken_for` in place.
 
     Args:
-        taken_for: [slots] steps for which each is taken.
-        ends: [slots] when it falls free.
-        pace: [slots] seconds a step.
+        taken_for: [slots] steps for which each is occupied.
+        ends: [slots] seconds until it is free.
+        pace: [slots] seconds per step.
         lengths: [waiting] in the order in which they start.
     """
     heap = list(zip(ends.tolist(), range(len(ends)), strict=True))
@@ -243,8 +252,10 @@ def _refill(taken_for: Floats, ends: Floats, pace: Floats, lengths: Floats) -> N
 
 
 def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
-    """Reference, slow: the best cut of known lengths into one stretch per instance, over all orders of instance types,
-    beside even dealing. Dynamic programming over every cut; needs all requests to fit into the slots' refills."""
+    """Return the best cut of known lengths into one stretch per instance, or even dealing; a slow reference.
+
+    Dynamic programming over every cut and all orders of instance types; all requests must fit into the slots' refills.
+    """
     values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
     count = len(values)
     timed = _Timed(values[None], workers, [range(0)] * len(workers))

@@ -2,10 +2,10 @@
 
 Requests are numbered by expected length, longest first. A placement is a list of queues, one per instance.
 
-* `even`: dealt out in turn while there are slots, then in proportion to them, as balancing loads does;
+* `even`: dealt out in turn while there are slots, then in proportion to the slots, as load balancing does;
 * `greedy`: the longest first, each to where the most loaded instance grows least;
-* `blocks`: cut into stretches, each served by one or more like instances (the long tail gets its own), by dynamic
-  programming over the cuts; every order of instance types;
+* `blocks`: cut into stretches, each served by one or more identical instances (the long tail gets its own), by dynamic
+  programming over the cuts, for every order of instance types;
 * `packed`, for known lengths only: stretches of one instance each, by bisection of the makespan;
 * `together`: any of them, with siblings brought together inside the stretches.
 """
@@ -24,15 +24,15 @@ from scheduler.cost.decode import Floats, StepCurve
 from scheduler.cost.expected_time import Worker, context_seconds, expected_time, marginal_costs, step_cost
 
 BUCKETS = 24
-"""Cuts that dynamic programming looks at; finer among the longest."""
+"""Number of cuts that dynamic programming considers; finer among the longest."""
 GRID = 40
-"""Times at which it counts who still runs."""
+"""Number of times at which dynamic programming counts the running requests."""
 PARTS = 4
 """Steps of its cost table per request."""
 BISECTIONS = 16
-"""Of a makespan, from that of one instance doing everything: to a 65,000th of it."""
+"""Bisections of a makespan, starting from that of one instance doing everything: to a 65,000th of it."""
 MOST_UNITS = 24
-"""Instances that it treats one by one; more of one kind are taken in bundles."""
+"""Number of instances that dynamic programming treats one by one; more of one kind are bundled."""
 MOST_TYPE_ORDERS = 6
 
 _Costs = dict[tuple[int, int], Floats]
@@ -40,15 +40,17 @@ _Costs = dict[tuple[int, int], Floats]
 
 
 def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None) -> list[list[int]]:
-    """Deals 0 .. count - 1 out in turn, there and back, so that sums stay level: to every instance with a slot left;
-    when all slots are taken, in proportion to them (a slot that falls free takes in the next request).
+    """Deal 0 .. count - 1 out in turn, there and back, so that sums stay level.
+
+    Every instance with a slot left gets one in each turn; once all slots are taken, instances get requests in
+    proportion to their slots (a slot that becomes free takes the next request).
 
     Args:
-        count: of requests.
-        slots: [workers] most requests of each at once; for like idle instances any one number will do.
+        count: number of requests.
+        slots: [workers] largest number of requests of each at once; for identical idle instances any number will do.
         running: [workers] slots that are taken already; None: none.
     """
-    if len(set(slots)) == 1 and not any(running or ()):  # as below, at once
+    if len(set(slots)) == 1 and not any(running or ()):  # vectorized form of what follows
         there, back = np.arange(len(slots)), 2 * len(slots) - 1 - np.arange(len(slots))
         rounds = np.arange(0, count, 2 * len(slots))[:, None]
         dealt = np.stack([rounds + there, rounds + back], axis=1).reshape(-1, len(slots)).T
@@ -66,7 +68,7 @@ def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None)
 
 
 def _hands(slots: Sequence[int], running: Sequence[int]) -> Iterator[list[int]]:
-    """Without end: the seats that get a request each, hand by hand (see `even`)."""
+    """Yield, without end, the seats that get one request each, hand by hand (see `even`)."""
     for level in range(max(slots)):
         yield [seat for seat, (most, taken) in enumerate(zip(slots, running, strict=True)) if taken <= level < most]
     shares = [most // gcd(*slots) for most in slots]
@@ -81,12 +83,12 @@ def together(
     means: Floats,
     ranks: Sequence[int],
 ) -> list[list[int]]:
-    """Deals the requests of each stretch anew, siblings to one instance as far as the queues' sizes allow.
+    """Deal the requests of each stretch again, siblings to one instance as far as the queues' sizes allow.
 
     Args:
-        queues: of a plan; their sizes stay.
-        stretches: of the plan.
-        groups: [n] of each request.
+        queues: queues of a plan; their sizes stay.
+        stretches: stretches of the plan.
+        groups: [n] group of each request.
         means: [n] expected lengths.
         ranks: [n] places in the order in which requests start.
     """
@@ -115,12 +117,12 @@ def together(
 
 
 def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] | None = None) -> list[list[int]]:
-    """Each request, longest first, to where the most loaded instance grows least (LPT with marginal step times).
+    """Give each request, longest first, to where the most loaded instance grows least (LPT with marginal step times).
 
     Args:
         means: [n] expected lengths.
         workers: instances.
-        running: for each worker the expected rests of what it does already; None: nothing.
+        running: for each worker the expected remaining lengths of its running requests; None: no running requests.
     """
     beside = running or [means[:0]] * len(workers)
     count = len(means) + max(map(len, beside))
@@ -129,7 +131,7 @@ def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] |
     loads = np.asarray(
         [expected_time(part[:, None], w.curve, w.slots) for part, w in zip(beside, workers, strict=True)]
     )
-    # by worker, what its next request will add; only the chosen one's changes
+    # what each worker's next request will add; only the chosen worker's value changes
     upcoming = [iter(row) for row in marginal.tolist()]
     rates = np.asarray([next(islice(row, len(part), None), 0.0) for row, part in zip(upcoming, beside, strict=True)])
     context = np.asarray([worker.curve.per_context_token / 2 for worker in workers])
@@ -146,8 +148,7 @@ def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] |
 
 
 def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int]]]:
-    """Stretches of one instance each, as long as a makespan allows; the makespan is bisected. One plan for each order
-    of instance types."""
+    """Yield stretches of one instance each, as long as a bisected makespan allows; one plan per order of types."""
     count = len(lengths)
     costs = {worker: marginal_costs(worker, count) for worker in set(workers)}
     for order in type_orders(workers):
@@ -177,7 +178,7 @@ def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int
 
 
 def type_orders(workers: Sequence[Worker]) -> list[list[int]]:
-    """Seats of the workers, like ones side by side, in each order of the kinds (the first takes the longest)."""
+    """Return the workers' seats, identical ones side by side, in each order of the kinds (longest requests first)."""
     kinds: dict[tuple[StepCurve, int], list[int]] = {}
     for seat, worker in enumerate(workers):
         kinds.setdefault((worker.curve, worker.slots), []).append(seat)
@@ -192,7 +193,7 @@ def _table(curve: StepCurve, slots: int, known: bool, largest: int) -> Floats:
 
 
 def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Dynamic programming over stretches that share one or more like instances: (queues, stretches' workers)."""
+    """Yield (queues, stretches) by dynamic programming over stretches that share one or more identical instances."""
     count, each = values.shape
     cuts = np.unique(np.round(count * (np.arange(min(BUCKETS, count) + 1) / min(BUCKETS, count)) ** 2).astype(int))
     flat = np.sort(values, axis=None)
@@ -221,7 +222,7 @@ def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[lis
                 worker = workers[firsts[run]]
                 table = _table(worker.curve, worker.slots, each == 1, count)
                 matrix = np.full((len(cuts), len(cuts)), np.inf)
-                # whoever runs at a time has produced as many tokens: its context then
+                # every request that runs at a time has produced that many tokens: its context at that time
                 reading = stretch @ (middle * width) * (worker.curve.per_context_token / machines)
                 matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width + reading
                 np.fill_diagonal(matrix, 0.0)
@@ -238,8 +239,11 @@ def _best_cuts(
     cost: Callable[[int, int], Floats],
     workers: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """best[u][j] = least makespan of the requests before cut j on the first u units; the last stretch takes units
-    of one kind."""
+    """Return the queues and stretches with the least makespan.
+
+    best[u][j] is the least makespan of the requests before cut j on the first u units; the last stretch takes units of
+    one kind.
+    """
     size, columns = len(cuts), np.arange(len(cuts))
     best = [np.where(np.arange(size) == 0, 0.0, np.inf)]
     choice = [(np.zeros(size, dtype=int), np.zeros(size, dtype=int))]

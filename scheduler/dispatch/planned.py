@@ -1,15 +1,15 @@
-"""Policies that plan a whole set of requests: StreamRL's Algorithm 2, and ours.
+"""Policies that plan a whole set of requests: StreamRL's Algorithm 2, and skew-aware dispatch.
 
-Both give every instance a queue, longest first. Ours also corrects itself while running:
+Both give every instance a queue, longest first. Skew-aware dispatch also corrects itself while it runs:
 
 * what waits for one instance may start on any that serves the same stretch of the plan, in the plan's order;
-* an instance that has emptied its queue takes over waiting requests of the one that would be last;
-* when an instance has nothing left at all, running requests of the instance that is predicted to end last move over, if
-  that makes both end clearly earlier, the reading in of the moved tokens included.
+* an instance that has emptied its queue takes over waiting requests of the one that is predicted to end last;
+* when an instance has nothing left at all, running requests move to it from the instance that is predicted to end
+  last, if both then end clearly earlier, the prefill of the moved tokens included.
 
-Forecasts are those of what is left of a request, given what it has produced. A request without one (`None`: nothing is
-known, or nothing that is trusted) is not planned and never moved: it waits in one queue for all instances, and is
-placed by load when no planned request can use the slot. So without forecasts ours *is* least-loaded dispatch.
+Forecasts are of what is left of a request, given what it has produced. A request without one (`None`: nothing is
+known, or nothing that is trusted) is neither planned nor moved: it waits in one queue for all instances and is placed
+by load when no planned request can use the slot. So without forecasts skew-aware dispatch *is* least-loaded dispatch.
 """
 
 from __future__ import annotations
@@ -28,48 +28,49 @@ from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, Fleet, Instance
 from scheduler.dispatch.remaining_length import Remaining
 
 MOVE_GAIN = 0.1
-"""A running request moves only if the later of both ends comes earlier by this share of what is left: predictions are
-not that good, and each move costs a pause."""
+"""Share of the remaining time by which a move must bring the later of both ends forward: predictions are inexact, and
+each move costs a pause.
+"""
 CORRECT_EVERY = 0.02
-"""Share of the unfinished requests that must have ended before the plan is looked at again."""
+"""Share of the unfinished requests that must have ended before the plan is corrected again."""
 MOVES_LOOKED_AT = 8
-"""Numbers of requests (halves, quarters, ...) that a move is tried with."""
+"""How many numbers of requests (all, half, a quarter, ...) a move is tried with."""
 
 
 class Planned(Fleet, ABC):
-    """Keeps a queue per instance and fills slots from it. Subclasses say what the queues are."""
+    """Keeps a queue per instance and fills slots from it; subclasses fill the queues."""
 
     def __init__(self, affinity: int = 0) -> None:
         super().__init__(affinity)
         self.queues: dict[str, deque[tuple[Request, str]]] = {}
         """Waiting requests with their route, by instance."""
         self.ranks: dict[str, int] = {}
-        """Places of waiting requests in the order in which they are to start, where queues are shared."""
+        """Place of each waiting request in the order in which they start, where queues are shared."""
         self._new: list[Request] = []
 
     @property
     def waiting(self) -> int:
-        """Requests without an instance's slot."""
+        """Number of requests without an instance's slot."""
         return len(self._new) + sum(map(len, self.queues.values()))
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Requests wait; the next `decide` plans them, together with what still waits."""
+        """Add requests; the next `decide` plans them together with what still waits."""
         self._new.extend(requests)
 
     def leave(self, instance: str) -> list[str]:
-        """See `Fleet`; what waited for this instance is planned again."""
+        """Remove an instance; what waited for it is planned again (see `Fleet.leave`)."""
         self._new.extend(request for request, _ in self.queues.pop(instance, ()))
         return super().leave(instance)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._new = [request for request in self._new if request.request_id not in request_ids]
         for name, queue in self.queues.items():
             self.queues[name] = deque(entry for entry in queue if entry[0].request_id not in request_ids)
         super().withdraw(request_ids)
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Plans what is new, then fills slots from the queues."""
+        """Plan new requests, then fill slots from the queues."""
         decisions = []
         if self._new and self.instances:
             everything = [request for queue in self.queues.values() for request, _ in queue] + self._new
@@ -80,11 +81,11 @@ class Planned(Fleet, ABC):
         return decisions + self.fill() + self.correct(produced)
 
     def fill(self) -> list[Assignment]:
-        """Gives free slots to what waits."""
+        """Give free slots to waiting requests."""
         return [start for name in self.queues for start in self._fill_from(name, [name])]
 
     def _fill_from(self, name: str, sources: Iterable[str]) -> list[Assignment]:
-        """Fills an instance from the queues of these, in the plan's order."""
+        """Fill an instance from the given instances' queues, in the plan's order."""
         instance, decisions = self.instances[name], []
         while instance.free > 0 and (queues := [queue for source in sources if (queue := self.queues[source])]):
             request, route = min(queues, key=lambda queue: self.ranks.get(queue[0][0].request_id, 0)).popleft()
@@ -93,15 +94,15 @@ class Planned(Fleet, ABC):
 
     @abstractmethod
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
-        """Puts every request into a queue; `produced` as for `decide`."""
+        """Put every request into a queue; `produced` as in `decide`."""
 
     def correct(self, produced: TokenProgress | None) -> list[Assignment]:
-        """Decisions beyond the plan, after slots were filled."""
+        """Return decisions beyond the plan, after slots were filled."""
         return []
 
 
 def longest_first(requests: Sequence[Request]) -> list[Request]:
-    """By expected length, siblings side by side where they are alike; requests without a forecast last."""
+    """Sort by expected length, siblings side by side where lengths are equal; requests without a forecast last."""
     return sorted(requests, key=lambda request: (-request.expected, request.group_id))
 
 
@@ -121,7 +122,7 @@ class Algorithm2(Planned):
         self.combine, self.tail_share = combine, tail_share
 
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
-        """See the class."""
+        """Split instances and requests into the two pools and deal the requests out."""
         ordered = longest_first(requests)
         names = list(self.instances)
         lengths = np.asarray([request.expected for request in ordered])
@@ -144,7 +145,7 @@ class Algorithm2(Planned):
                 self.queues[pool[number % len(pool)]].append((request, route))
 
     def _latency(self, names: list[str], requests: int, length: float) -> float:
-        """Of the slowest instance of a pool."""
+        """Return the latency in seconds of the slowest instance of a pool."""
         share = math.ceil(requests / len(names))
         slowest = 0.0
         for name in names:
@@ -156,46 +157,47 @@ class Algorithm2(Planned):
 
 
 class SkewAware(Planned):
-    """Ours: the cheapest plan of `partition.py`, corrected while it runs (see the module)."""
+    """Skew-aware dispatch: the cheapest plan of `partition.py`, corrected while it runs (see the module)."""
 
     def __init__(self, migrate: bool = True, longest: float = math.inf, affinity: int = 0) -> None:
-        """
+        """Create a policy without instances.
+
         Args:
             migrate: whether running requests may move.
-            longest: no request produces more tokens than this (the run's limit).
-            affinity: of requests without a forecast, see `Fleet`.
+            longest: largest number of tokens that a request may produce (the run's limit).
+            affinity: affinity of requests without a forecast, see `Fleet`.
         """
         super().__init__(affinity)
         self.migrate, self.longest = migrate, longest
         self.plan: Plan | None = None
-        """The newest plan, for whoever wants to show it."""
+        """The newest plan, for display."""
         self._mates: dict[str, list[str]] = {}
-        """Instances that serve the same stretch of the plan, by instance: itself is one."""
+        """Instances that serve the same stretch of the plan as the key, itself included."""
         self._unplanned: deque[Request] = deque()
         """Waiting requests without a forecast."""
         self._corrected_at = -1
-        """Unfinished requests when `correct` last looked."""
+        """Number of unfinished requests at the last correction."""
         self._looked_at: dict[str, Remaining] = {}
-        """What is left of running requests, by instance; see `_remaining`."""
+        """Remaining lengths of running requests, by instance; see `_remaining`."""
         self._ends: dict[str, float] = {}
 
     @property
     def waiting(self) -> int:
-        """Requests without an instance's slot."""
+        """Number of requests without an instance's slot."""
         return super().waiting + len(self._unplanned)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Planned`; requests without a forecast are kept out of the plan."""
+        """Add requests; those without a forecast are kept out of the plan."""
         for request in requests:
             (self._unplanned if request.forecast is None else self._new).append(request)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """See `DispatchPolicy`."""
+        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._unplanned = self.without(self._unplanned, request_ids)
         super().withdraw(request_ids)
 
     def fill(self) -> list[Assignment]:
-        """From the queues of the whole stretch that an instance serves, then by load."""
+        """Fill each instance from the queues of its whole stretch, then place unplanned requests by load."""
         decisions = []
         if any(self.queues.values()):
             for name in sorted(self.queues, key=lambda name: len(self.instances[name].running)):
@@ -203,8 +205,8 @@ class SkewAware(Planned):
         return decisions + self.place_by_load(self._unplanned)
 
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
-        """See the class."""
-        # of like instances the first gets the longest requests: those of the pool for them
+        """Plan the requests beside those that run, and fill the queues from the plan."""
+        # of identical instances the first gets the longest requests, so those of the tail pool come first
         names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
         instances = [self.instances[name] for name in names]
         ordered = longest_first(requests)
@@ -231,7 +233,8 @@ class SkewAware(Planned):
             self.queues[name].extend((ordered[number], route) for number in hand)
 
     def correct(self, produced: TokenProgress | None) -> list[Assignment]:
-        """Brings instances that have a free slot and nothing waiting closer to the one that would be last."""
+        """Move requests of the instance that is predicted to end last to instances with free slots and nothing
+        waiting."""
         unfinished = len(self.where) + self.waiting
         if len(self.instances) < 2 or abs(unfinished - self._corrected_at) < max(1, unfinished * CORRECT_EVERY):
             return []
@@ -242,7 +245,7 @@ class SkewAware(Planned):
         decisions: list[Assignment] = []
         for target in sorted(idle, key=lambda instance: len(instance.running)):
             if donor := max((name for name, queue in self.queues.items() if queue), key=self._queued, default=None):
-                # waiting requests first: nothing has to be read in twice
+                # waiting requests first: they need no second prefill
                 decisions.extend(self._take_waiting(target, self.instances[donor], produced))
             elif self.migrate and produced is not None and not target.running and not decisions:
                 decisions.extend(self._take_running(target, produced))
@@ -252,7 +255,7 @@ class SkewAware(Planned):
         return len(self.queues[name])
 
     def _take_waiting(self, target: Instance, donor: Instance, produced: TokenProgress | None) -> list[Assignment]:
-        """Requests from the end of the donor's queue (its shortest)."""
+        """Move requests from the end of the donor's queue (its shortest) to the target."""
         queue = self.queues[donor.name]
         going = Remaining.of([request for request, _ in reversed(queue)], [0.0] * len(queue), self.longest)
         running = self._remaining(donor, produced)
@@ -262,7 +265,7 @@ class SkewAware(Planned):
         return [self.start(request, target, route) for request, route in taken]
 
     def _take_running(self, target: Instance, produced: TokenProgress) -> list[Assignment]:
-        """Running requests, longest first, of the instance that would be last."""
+        """Move running requests, longest first, from the instance that is predicted to end last to the target."""
         donors = [
             instance
             for instance in self.instances.values()
@@ -288,16 +291,17 @@ class SkewAware(Planned):
         fixed: Remaining,
         moved: bool,
     ) -> int:
-        """How many requests should go from donor to target: 0 unless the later of both ends then comes earlier, and for
-        running requests clearly so.
+        """Return how many requests should go from donor to target.
+
+        0 unless the later of both ends then comes earlier, for running requests by `MOVE_GAIN`.
 
         Args:
-            target: where they would go.
-            donor: where they are.
+            target: instance that they would go to.
+            donor: instance that they are on.
             here: the target's requests.
-            going: may go, in this order.
-            fixed: the donor's others.
-            moved: they run already, so the target has to read them in.
+            going: requests that may go, in this order.
+            fixed: the donor's other requests.
+            moved: whether they already run, so that the target has to prefill them.
         """
         best, chosen = (fixed + going).time_on(donor) * (1 - (MOVE_GAIN if moved else 0.0)), 0
         most = min(len(going), target.free)
@@ -311,7 +315,7 @@ class SkewAware(Planned):
         return chosen
 
     def _remaining(self, instance: Instance, produced: TokenProgress | None) -> Remaining:
-        """Of an instance's running requests; the same all through a look."""
+        """Return what is left of an instance's running requests, cached during one correction."""
         if instance.name not in self._looked_at:
             running = list(instance.running.values())
             done = [produced(request.request_id) if produced else 0.0 for request in running]
@@ -319,7 +323,7 @@ class SkewAware(Planned):
         return self._looked_at[instance.name]
 
     def _end(self, instance: Instance, produced: TokenProgress | None) -> float:
-        """Expected seconds until an instance's running requests have ended; the same all through a look."""
+        """Return the expected seconds until an instance's running requests have ended, cached during one correction."""
         if instance.name not in self._ends:
             self._ends[instance.name] = self._remaining(instance, produced).time_on(instance)
         return self._ends[instance.name]

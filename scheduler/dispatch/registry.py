@@ -1,4 +1,4 @@
-"""All dispatch policies by the name that users give."""
+"""All dispatch policies, by the names that users give."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ POLICIES: dict[str, tuple[str, Callable[[float, int], DispatchPolicy]]] = {
     "least-loaded": ("the instance with the fewest running requests", lambda longest, affinity: LeastLoaded(affinity)),
     "longest-first": ("least-loaded, the longest expected request first", lambda longest, affinity: LongestFirst()),
     "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda longest, affinity: Algorithm2()),
-    "algorithm2-max": ("the same with the later of both pools", lambda longest, affinity: Algorithm2("max")),
+    "algorithm2-max": ("Algorithm 2 with the later of both pools", lambda longest, affinity: Algorithm2("max")),
     "group-probe": (
-        "ours, one completion of each prompt first: its length informs the others' forecasts",
+        "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
         lambda longest, affinity: GroupProbe(True, longest, affinity),
     ),
     "skew-aware-static": (
-        "ours without moving running requests",
+        "skew-aware without moving running requests",
         lambda longest, affinity: SkewAware(False, longest, affinity),
     ),
-    "skew-aware": ("ours", lambda longest, affinity: SkewAware(True, longest, affinity)),
+    "skew-aware": (
+        "the cheapest plan by predicted lengths, corrected while it runs",
+        lambda longest, affinity: SkewAware(True, longest, affinity),
+    ),
 }
-"""Name -> (what it does, how to make one for requests of at most so many tokens, with this affinity)."""
+"""Name -> (description for users, factory that takes the token limit per request and the affinity)."""
 
 
 def make_policy(name: str, longest: float = math.inf, affinity: int = 0) -> DispatchPolicy:
-    """A policy by name.
+    """Create a policy by name.
 
     Args:
         name: one of `POLICIES`.
-        longest: no request produces more tokens than this.
+        longest: largest number of tokens that a request may produce.
         affinity: siblings that are placed by load follow their group to an instance that is at most so many requests
             fuller than the emptiest one.
 
     Raises:
-        ValueError: there is none; the message lists what there is.
+        ValueError: the name is unknown; the message lists the known ones.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""What is left of many requests at once: `Forecast.beyond` on arrays, for policies that look at it again and again."""
+"""Remaining lengths of many requests at once: `Forecast.beyond` on arrays, for policies that need it repeatedly."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from scheduler.cost.length_forecast import MIDPOINTS, Floats, Forecast, equally_
 from scheduler.dispatch.policy import Instance, Request
 
 UNKNOWN = Forecast.exactly(1.0)
-"""Of a request without a forecast: as soon as it has outrun this, as much again as it has produced."""
+"""Stand-in for a missing forecast: the request outruns it at once, and then has as much left as it has produced."""
 
 
 def beyond(values: Floats, produced: Floats, limit: float = np.inf) -> Floats:
-    """`Forecast.beyond` for each row.
+    """Return `Forecast.beyond` for each row.
 
     Args:
         values: [n, v] equally likely lengths, ascending; v is 1 or 16.
         produced: [n] tokens so far.
-        limit: no request produces more than this.
+        limit: largest number of tokens that a request may produce.
 
     Returns:
-        [n, v] what is left; [n, 16] if a known length has been outrun.
+        [n, v] remaining tokens; [n, 16] if a known length has been outrun.
     """
     each = values.shape[1]
     kept = (values > produced[:, None]).sum(axis=1)
     if each == 1 and not kept.all():
         return beyond(np.repeat(values, len(MIDPOINTS), axis=1), produced, limit)
-    # the kept ones are the last of each row; they share the weight of those that are ruled out
+    # the kept values are the last of each row; they share the weight of those that are ruled out
     levels = (np.arange(each) + 0.5) / each
     picked = each - kept[:, None] + (levels * kept[:, None]).astype(int)
     left = np.take_along_axis(values, np.minimum(picked, each - 1), axis=1) - produced[:, None]
@@ -43,22 +43,22 @@ def beyond(values: Floats, produced: Floats, limit: float = np.inf) -> Floats:
 
 @dataclass(frozen=True)
 class Remaining:
-    """Requests and what is left of them."""
+    """Requests with the tokens that each has left."""
 
     requests: tuple[Request, ...]
     values: Floats
-    """[n, v] equally likely tokens that are left."""
+    """[n, v] equally likely numbers of remaining tokens."""
     contexts: Floats
-    """[n] tokens that each has: prompt and produced."""
+    """[n] tokens of each so far: prompt and produced."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], produced: Sequence[float], limit: float) -> Remaining:
-        """What is left of these.
+        """Compute what is left of the given requests.
 
         Args:
             requests: any number.
-            produced: by each, in tokens.
-            limit: no request produces more than this.
+            produced: tokens that each has produced.
+            limit: largest number of tokens that a request may produce.
         """
         done = np.asarray(produced, dtype=np.float64)
         prompts = np.asarray([request.prompt_tokens for request in requests], dtype=np.float64)
@@ -73,12 +73,12 @@ class Remaining:
         return Remaining(self.requests + other.requests, values, np.concatenate([self.contexts, other.contexts]))
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.int64] | range) -> Remaining:
-        """Some of them, in this order."""
+        """Return some of the requests, in the given order."""
         index = np.asarray(rows, dtype=np.int64)
         return Remaining(tuple(self.requests[row] for row in index), self.values[index], self.contexts[index])
 
     def time_on(self, instance: Instance) -> float:
-        """Expected seconds until an instance that does nothing else has finished them."""
+        """Return the expected seconds until an instance that does nothing else has finished them."""
         if not self.requests:
             return 0.0
         curve = instance.assumed_curve

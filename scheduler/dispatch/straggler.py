@@ -1,10 +1,10 @@
-"""Which instances are slower than the cost model says, by more than others are. Pure: no clock, no I/O.
+"""Detection of instances that are slower than the cost model predicts, relative to the others. Pure.
 
-An instance tells, for each stretch of time in which it worked, how many times as long its steps took as its curve says
-(`StepCurve`). That all of them take longer is no news: contexts grow, a machine is shared. So an instance's figure (the
-median of its last ones) is compared with the median of the others' figures. It is slow from `SLOW` on, and no more once
-it is below `WELL` again; the gap keeps it from going to and fro. Of an only instance nothing can be said, nor does it
-matter: nobody else could take what it has.
+For each stretch of time in which an instance worked, it reports the ratio of its step time to that of its curve
+(`StepCurve`). A ratio that all instances share does not count: contexts grow, a machine is shared. So the median of an
+instance's last ratios is compared with the median of the others' medians. An instance becomes slow at `SLOW` and
+recovers at `WELL`; the distance between the two prevents flapping. A single instance is never judged: no other one
+could take its work.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections import deque
 from collections.abc import Iterable
 
 SLOW, WELL = 1.5, 1.2
-"""Times as slow as the others."""
+"""Factors over the other instances at which an instance becomes slow, and at which it recovers."""
 STRETCHES = 8
-"""Of which the median counts; an instance of which fewer are known is not judged."""
+"""Number of ratios that the median is taken over; an instance with fewer is not judged."""
 OTHERWISE = 1.25
-"""By so much must a slow instance's figure differ from the one that is known before it is told again."""
+"""Ratio by which a slow instance's factor must change before it is reported again."""
 
 
 class SlowWatch:
-    """See the module's text."""
+    """Tracks the ratios that instances report, and finds the slow ones."""
 
     def __init__(self) -> None:
         self.factors: dict[str, float] = {}
-        """Slow instances, and how many times as long their steps take as they would if they were like the others."""
-        self._told: dict[str, deque[float]] = {}
+        """Slow instances, with the ratio of their step time to what it would be if they were like the others."""
+        self._ratios: dict[str, deque[float]] = {}
 
     def heard(self, instance: str, ratio: float) -> None:
-        """An instance has worked for a stretch of time.
+        """Record the ratio of one stretch of work.
 
         Args:
-            instance: which.
+            instance: its name.
             ratio: its seconds per step, divided by those of its curve.
 
         Raises:
@@ -41,30 +41,34 @@ class SlowWatch:
         """
         if not 0 < ratio < float("inf"):
             raise ValueError(f"steps of {instance} took {ratio} times as long as its curve says")
-        self._told.setdefault(instance, deque(maxlen=STRETCHES)).append(ratio)
+        self._ratios.setdefault(instance, deque(maxlen=STRETCHES)).append(ratio)
 
     def forget(self, instance: str) -> None:
-        """It is gone, or another process."""
-        self._told.pop(instance, None)
+        """Forget an instance that is gone or was replaced by another process."""
+        self._ratios.pop(instance, None)
         self.factors.pop(instance, None)
 
     def changed(self, present: Iterable[str]) -> dict[str, float]:
-        """What there is to tell about those that are present: how many times slower they are now, 1 for those that
-        are no more; `factors` has it from now on."""
+        """Return the new factors of the present instances whose factor has changed, 1 for those that have recovered.
+
+        `factors` is updated accordingly.
+        """
         usual = {
-            name: statistics.median(self._told[name]) for name in present if len(self._told.get(name, ())) == STRETCHES
+            name: statistics.median(self._ratios[name])
+            for name in present
+            if len(self._ratios.get(name, ())) == STRETCHES
         }
-        news = {}
+        changes = {}
         for name, ratio in usual.items():
             others = [other for one, other in usual.items() if one != name]
             if not others:
                 continue
             slower, known = ratio / statistics.median(others), self.factors.get(name, 1.0)
             if known == 1.0 and slower >= SLOW:
-                news[name] = slower
+                changes[name] = slower
             elif known > 1.0 and slower <= WELL:
-                news[name] = 1.0
+                changes[name] = 1.0
             elif known > 1.0 and not 1 / OTHERWISE < slower / known < OTHERWISE:
-                news[name] = slower
-        self.factors = {name: factor for name, factor in (self.factors | news).items() if factor > 1.0}
-        return news
+                changes[name] = slower
+        self.factors = {name: factor for name, factor in (self.factors | changes).items() if factor > 1.0}
+        return changes

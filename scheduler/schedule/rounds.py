@@ -1,33 +1,33 @@
 """Rounds that do not wait for their stragglers: tail batching and partial rollouts.
 
-Both issue groups in rounds. What is unfinished when a round is over is put off with the tokens that it has, and goes on
-in a later round. Nothing is dropped: training sees every length, the long ones later and, since tokens are kept, from
-more than one weight version.
+Both issue groups in rounds. Groups that are unfinished when a round is over are deferred with the tokens that they
+have, and continue in a later round. Nothing is dropped: training sees every length, the long ones later and, since
+tokens are kept, from more than one weight version.
 
 `TailBatching`: a regular round issues more groups than a batch needs and ends as soon as enough are complete; when a
-whole batch has been put off, a tail round goes on with exactly these and waits for all. Source of the idea: RollPacker
-(arXiv 2509.21009), which generates what it has put off again from the start.
+whole batch has been deferred, a tail round continues exactly these and waits for all. Source of the idea: RollPacker
+(arXiv 2509.21009), which regenerates deferred groups from the start.
 
-`PartialRollouts`: a sample may produce `round_tokens` per round and is then parked; every round resumes all that is
-parked and adds new groups. Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), APRIL (arXiv 2509.18521, which
+`PartialRollouts`: a sample may produce `round_tokens` per round and is then parked; every round resumes all parked
+samples and adds new groups. Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), APRIL (arXiv 2509.18521, which
 over-issues and recycles what is unfinished).
 
-A round is over when as many groups are complete as the step under way lacks, or when nothing of it can go on: all is
-parked or dropped. In the second case (`again`) the next round begins at once, under the same weights.
+A round is over when as many groups are complete as the current step lacks, or when none of its groups can continue: all
+are parked or dropped. In the second case (`again`) the next round begins at once, under the same weights.
 
-Age. With `max_age` no group is trained more than so many steps after the version that it was issued under. It is the
+Age: with `max_age` no group is trained more than so many steps after its policy version at issue. It is the
 schedules' rule (`schedules.py`): new groups are limited to what (max_age + 1) batches hold, and a round resumes, and
-waits for, the groups that are due first as far as the steps after this one have no place for them. Its other half is
-training's: complete groups are taken by (issued under, completion), where `taking(schedule, rounds)` allows it.
+waits for, the groups that are due first and that later steps have no room for. Training must do its part:
+complete groups are taken by (version at issue, completion), where `taking(schedule, rounds)` allows it.
 
-The objects decide; they have no clock and do no I/O. A caller starts the groups of a `Round`, tells what becomes of
-them, and withdraws what is unfinished when the round is over:
+The objects only decide; they have no clock and do no I/O. A caller starts the groups of a `Round`, reports their
+progress, and withdraws what is unfinished when the round is over:
 
     planner = TailBatching(batch=32, over_issue=1.25)
     current = planner.begin(version=0)         # 40 new groups, over when 32 are complete
     planner.started(new_ids)                   # the caller's names for the 40
     planner.completed(group_id)  ...  planner.over
-    planner.end()                              # the 8 that are put off
+    planner.end()                              # returns the 8 that are deferred
     planner.taken(group_id)  ...               # as training takes them: 32 until the next version
 """
 
@@ -44,73 +44,76 @@ from scheduler.schedule.schedules import Schedule, due_within
 
 @dataclass(frozen=True)
 class Round:
-    """What is to be generated."""
+    """Groups that one round generates."""
 
     tail: bool
-    """A round of groups that were put off only."""
+    """Whether all groups of the round were deferred by earlier ones."""
     new: int
-    """New groups to issue."""
+    """Number of new groups to issue."""
     resumed: tuple[str, ...]
-    """Groups to go on with, from the tokens that they have."""
+    """Groups to continue, from the tokens that they have."""
     needed: int
-    """The round is over when so many groups are complete (and those that are due)."""
+    """Number of complete groups (those that are due included) at which the round is over."""
     budget: int | None = None
-    """New tokens that each sample may produce in this round; None: as many as it wants."""
+    """New tokens that each sample may produce in this round; None: unlimited."""
 
 
 class Rounds(Protocol):
-    """What a controller and the simulator need of either kind."""
+    """Interface of both kinds of rounds, as the controller and the simulator use it."""
 
     @property
     def batch(self) -> int:
-        """Groups of an optimizer step."""
+        """Groups per optimizer step."""
 
     @property
     def max_age(self) -> int | None:
-        """Most steps between the weights that a group is issued under and those that train on it; None: any."""
+        """Largest number of steps from a group's policy version at issue to the weights that train on it; None: no
+        limit."""
 
     @property
     def round(self) -> Round | None:
-        """The round that is under way."""
+        """The current round."""
 
     @property
     def again(self) -> bool:
-        """The last round has ended without what its step needs: begin another under the same weights."""
+        """Whether the last round ended without what its step needs, so that another begins under the same weights."""
 
     @property
     def over(self) -> bool:
-        """Whether the round under way is to be ended."""
+        """Whether the current round should be ended."""
 
     def begin(self, version: int) -> Round:
-        """The next round, under these weights: those of the last step, or the same again (`again`)."""
+        """Begin the next round under these weights: those of the last step, or the same as before (`again`)."""
 
     def started(self, group_ids: Iterable[str]) -> None:
-        """Names of the round's new groups, as they are issued."""
+        """Record the names of the round's new groups, as they are issued."""
 
     def completed(self, group_id: str) -> None:
-        """All samples of a group have their rewards."""
+        """Record that all samples of a group have their rewards."""
 
     def parked(self, group_id: str) -> None:
-        """Every sample of a group that has not ended has used up its budget."""
+        """Record that every unfinished sample of a group has used up its budget."""
 
     def dropped(self, group_id: str) -> None:
-        """Instead of `completed`: a group will not be trained (dynamic sampling)."""
+        """Record, instead of `completed`, that a group will not be trained (dynamic sampling)."""
 
     def taken(self, group_id: str) -> None:
-        """Training has taken a complete group."""
+        """Record that training has taken a complete group."""
 
     def end(self) -> list[str]:
-        """Ends the round: the groups that the caller has to withdraw, keeping their tokens."""
+        """End the round and return the groups that the caller must withdraw, keeping their tokens."""
 
 
 def taking(schedule: Schedule, rounds: Rounds) -> Schedule:
-    """The schedule to ask, with `due` for its `max_staleness`, which complete group training may take: the age bound
-    takes the place of the schedule's own."""
+    """Return the schedule that decides which complete groups training may take.
+
+    The age bound of the rounds, if any, replaces the schedule's own; compute `due` with its `max_staleness`.
+    """
     return schedule if rounds.max_age is None else replace(schedule, max_staleness=rounds.max_age)
 
 
 class _Bookkeeping(ABC):
-    """What both kinds share: where every group is, and which are due."""
+    """Bookkeeping that both kinds share: the state of every group, and which groups are due."""
 
     def __init__(self, batch: int, over_issue: float, max_age: int | None) -> None:
         if batch < 1 or not 1 <= over_issue < math.inf:
@@ -119,15 +122,15 @@ class _Bookkeeping(ABC):
             raise ValueError(f"the age bound of rounds must not be negative, got {max_age}")
         self.batch, self.over_issue, self.max_age = batch, over_issue, max_age
         self.put_off: list[str] = []
-        """Groups that wait for a later round, in the order in which they were put off."""
+        """Deferred groups, in the order in which they were deferred."""
         self.round: Round | None = None
-        """The round that is under way."""
+        """The current round."""
         self.again = False
-        """See `Rounds`."""
-        self._issued_under: dict[str, int] = {}
-        """Version by group, of all that training has not taken, in order of issue."""
+        """Whether another round must begin under the same weights; see `Rounds.again`."""
+        self._version_at_issue: dict[str, int] = {}
+        """Policy version at issue of every group that training has not taken, in order of issue."""
         self._complete: set[str] = set()
-        self._open: dict[str, None] = {}  # sets in order
+        self._open: dict[str, None] = {}  # an ordered set
         self._parked: set[str] = set()
         self._awaited: set[str] = set()
         """Groups of the round that its step must train."""
@@ -135,25 +138,25 @@ class _Bookkeeping(ABC):
         self._done = 0
         """Groups completed since the round began."""
         self._room = batch
-        """Groups that the step under way still lacks."""
+        """Groups that the current step still lacks."""
 
     def begin(self, version: int) -> Round:
-        """See `Rounds`.
+        """Begin the next round; see `Rounds.begin`.
 
         Raises:
-            RuntimeError: one is under way.
+            RuntimeError: a round is in progress.
         """
         if self.round is not None:
             raise RuntimeError("a round is under way; end it before the next begins")
         if version != self._version:
             self._room = self.batch
         self._version, self._done, self.again = version, 0, False
-        waiting = sorted(self.put_off, key=self._issued_under.__getitem__)
+        waiting = sorted(self.put_off, key=self._version_at_issue.__getitem__)
         due = self._due()
         needed = max(self._room - len(self._complete), due)
         limit = math.inf
         if self.max_age is not None:
-            limit = max(0, self.max_age * self.batch + self._room - len(self._issued_under))
+            limit = max(0, self.max_age * self.batch + self._room - len(self._version_at_issue))
         self.round = self._plan(needed, waiting, due, limit)
         self._awaited = set(waiting[:due])
         self._open = dict.fromkeys(self.round.resumed)
@@ -162,47 +165,49 @@ class _Bookkeeping(ABC):
 
     @abstractmethod
     def _plan(self, needed: int, waiting: list[str], due: int, limit: float) -> Round:
-        """The round.
+        """Return the next round.
 
         Args:
             needed: groups that the step lacks.
-            waiting: what is put off, by issue.
-            due: the first so many of them must be in it.
-            limit: most new groups.
+            waiting: deferred groups, in order of issue.
+            due: number of them, from the first on, that must be in the round.
+            limit: largest number of new groups.
         """
 
     def _due(self) -> int:
-        """How many of the groups that are put off the step under way must train, the earliest issued ones: those that
-        the next steps have no place for."""
+        """Return how many of the deferred groups, from the earliest issued on, the current step must train.
+
+        These are the ones that the next steps have no room for.
+        """
         if self.max_age is None:
             return 0
-        within = due_within(self._issued_under.values(), self._version, self.max_age)
+        within = due_within(self._version_at_issue.values(), self._version, self.max_age)
         must = max((count - ahead * self.batch for ahead, count in enumerate(within)), default=0)
-        first = sorted(self._issued_under, key=self._issued_under.__getitem__)[: max(0, must)]
+        first = sorted(self._version_at_issue, key=self._version_at_issue.__getitem__)[: max(0, must)]
         return sum(group_id not in self._complete for group_id in first)
 
     def _more(self, wanted: float) -> int:
-        """Groups to issue where so many are wanted; no group more for a rounding error of the factor."""
+        """Return how many groups to issue where so many are wanted; a rounding error of the factor must not add one."""
         return math.ceil(wanted * self.over_issue - 1e-9)
 
     def started(self, group_ids: Iterable[str]) -> None:
-        """See `Rounds`."""
+        """Record the names of the round's new groups; see `Rounds.started`."""
         for group_id in group_ids:
-            self._issued_under[group_id] = self._version
+            self._version_at_issue[group_id] = self._version
             self._open[group_id] = None
 
     def completed(self, group_id: str) -> None:
-        """See `Rounds`; also of a group that was put off while its last rewards were on their way.
+        """Record a complete group, also one that was deferred while its last rewards were in flight.
 
         Raises:
-            KeyError: the group is neither of this round nor put off.
+            KeyError: the group is neither of this round nor deferred.
         """
         self._leave(group_id)
         self._complete.add(group_id)
         self._done += 1
 
     def parked(self, group_id: str) -> None:
-        """See `Rounds`.
+        """Record a group whose unfinished samples have all used up their budget.
 
         Raises:
             KeyError: the group is not of this round.
@@ -212,16 +217,16 @@ class _Bookkeeping(ABC):
         self._parked.add(group_id)
 
     def dropped(self, group_id: str) -> None:
-        """See `Rounds`.
+        """Forget a group that will not be trained; see `Rounds.dropped`.
 
         Raises:
-            KeyError: the group is neither of this round nor put off.
+            KeyError: the group is neither of this round nor deferred.
         """
         self._leave(group_id)
-        del self._issued_under[group_id]
+        del self._version_at_issue[group_id]
 
     def _leave(self, group_id: str) -> None:
-        """Takes a group out of the round, or out of what is put off."""
+        """Remove a group from the round, or from the deferred groups."""
         if group_id in self._open:
             del self._open[group_id]
             self._parked.discard(group_id)
@@ -231,31 +236,31 @@ class _Bookkeeping(ABC):
             raise KeyError(f"group {group_id!r} is neither of this round nor put off")
 
     def taken(self, group_id: str) -> None:
-        """See `Rounds`.
+        """Record that training has taken a complete group.
 
         Raises:
             KeyError: the group is not complete, or was taken before.
         """
         self._complete.remove(group_id)
-        del self._issued_under[group_id]
+        del self._version_at_issue[group_id]
         self._room -= 1
 
     @property
     def over(self) -> bool:
-        """See `Rounds`."""
+        """Whether the current round should be ended; see `Rounds.over`."""
         return self.round is not None and (self._enough or len(self._parked) == len(self._open))
 
     @property
     def _enough(self) -> bool:
         assert self.round is not None
-        # training that takes groups while the round runs may have filled the step with others that are due
+        # training that takes groups during the round may have filled the step with others that are due
         return self._room == 0 or (self._done >= self.round.needed and self._awaited.isdisjoint(self._open))
 
     def end(self) -> list[str]:
-        """See `Rounds`.
+        """End the round and return its unfinished groups; see `Rounds.end`.
 
         Raises:
-            RuntimeError: it is not over.
+            RuntimeError: the round is not over.
         """
         if not self.over:
             raise RuntimeError("the round is not over: groups that it needs are not complete")
@@ -267,13 +272,14 @@ class _Bookkeeping(ABC):
 
 
 class TailBatching(_Bookkeeping):
-    """See the module."""
+    """Rounds that over-issue groups, defer the slowest, and generate a whole batch of deferred ones in a tail round."""
 
     def __init__(self, batch: int, over_issue: float = 1.25, max_age: int | None = None) -> None:
-        """
+        """Create rounds without groups.
+
         Args:
             batch: groups that are trained together.
-            over_issue: groups that a regular round issues, by those that it needs.
+            over_issue: ratio of the groups that a regular round issues to those that it needs.
             max_age: see `Rounds`.
 
         Raises:
@@ -292,14 +298,15 @@ class TailBatching(_Bookkeeping):
 
 
 class PartialRollouts(_Bookkeeping):
-    """See the module."""
+    """Rounds in which each sample may produce a limited number of tokens and is then parked for the next round."""
 
     def __init__(self, batch: int, round_tokens: int, over_issue: float = 1.0, max_age: int | None = None) -> None:
-        """
+        """Create rounds without groups.
+
         Args:
             batch: groups that are trained together.
-            round_tokens: that a sample may produce in a round.
-            over_issue: groups that are open when a round begins, by those of a batch.
+            round_tokens: tokens that a sample may produce in a round.
+            over_issue: ratio of the groups that are open when a round begins to those of a batch.
             max_age: see `Rounds`.
 
         Raises:

@@ -1,21 +1,21 @@
-"""When generation may issue and when training may start: the schedules, as pure objects.
+"""Schedules: when generation may issue groups and when training may take them. Pure objects.
 
-The live controller and the simulator (`pipeline.py`) ask the same objects. A batch is `batch` groups, trained in one
+The live controller and the simulator (`pipeline.py`) use the same objects. A batch is `batch` groups, trained in one
 optimizer step; version v of the weights is that after v steps, and every `sync_every`-th is published. With eta the
-bound on staleness (steps between the weights that a group was issued under and those that train on it), all schedules
+bound on staleness (steps between a group's policy version at issue and the weights that train on it), all schedules
 admit the next group, the `issued`-th (from 0), under
 
     floor(issued / batch) <= version + eta,
 
-so new work waits and nothing is dropped. On-policy schedules have eta = sync_every - 1: what was issued under a version
-is trained before the next one is published. `one_step_off` has 1.
+so new work waits and nothing is dropped. On-policy schedules have eta = sync_every - 1: a group issued under one
+version is trained before the next one is published. `one_step_off` has eta = 1.
 
 Admission alone does not bound the staleness of a group that others overtake: training takes complete groups as they
-come. A group issued under version v must be taken in step v + eta at the latest. So a complete group is taken out of
-turn only while every group that is due earlier still fits: those due in the steps n .. m (n the one under way) into the
+come. A group with version v at issue must be taken in step v + eta at the latest. So a complete group is taken out of
+turn only while every group that is due earlier still fits: those due in the steps n .. m (n the current one) into the
 (m - n + 1) batch - taken places that these steps have left. Admission keeps this true: all groups issued so far are
 due in a step m >= version + eta at the latest, and there are at most (m + 1) batch of them. The group that is due first
-may always be taken, so training never locks up; it waits.
+may always be taken, so training may wait but never deadlocks.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What a schedule may know. Groups that were dropped (dynamic sampling) count nowhere."""
+    """State on which a schedule decides. Groups that were dropped (dynamic sampling) count nowhere."""
 
     batch: int
-    """Groups of an optimizer step."""
+    """Groups per optimizer step."""
     issued: int
     """Groups issued so far."""
     generated: int
-    """Groups of which every sample has ended."""
+    """Groups in which every sample has ended."""
     version: int
-    """Newest weights that generation has, everywhere."""
+    """Newest version that all of generation has."""
     step: int
-    """Optimizer steps done: the version that the trainer has."""
+    """Optimizer steps done, which is the trainer's version."""
     taken: int
-    """Groups of the step under way that are trained or being trained."""
+    """Groups of the current step that are trained or being trained."""
     complete: int
     """Groups with all rewards that no step has taken."""
     due: tuple[int, ...]
-    """[max_staleness] groups issued and not taken that must be taken within the next 1, 2, .. steps, counting the one
-    under way; see `due_within`."""
+    """[max_staleness] groups issued and not taken that must be taken within the next 1, 2, .. steps, counting the
+    current one; see `due_within`.
+    """
     steps: int
     """Optimizer steps of the whole run."""
 
 
 def due_within(issued_under: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
-    """`ScheduleState.due`, from the versions that the groups not yet taken were issued under."""
+    """Compute `ScheduleState.due` from the versions at issue of the groups that are not yet taken."""
     if not max_staleness:
         return ()
-    by_version = Counter(issued_under)  # few versions, maybe thousands of groups
+    by_version = Counter(issued_under)  # few versions, possibly thousands of groups
     return tuple(
         sum(count for version, count in by_version.items() if version + max_staleness - step <= ahead)
         for ahead in range(max_staleness)
@@ -63,22 +64,23 @@ def due_within(issued_under: Iterable[int], step: int, max_staleness: int) -> tu
 
 @dataclass(frozen=True)
 class Schedule:
-    """One schedule; `make_schedule` knows them by name."""
+    """One schedule, created by name with `make_schedule`."""
 
     name: str
     max_staleness: int
     whole_batches: bool
-    """Training waits until all that it may train before the next publication is complete, instead of starting with what
-    is there."""
+    """Whether training waits until all groups that it may train before the next publication are complete, instead of
+    starting with the first ones.
+    """
     issue_barrier: bool
-    """What is generated under one publication is issued only when all that was issued before is generated."""
+    """Whether the groups of one publication are issued only after all earlier ones are generated."""
     sync_every: int = 1
     """Optimizer steps between publications."""
     exclusive: bool = False
-    """Generation and training share their devices: while one computes, the other must not."""
+    """Whether generation and training share their devices: while one computes, the other must not."""
 
     def may_issue(self, state: ScheduleState) -> bool:
-        """Whether the next group may be issued now."""
+        """Return whether the next group may be issued now."""
         if state.issued >= state.steps * state.batch:
             return False
         if (
@@ -89,30 +91,30 @@ class Schedule:
             return False
         version = state.version
         if self.issue_barrier:
-            # a run that was resumed between two publications: what comes after the next one waits for its weights
+            # in a run that was resumed between two publications, later groups wait for the next publication's weights
             version -= version % self.sync_every
         return state.issued // state.batch <= version + self.max_staleness
 
     def may_take(self, state: ScheduleState, issued_under: int) -> bool:
-        """Whether training may take a complete group into the step under way.
+        """Return whether training may take a complete group into the current step.
 
         Args:
-            state: as it is.
-            issued_under: version of the weights when the group was issued.
+            state: the current state.
+            issued_under: the group's policy version at issue.
         """
         room = state.batch - state.taken
         if room <= 0 or (self.whole_batches and state.complete < self._to_publication(state)):
             return False
-        # below 0 where a run has changed to a schedule with a smaller bound: such a group may always be taken
+        # below 0 if the run has changed to a schedule with a smaller bound: such a group may always be taken
         steps_left = max(0, issued_under + self.max_staleness - state.step)
         return all(due < ahead * state.batch + room for ahead, due in enumerate(state.due[:steps_left]))
 
     def publishes(self, step: int, steps: int) -> bool:
-        """Whether the weights after `step` of `steps` optimizer steps go to generation."""
+        """Return whether the weights after `step` of `steps` optimizer steps go to generation."""
         return step % self.sync_every == 0 or step == steps
 
     def _to_publication(self, state: ScheduleState) -> int:
-        """Groups that are to be trained before the next publication."""
+        """Return how many groups remain to be trained before the next publication."""
         publication = min((state.step // self.sync_every + 1) * self.sync_every, state.steps)
         return (publication - state.step) * state.batch - state.taken
 
@@ -121,15 +123,15 @@ NAMES = ("colocated", "sync", "stream", "one_step_off", "async")
 
 
 def make_schedule(name: str, max_staleness: int | None = None, sync_every: int = 1) -> Schedule:
-    """A schedule by name.
+    """Create a schedule by name.
 
     Args:
         name: one of `NAMES`.
-        max_staleness: of `async`, 1 unless given; the others set their own.
+        max_staleness: bound of `async`, by default 1; the others set their own.
         sync_every: optimizer steps between publications of weights.
 
     Raises:
-        ValueError: unknown name, or bounds that the schedule does not have.
+        ValueError: the name is unknown, or the schedule does not support the bounds.
     """
     if name not in NAMES:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(NAMES)}")
@@ -138,13 +140,13 @@ def make_schedule(name: str, max_staleness: int | None = None, sync_every: int =
     if name == "async":
         bound = 1 if max_staleness is None else max_staleness
         if bound < 1:
-            raise ValueError(f"async needs a staleness of 1 or more, got {bound}; with 0 it is `stream`")
+            raise ValueError(f"async needs a staleness of 1 or more, got {bound}; use `stream` for 0")
         if sync_every > bound + 1:
             raise ValueError(f"weights every {sync_every} steps need a staleness of {sync_every - 1}, got {bound}")
         return Schedule(name, bound, whole_batches=False, issue_barrier=False, sync_every=sync_every)
     if name == "one_step_off":
         if sync_every != 1:
-            raise ValueError(f"one_step_off publishes after every step, not every {sync_every}; async can")
+            raise ValueError(f"one_step_off publishes after every step, not every {sync_every}; use async for that")
         bound = 1
     else:
         bound = sync_every - 1

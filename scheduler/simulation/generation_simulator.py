@@ -1,12 +1,13 @@
-"""Discrete-event simulation of generation: the same policy objects as in the live service, on modelled instances.
+"""Discrete-event simulation of generation: the policy objects of the live service, on modelled instances.
 
 An instance decodes its running requests together, one token each per step; a step takes `tau(batch, context)` of its
 curve. Nothing changes between two events, so whole stretches of steps are taken at once:
 
     n steps at batch b from context c take   n base(b) + per_context_token (n c + b n^2 / 2)   seconds.
 
-A request that is admitted first has its prompt read in, which holds up its whole instance (siblings that come to an
-instance that has their prompt pay nothing); one that is moved has its prompt and tokens read in at its new instance.
+When a request is admitted, its prompt is prefilled first, which stalls the whole instance (siblings that come to an
+instance that has their prompt pay nothing); a request that is moved has its prompt and tokens prefilled at its new
+instance.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scheduler.dispatch.policy import REGULAR, DispatchPolicy, Request
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A completion to be simulated."""
+    """A completion to simulate."""
 
     request_id: str
     length: float
@@ -35,11 +36,11 @@ class SimulatedRequest:
     group_id: str = ""
     prompt_tokens: int = 0
     arrival: float = 0.0
-    """Seconds."""
+    """Arrival time in seconds."""
     forecast: Forecast | None = None
-    """What the policy is told."""
+    """Forecast that the policy gets."""
     kept: float = 0.0
-    """Tokens of its `length` that it has from before it was withdrawn; they are read in when it is admitted."""
+    """Tokens of its `length` that it kept when it was withdrawn; they are prefilled when it is admitted."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class SimulatedInstance:
 
 @dataclass
 class Outcome:
-    """What came out of a simulation; times in seconds from its start."""
+    """Result of a simulation; times in seconds from its start."""
 
     makespan: float
-    """The last request's end."""
+    """End of the last request."""
     finished: dict[str, float]
     """End of every request."""
     placed: dict[str, str]
@@ -65,9 +66,9 @@ class Outcome:
     busy: dict[str, float]
     """Time in which each instance had something to do."""
     moves: int
-    """Running requests that were moved."""
+    """Number of moves of running requests."""
     tokens: float
-    """Generated in all."""
+    """Tokens generated in all."""
 
     @property
     def bubble(self) -> float:
@@ -77,7 +78,7 @@ class Outcome:
         return 1.0 - sum(self.busy.values()) / (len(self.busy) * self.makespan)
 
     def ends(self) -> npt.NDArray[np.float64]:
-        """Ends of all requests, ascending."""
+        """Return the ends of all requests, ascending."""
         return np.sort(np.fromiter(self.finished.values(), dtype=np.float64))
 
 
@@ -92,7 +93,7 @@ class _Running:
 
 @dataclass
 class _Engine:
-    """One instance while simulated."""
+    """State of one simulated instance."""
 
     spec: SimulatedInstance
     tau: list[float]
@@ -103,24 +104,24 @@ class _Engine:
     context: float = 0.0
     """Tokens of context of all running requests."""
     stall: float = 0.0
-    """Seconds of reading prompts that are still to do."""
+    """Seconds of prefill that are still to do."""
     busy: float = 0.0
     running: dict[str, _Running] = field(default_factory=dict)
     by_end: list[tuple[float, str]] = field(default_factory=list)
-    """Heap of (end step, request), with entries of requests that were moved away."""
+    """Heap of (end step, request), including entries of requests that were moved away."""
     prompts: dict[str, int] = field(default_factory=dict)
-    """Groups whose prompt is in the KV cache, with the requests of each that run here."""
+    """Groups whose prompt is in the KV cache, with the number of requests of each that run here."""
     epoch: int = 0
-    """Counts changes, so that a planned end that is out of date can be told."""
+    """Number of changes, by which a planned end that is out of date is recognized."""
 
     def seconds_for(self, steps: float) -> float:
-        """Time that this many steps take from here."""
+        """Return the seconds that this many steps take from here."""
         batch = len(self.running)
         extra = self.spec.curve.per_context_token
         return steps * self.tau[batch] + extra * (steps * self.context + batch * steps * steps / 2)
 
     def advance(self, now: float) -> None:
-        """Works until `now`."""
+        """Work until `now`."""
         elapsed = now - self.now
         self.now = now
         if not self.running or elapsed <= 0:
@@ -140,7 +141,7 @@ class _Engine:
         self.context += steps * batch
 
     def first(self) -> str | None:
-        """The request that ends next if nothing changes."""
+        """Return the request that ends next if nothing changes."""
         by_end, running = self.by_end, self.running
         while by_end:
             end_step, request_id = by_end[0]
@@ -151,13 +152,13 @@ class _Engine:
         return None
 
     def next_end(self) -> float | None:
-        """When that is; None: nothing runs."""
+        """Return the time of the next end; None: nothing runs."""
         if self.first() is None:
             return None
         return self.now + self.stall + self.seconds_for(max(0.0, self.by_end[0][0] - self.steps))
 
     def admit(self, request: SimulatedRequest, produced: float) -> None:
-        """Takes a request in that has produced so many tokens elsewhere."""
+        """Start a request that has produced so many tokens elsewhere."""
         key = request.group_id or request.request_id
         shared = self.prompts.get(key, 0)
         read = produced if shared else request.prompt_tokens + produced
@@ -170,7 +171,7 @@ class _Engine:
         self.epoch += 1
 
     def remove(self, request_id: str) -> float:
-        """Takes a request out; returns the tokens that it has produced."""
+        """Remove a request and return the tokens that it has produced."""
         gone = self.running.pop(request_id)
         produced = gone.request.length - max(0.0, gone.end_step - self.steps)
         self.context -= gone.request.prompt_tokens + produced
@@ -183,13 +184,13 @@ class _Engine:
 
 
 class Simulation:
-    """One fleet under one policy."""
+    """Simulates one fleet under one policy."""
 
     def __init__(self, policy: DispatchPolicy, instances: Sequence[SimulatedInstance]) -> None:
-        """Has all instances join the policy.
+        """Add all instances to the policy.
 
         Raises:
-            ValueError: no instances, or two of one name.
+            ValueError: there are no instances, or two have the same name.
         """
         if not instances:
             raise ValueError("nothing can be simulated: the list of instances is empty")
@@ -206,15 +207,15 @@ class Simulation:
         self._events: list[tuple[float, int, str]] = []  # (end, engine's epoch, engine)
 
     def run(self, requests: Iterable[SimulatedRequest]) -> Outcome:
-        """Simulates until every request has ended.
+        """Simulate until every request has ended.
 
         Raises:
-            ValueError: two requests of one id.
+            ValueError: two requests have the same id.
             RuntimeError: the policy leaves requests waiting although nothing runs.
         """
         arriving = sorted(requests, key=lambda request: request.arrival)
         collecting = gc.isenabled()
-        gc.disable()  # a million objects live here, none in a cycle: it would look at all of them again and again
+        gc.disable()  # a million objects live here, none in a cycle, and the collector would scan all of them
         try:
             ends = self._run(arriving)
         finally:
@@ -225,7 +226,7 @@ class Simulation:
         return Outcome(max(ends.values(), default=0.0), ends, self.placed, busy, self.moves, tokens)
 
     def _run(self, arriving: Sequence[SimulatedRequest]) -> dict[str, float]:
-        """End of every request; they are sorted by arrival."""
+        """Return the end of every request; `arriving` is sorted by arrival."""
         ends: dict[str, float] = {}
         position = 0
         while len(ends) < len(arriving):
@@ -241,10 +242,10 @@ class Simulation:
         return ends
 
     def submit(self, requests: Sequence[SimulatedRequest], now: float) -> None:
-        """Gives the policy requests; their `arrival` is not looked at.
+        """Submit requests to the policy; their `arrival` is ignored.
 
         Raises:
-            ValueError: two requests of one id.
+            ValueError: two requests have the same id.
         """
         for request in requests:
             if request.request_id in self.requests:
@@ -262,13 +263,13 @@ class Simulation:
         self._place(now)
 
     def next_end(self) -> float:
-        """When the next request ends if nothing is submitted or withdrawn before; infinite: nothing runs."""
+        """Return when the next request ends if nothing is submitted or withdrawn before; infinite: nothing runs."""
         while self._events and self.engines[self._events[0][2]].epoch != self._events[0][1]:
             heapq.heappop(self._events)
         return self._events[0][0] if self._events else math.inf
 
     def finish_next(self) -> tuple[float, str]:
-        """Goes on to the next end: (time, request).
+        """Advance to the next end and return (time, request).
 
         Raises:
             RuntimeError: nothing runs.
@@ -282,7 +283,7 @@ class Simulation:
         return now, request_id
 
     def withdraw(self, request_ids: Set[str], now: float) -> dict[str, float]:
-        """Takes requests out that wait or run; returns the tokens that each has, those of `kept` included."""
+        """Remove waiting or running requests and return the tokens that each has, those of `kept` included."""
         kept, changed = {}, {}
         for request_id in sorted(request_ids):
             kept[request_id] = self.requests.pop(request_id).kept
@@ -306,7 +307,7 @@ class Simulation:
         return request_id
 
     def _place(self, now: float, touched: Iterable[_Engine] = ()) -> None:
-        """Does what the policy decides; `touched`: instances whose next end has changed already."""
+        """Carry out the policy's decisions; `touched` are instances whose next end has changed already."""
 
         def produced(request_id: str) -> float:
             engine = self.where.get(request_id)
@@ -342,5 +343,5 @@ class Simulation:
 def simulate(
     policy: DispatchPolicy, requests: Iterable[SimulatedRequest], instances: Sequence[SimulatedInstance]
 ) -> Outcome:
-    """Simulates one fleet under one policy; see `Simulation`."""
+    """Simulate one fleet under one policy; see `Simulation`."""
     return Simulation(policy, instances).run(requests)

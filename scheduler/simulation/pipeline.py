@@ -1,15 +1,16 @@
 """Discrete-event simulation of whole iterations: generate, reward, train, send the weights, for every schedule.
 
-Generation is `generation_simulator.py`'s, under any dispatch policy. A sample has its reward `reward_s` after its end
-(rewards run side by side). A group is complete when all its samples have theirs. One trainer works through groups one
-after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. New weights take
+Generation is simulated by `generation_simulator.py`, under any dispatch policy. A sample gets its reward `reward_s`
+after its end (rewards run in parallel). A group is complete when all its samples have their rewards. One trainer
+processes one group after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. New weights
+take
 
     delay + bytes / bandwidth
 
-to reach generation, one version after the other, while the trainer goes on if the schedule lets it; running requests go
-on as well and are not read in again. An exclusive schedule's trainer and instances take turns on the same devices: the
-weights cross no link, but every change of turn takes `switch_s`. What may start when is up to the schedule
-(`schedules.py`), and, where groups are issued in rounds, to those (`rounds.py`).
+to reach generation, one version after the other, while the trainer continues if the schedule allows it; running
+requests continue as well, without another prefill. Under an exclusive schedule trainer and instances take turns on the
+same devices: the weights cross no link, but every change of turn takes `switch_s`. The schedule (`schedules.py`)
+decides what may start when, together with the rounds (`rounds.py`) where groups are issued in rounds.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """Between trainer and generation."""
+    """Link between trainer and generation."""
 
     gbit_s: float = float("inf")
     """10^9 bits per second."""
     delay_s: float = 0.0
 
     def seconds(self, gigabytes: float) -> float:
-        """Time to send so many 10^9 bytes."""
+        """Return the seconds to send so many 10^9 bytes."""
         return self.delay_s + 8 * gigabytes / self.gbit_s
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What follows generation."""
+    """Rates and times of the stages after generation."""
 
     train_tokens_s: float
-    """Tokens, prompts included, that the trainer works through per second."""
+    """Tokens, prompts included, that the trainer processes per second."""
     optimizer_s: float = 0.0
-    """At the end of every step."""
+    """Seconds at the end of every step."""
     reward_s: float = 0.0
-    """From a sample's end to its reward."""
+    """Seconds from a sample's end to its reward."""
     weights_gb: float = 0.0
-    """10^9 bytes of a version."""
+    """Size of a version in 10^9 bytes."""
     link: SimulatedLink = field(default_factory=SimulatedLink)
     switch_s: float = 0.0
-    """From the end of one's turn to the begin of the other's, where generation and training share their devices: one
-    goes to sleep, the other wakes up, with new weights if it generates."""
+    """Seconds from the end of one's turn to the beginning of the other's, where generation and training share their
+    devices: one goes to sleep, the other wakes up, with new weights if it generates.
+    """
 
     def __post_init__(self) -> None:
         if not self.train_tokens_s > 0:
@@ -68,41 +70,42 @@ class Stages:
 
 @dataclass(frozen=True)
 class PipelineOutcome:
-    """What came out; times in seconds from the start."""
+    """Result of a simulation; times in seconds from the start."""
 
     stepped: tuple[float, ...]
     """[iterations] when each step had ended."""
     published: tuple[float, ...]
-    """[publications] when their weights had reached generation; the last are those of the last step."""
+    """[publications] when the weights had reached generation; the last are those of the last step."""
     trained: tuple[tuple[str, ...], ...]
     """[iterations] groups of each step, in the order in which they were trained."""
     samples: int
-    """Trained in all."""
+    """Number of trained samples."""
     tokens: float
-    """Of the trained samples, prompts left out."""
+    """Tokens of the trained samples, prompts left out."""
     generation_busy: float
     """Mean over the instances of the time in which they had something to do."""
     training_busy: float
     busy_until: tuple[tuple[float, float], ...]
     """[iterations] (generation_busy, training_busy) until each step's end."""
     transfers: float
-    """Time in which weights were under way on the link."""
+    """Time in which weights were in flight on the link."""
     staleness: dict[int, int]
-    """Groups by how many steps the weights that trained on them were newer than those that they were issued under."""
+    """Number of groups by staleness: steps between their policy version at issue and the weights that trained on
+    them."""
     staleness_by_step: tuple[float, ...]
-    """[iterations] the mean of that over each step's groups."""
+    """[iterations] mean staleness of each step's groups."""
     put_off: int
-    """Groups that were withdrawn from a round, counted each time."""
+    """Number of times that a group was deferred to a later round."""
     left: int
     """Groups that were issued and not trained by the end."""
 
     @property
     def total(self) -> float:
-        """The end: the last weights have arrived."""
+        """The end: when the last weights have arrived."""
         return self.published[-1] if self.published else 0.0
 
     def iteration_times(self) -> list[float]:
-        """[iterations] seconds from one step's end to the next's."""
+        """Return [iterations] seconds from one step's end to the next's."""
         return [later - earlier for earlier, later in itertools.pairwise((0.0, *self.stepped))]
 
     @property
@@ -117,14 +120,14 @@ class PipelineOutcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Trained samples by the whole time."""
+        """Trained samples divided by the total time."""
         return self.samples / self.total if self.total else 0.0
 
     def cost_per_1k(self, usd_per_hour: float) -> float:
-        """USD per 1,000 trained samples.
+        """Return the USD per 1,000 trained samples.
 
         Args:
-            usd_per_hour: of all instances and the trainer together.
+            usd_per_hour: price of all instances and the trainer together.
         """
         return usd_per_hour * self.total / 3600 / self.samples * 1000 if self.samples else 0.0
 
@@ -136,20 +139,20 @@ class _Group:
     name: str
     requests: dict[str, SimulatedRequest]
     version: int
-    """Weights that it was issued under."""
+    """Policy version at issue."""
     open: set[str]
     """Samples without a reward."""
     generating: set[str]
     """Samples that have not ended."""
     parked: set[str] = field(default_factory=set)
-    """Those of them that have used up their budget of the round."""
+    """Unfinished samples that have used up their budget of the round."""
 
 
 _REWARDED, _TRAINED, _STEPPED, _PUBLISHED, _SWITCHED = "rewarded", "trained", "stepped", "published", "switched"
 
 
 class Pipeline:
-    """One run under one schedule; see the module."""
+    """Simulates one run under one schedule; see the module."""
 
     def __init__(
         self,
@@ -160,14 +163,16 @@ class Pipeline:
         batch: int,
         rounds: Rounds | None = None,
     ) -> None:
-        """
+        """Set up a run.
+
         Args:
             policy: places requests.
-            instances: that generate.
-            stages: what follows.
-            schedule: says what may start; of an exclusive one, instances and stages are those that all devices give.
-            batch: groups of an optimizer step.
-            rounds: issue the groups, with an age bound of their own in place of the schedule's staleness.
+            instances: instances that generate.
+            stages: rates and times of the other stages.
+            schedule: decides what may start; under an exclusive one, instances and stages describe all devices
+                together.
+            batch: groups per optimizer step.
+            rounds: issues the groups; its age bound then replaces the schedule's staleness.
 
         Raises:
             ValueError: no instances, an empty batch, or rounds with another batch or a schedule that overlaps them.
@@ -176,7 +181,7 @@ class Pipeline:
             raise ValueError(f"a batch needs at least one group, got {batch}")
         if rounds is not None and (rounds.batch != batch or schedule.max_staleness):
             raise ValueError(
-                f"rounds go with colocated, sync or stream, weights after every step and one batch size, got "
+                f"rounds go with colocated, sync or stream, sync_every 1 and the same batch; got "
                 f"{schedule.name}, every {schedule.sync_every}, {rounds.batch} and {batch} groups"
             )
         self.simulation = Simulation(policy, instances)
@@ -188,16 +193,16 @@ class Pipeline:
         self._of: dict[str, str] = {}
         """Group of each open sample."""
         self._complete: list[tuple[int, int, str]] = []
-        """Heap of (version, order, group): those that are due first come first."""
+        """Heap of (version, order, group): groups that are due first come first."""
         self._source: Iterator[Sequence[SimulatedRequest]] = iter(())
         self._iterations = 0
         self._issued = self._generated = self._version = self._step = self._taken = 0
         self._round_version = -1
-        """Weights of the last round."""
+        """Version of the last round."""
         self._training = False
-        """The trainer works, or is waking up."""
+        """Whether the trainer works or is waking up."""
         self._refused: tuple[int, ...] = ()
-        """What the schedule last said no to."""
+        """State on which the schedule last refused a group."""
         self._trainers_turn = not schedule.exclusive
         self._link_free = self._training_busy = self._transfers = 0.0
         self._steps: list[list[str]] = [[]]
@@ -206,20 +211,20 @@ class Pipeline:
         self._published: list[float] = []
         self._staleness: Counter[int] = Counter()
         self._stale = [0]
-        """Sums over the groups of each step."""
+        """Sum of the staleness of each step's groups."""
         self._samples, self._tokens, self._put_offs = 0, 0.0, 0
 
     def run(self, groups: Iterable[Sequence[SimulatedRequest]], iterations: int) -> PipelineOutcome:
-        """Simulates so many optimizer steps.
+        """Simulate so many optimizer steps.
 
         Args:
-            groups: in the order of issue, each of at least one request, all ids different; as many as a schedule may
-                issue until the last step has been trained are taken from it, fewer if there are no more.
+            groups: groups in the order of issue, each of at least one request, all ids different. As many are used as
+                the schedule may issue until the last step has been trained, or fewer if there are no more.
             iterations: optimizer steps.
 
         Raises:
-            ValueError: an empty group, or two requests of one id.
-            RuntimeError: the groups do not suffice for the steps, or the policy leaves requests waiting.
+            ValueError: a group is empty, or two requests have the same id.
+            RuntimeError: there are too few groups for the steps, or the policy leaves requests waiting.
         """
         self._source, self._iterations = iter(groups), iterations
         now = 0.0
@@ -228,8 +233,8 @@ class Pipeline:
             generated, event = self.simulation.next_end(), self._events[0][0] if self._events else float("inf")
             if min(generated, event) == float("inf"):
                 raise RuntimeError(
-                    f"step {self._step + 1} of {iterations} cannot be trained: {len(self._groups)} groups are under "
-                    f"way, {self.simulation.policy.waiting} requests wait, and nothing runs"
+                    f"step {self._step + 1} of {iterations} cannot be trained: {len(self._groups)} groups are in "
+                    f"flight, {self.simulation.policy.waiting} requests wait, and nothing runs"
                 )
             if generated <= event:
                 now, request_id = self.simulation.finish_next()
@@ -255,7 +260,7 @@ class Pipeline:
         )
 
     def _generation_busy(self, now: float) -> float:
-        """Mean over the instances, until now."""
+        """Return the mean busy time of the instances until now."""
         engines = self.simulation.engines.values()
         return sum(e.busy + (now - e.now if e.running else 0.0) for e in engines) / len(engines)
 
@@ -276,7 +281,7 @@ class Pipeline:
         self._after(now, self.stages.reward_s, _REWARDED, request_id)
 
     def _park(self, group: _Group, request_id: str, reached: float, now: float) -> None:
-        """A sample has used up its budget of the round."""
+        """Withdraw a sample that has used up its budget of the round."""
         self.simulation.withdraw({request_id}, now)  # forgets it, so that it may be submitted again
         group.requests[request_id] = replace(group.requests[request_id], kept=reached)
         group.parked.add(request_id)
@@ -317,7 +322,7 @@ class Pipeline:
         if self.schedule.exclusive:
             self._after(now, self.stages.switch_s, _PUBLISHED, f"{self._step}")
             return
-        # one version after the other
+        # versions are sent one after the other
         seconds = self.stages.link.seconds(self.stages.weights_gb)
         begin = max(now, self._link_free)
         self._link_free = begin + seconds
@@ -341,7 +346,7 @@ class Pipeline:
                 self._withdraw(self._groups[name], now)
 
     def _withdraw(self, group: _Group, now: float) -> None:
-        """Puts a group off; its samples that have ended keep their rewards."""
+        """Defer a group; its samples that have ended keep their rewards."""
         self._put_offs += 1
         kept = self.simulation.withdraw(group.generating - group.parked, now)
         group.requests |= {name: replace(group.requests[name], kept=tokens) for name, tokens in kept.items()}
@@ -373,7 +378,7 @@ class Pipeline:
         if self._issued >= self._iterations * self.batch:
             return
         fresh: list[SimulatedRequest] = []
-        state = self._state()  # what is due matters to training only
+        state = self._state()  # `due` matters to training only
         while self.schedule.may_issue(state):
             group = next(self._source, None)
             if group is None:
@@ -396,7 +401,7 @@ class Pipeline:
         return group
 
     def _begin_rounds(self, rounds: Rounds, now: float) -> None:
-        """Begins the round of new weights, or another under the same ones; one that is over at once is ended."""
+        """Begin the round of new weights, or another under the same ones; one that is over at once is ended."""
         while rounds.round is None and (rounds.again or self._round_version < self._version == self._step):
             self._round_version = self._version
             current = rounds.begin(self._version)
@@ -404,7 +409,7 @@ class Pipeline:
             rounds.started(group.name for group in admitted)
             groups = [*(self._groups[name] for name in current.resumed), *admitted]
             if current.needed and not groups:
-                return  # there is nothing left to issue: the round cannot get what it needs
+                return  # nothing is left to issue, so the round cannot get what it needs
             self.simulation.submit([r for group in groups for r in _to_submit(group, current.budget)], now)
             self._end_round_if_over(now)
 
@@ -416,12 +421,12 @@ class Pipeline:
         ):
             return  # this step's round has not begun, or whole batches wait for its end
         version, _, name = self._complete[0]
-        asked = (version, len(self._complete), self._issued, self._step, self._taken)
-        if asked == self._refused:
-            return  # nothing has happened that matters to training
+        question = (version, len(self._complete), self._issued, self._step, self._taken)
+        if question == self._refused:
+            return  # nothing has changed that matters to training
         due = due_within((group.version for group in self._groups.values()), self._step, self._taking.max_staleness)
         if not self._taking.may_take(self._state(due), version):
-            self._refused = asked
+            self._refused = question
             return
         if not self._trainers_turn:
             if not self.simulation.where and not self.simulation.policy.waiting:
@@ -446,7 +451,7 @@ class Pipeline:
 
 
 def _to_submit(group: _Group, budget: int | None) -> list[SimulatedRequest]:
-    """A group's samples that have not ended, as long as the round lets them become."""
+    """Return a group's unfinished samples, with lengths limited to what the round allows."""
     requests = [request for name, request in group.requests.items() if name in group.generating]
     if budget is None:
         return requests

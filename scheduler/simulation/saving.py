@@ -1,5 +1,8 @@
-"""What dispatching with forecasts saves: the same requests simulated under least-loaded, under a policy with its
-forecasts, and under that policy with the true lengths."""
+"""Time that dispatch with forecasts saves, by simulation.
+
+The same requests are simulated under least-loaded dispatch, under a policy with its forecasts, and under that policy
+with the true lengths.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ class Saving:
     """Predicted makespans of generation, in seconds."""
 
     least_loaded: float
-    """Data-parallel load balance, which knows nothing of lengths."""
+    """Makespan of data-parallel load balancing, which knows nothing of lengths."""
     policy: float
-    """With the forecasts that the requests carry."""
+    """Makespan of the policy with the forecasts that the requests carry."""
     oracle: float
-    """The same policy, told the true lengths."""
+    """Makespan of the same policy with the true lengths as forecasts."""
 
     @property
     def saved(self) -> float:
-        """Share of least-loaded's time that the policy saves; negative if it is slower."""
+        """Share of the least-loaded makespan that the policy saves; negative if it is slower."""
         return 1.0 - self.policy / self.least_loaded if self.least_loaded else 0.0
 
     @property
     def captured(self) -> float | None:
-        """Share of the oracle's saving that the forecasts' is; None where the oracle saves less than 0.1 %."""
+        """Share of the oracle's saving that the policy reaches; None where the oracle saves less than 0.1 %."""
         possible = self.least_loaded - self.oracle
         return (self.least_loaded - self.policy) / possible if possible > 1e-3 * self.least_loaded else None
 
@@ -44,14 +47,14 @@ def saving(
     longest: float = float("inf"),
     affinity: int = 0,
 ) -> Saving:
-    """Simulates one batch three times; add up the results of several batches.
+    """Simulate one batch three times; add up the results of several batches.
 
     Args:
-        requests: with true lengths, and the forecasts that the policy is to use (None: it has none).
+        requests: requests with true lengths and the forecasts that the policy uses (None: no forecast).
         fleet: the instances.
         policy: a name of `scheduler.dispatch.registry`.
-        longest: no request produces more tokens than this.
-        affinity: see `make_policy`; placing by load keeps siblings together with it, as a live run does.
+        longest: largest number of tokens that a request may produce.
+        affinity: see `make_policy`; placement by load keeps siblings together with it, as a live run does.
     """
     known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
 

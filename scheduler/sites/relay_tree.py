@@ -1,11 +1,12 @@
-"""From whom each site gets new weights: a tree of relays, rooted at the site that trains. Pure.
+"""Distribution tree of new weights: which site each site receives them from, rooted at the site that trains. Pure.
 
-A relay passes a version on only after it has all of it and has verified it. So a site at the end of a path has it after
+A relay passes a version on only after it has received and verified all of it. So a site at the end of a path has it
+after
 
     sum over the path's links of (round trip + bytes / bandwidth)        (store and forward)
 
-and the tree in which every site has it soonest is that of the shortest paths (Dijkstra). Links do not
-share bandwidth in this model, and neither do transfers that leave one site.
+and the tree in which every site has it soonest is that of the shortest paths (Dijkstra). In this model neither links
+nor transfers that leave one site share bandwidth.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RelayPath:
-    """What two sites are connected by."""
+    """Connection between two sites."""
 
     bytes_per_s: float
     rtt_s: float = 0.0
@@ -27,28 +28,28 @@ class RelayPath:
             raise ValueError(f"a path needs a positive bandwidth and no negative round trip, got {self}")
 
     def seconds(self, nbytes: float) -> float:
-        """For so many bytes."""
+        """Return the seconds to send so many bytes."""
         return self.rtt_s + nbytes / self.bytes_per_s
 
 
 def relay_tree(
     root: str, sites: Collection[str], paths: Mapping[frozenset[str], RelayPath], relays: Collection[str], nbytes: float
 ) -> dict[str, str]:
-    """Parent of each site.
+    """Return the parent of each site.
 
     Args:
         root: the site that trains.
-        sites: all others.
-        paths: between pairs of sites; the root has one to each.
+        sites: all other sites.
+        paths: paths between pairs of sites; the root has one to each site.
         relays: sites that can pass weights on.
-        nbytes: of a version, roughly: few bytes make round trips count, many make bandwidths.
+        nbytes: approximate size of a version: with few bytes round trips count, with many bandwidths.
 
     Raises:
         ValueError: a site cannot be reached.
     """
     arrives = {root: 0.0}
     parents: dict[str, str] = {}
-    # by time, then by hops and name: equal ways give the same tree every time, and the one with fewer relays
+    # by time, then by hops and name: ties are broken the same way every time, in favour of fewer relays
     due: list[tuple[float, int, str]] = [(0.0, 0, root)]
     done: set[str] = set()
     while due:

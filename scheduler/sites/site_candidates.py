@@ -16,31 +16,33 @@ from scheduler.cost.expected_time import Worker, step_cost
 from scheduler.cost.length_forecast import MIDPOINTS, NORMAL_SCORES, TAIL_LEVELS, TAIL_SCORES
 
 Seats = npt.NDArray[np.int64]
-"""[groups] numbers of workers."""
+"""[groups] worker indices."""
 
 LOOKS, FEW_GROUPS = 64, 128
-"""Placements that moving groups one by one may look at, and groups beyond which one more or less hardly matters."""
+"""Number of placements that moving groups one by one may evaluate, and number of groups beyond which a single move
+hardly matters.
+"""
 STRETCHES = (1.0, 0.9, 0.8)
-"""Of the time that is allowed, what cheap sites are filled up to: the rule's predictions are not exact."""
+"""Shares of the allowed time up to which cheap sites are filled: the greedy rule's predictions are not exact."""
 REACH = -3
-"""Of a group's values with tails (see `with_tails`), the one that stands for its longest sample: at 0.995."""
+"""Index, among a group's values with tails (see `with_tails`), of the value for its longest sample: level 0.995."""
 PARTS = np.diff([0.9375, *np.convolve([MIDPOINTS[-1], *TAIL_LEVELS], [0.5, 0.5], "valid"), 1.0])
-"""[6]: what each of the values that `with_tails` makes of a forecast's last sixteenth stands for."""
+"""[6] probability of each of the values into which `with_tails` cuts a forecast's last sixteenth."""
 
 
 @dataclass(frozen=True)
 class SiteLoad:
-    """A site that generates."""
+    """Instances, link and prices of a site that generates."""
 
     name: str
     instances: tuple[tuple[int, StepCurve], ...]
-    """(slots, step times) of each."""
+    """(slots, step times) of each instance."""
     bytes_per_s: float | None = None
-    """Of its link to the trainer's site, each way; None: it is the trainer's site."""
+    """Bandwidth of its link to the trainer's site, each way; None: it is the trainer's site."""
     rtt_s: float = 0.0
-    """There and back, seconds."""
+    """Round trip in seconds."""
     price_per_hour: float = 0.0
-    """USD, of all its instances."""
+    """USD per hour of all its instances."""
     price_per_gb: float = 0.0
     """USD per 10^9 bytes on its link."""
 
@@ -54,7 +56,7 @@ class SiteLoad:
 
     @cached_property
     def workers(self) -> tuple[Worker, ...]:
-        """Its like instances as one each, whose batch and context are spread evenly over them."""
+        """Its instances, identical ones combined into one worker whose batch and context are spread over them."""
         spread = []
         for (slots, curve), count in Counter(self.instances).items():
             context, prefill = curve.per_context_token / count, curve.per_prefill_token / count
@@ -64,7 +66,7 @@ class SiteLoad:
 
     @property
     def slots(self) -> int:
-        """Most samples at once."""
+        """Largest number of samples at once."""
         return sum(slots for slots, _ in self.instances)
 
     @property
@@ -75,21 +77,22 @@ class SiteLoad:
 
 @dataclass(frozen=True)
 class SitePrediction:
-    """What a placement is expected to lead to."""
+    """Predicted result of a placement."""
 
     end: float
-    """Seconds until the last sample of the groups that it places is home."""
+    """Seconds until the last sample of the placed groups has arrived."""
     usd: float
-    """Of the sites that work, each until it has nothing left, and of what goes over their links."""
+    """USD of the sites that work, each until it has nothing left, and of the traffic on their links."""
 
 
 def with_tails(values: Floats, tails: Floats) -> tuple[Floats, Floats]:
-    """Cuts the last of sixteen equally likely values into six: a site waits for the longest of hundreds of samples, and
-    it is this sixteenth that they come out of.
+    """Cut the last of sixteen equally likely values into six.
+
+    A site waits for the longest of hundreds of samples, and these come from the last sixteenth.
 
     Args:
-        values: [n, 16] ascending, or [n, 1] known lengths: they stay.
-        tails: [n, 5] what `forecast.tails_of` says; NaN: a straight line in log length against the normal score.
+        values: [n, 16] ascending, or [n, 1] known lengths, which are returned as they are.
+        tails: [n, 5] result of `length_forecast.tails_of`; NaN: a straight line in log length against the normal score.
 
     Returns:
         [n, 21] values, and [21] their probabilities ([n, 1], [1]).
@@ -104,9 +107,9 @@ def with_tails(values: Floats, tails: Floats) -> tuple[Floats, Floats]:
 
 
 class SiteProblem:
-    """Groups to be placed beside what sites have; times placements and looks for good ones. Pure.
+    """Groups to place on sites beside their current work; times placements and searches for good ones. Pure.
 
-    A placement gives each new group a worker: like instances of a site (see `SiteLoad.workers`).
+    A placement gives each new group a worker: the identical instances of a site (see `SiteLoad.workers`).
     """
 
     def __init__(
@@ -121,44 +124,45 @@ class SiteProblem:
         running: Seats,
         bytes_per_token: float,
     ) -> None:
-        """
+        """Prepare the arrays that every placement is timed on.
+
         Args:
-            sites: that take work.
+            sites: sites that take work.
             sizes: [n] samples that each group still lacks: new groups first, then those that sites have.
-            rests: [n, v] tokens that may be left of each of a group's samples; v = 1: known.
+            rests: [n, v] possible remaining tokens of each of a group's samples; v = 1: known.
             weights: [v] their probabilities.
             prompts: [n] tokens of each group's prompt.
             contexts: [n] tokens that each of its samples has, prompt and produced.
             produced: [n] tokens that each of its samples has produced.
-            running: [n] worker of each group that a site has, numbered through over all sites; -1: a new one.
-            bytes_per_token: on a link.
+            running: [n] worker of each group that a site has, counted over all sites; -1: a new one.
+            bytes_per_token: bytes per token on a link.
         """
         self.sites = sites
         self.kinds = [(number, kind) for number, site in enumerate(sites) for kind in range(len(site.workers))]
-        """(site, which of its workers) of every worker."""
+        """(site, index among its workers) of every worker."""
         self.workers = [sites[number].workers[kind] for number, kind in self.kinds]
         self.new = int((running < 0).sum())
-        """Groups to be placed."""
+        """Number of groups to place."""
         self._site_of = np.asarray([number for number, _ in self.kinds])
         self._sizes, self._prompts, self._contexts = sizes, prompts, contexts
         self._known, self._reach = rests.shape[1] == 1, rests[:, REACH if rests.shape[1] > 1 else 0]
         self._means, self._squares = rests @ weights, (rests * rests) @ weights
-        self._tokens = sizes * (self._means + produced)  # that come home
+        self._tokens = sizes * (self._means + produced)  # tokens that return to the trainer's site
         self._rtt = np.asarray([site.rtt_s for site in sites])
         self._link = np.asarray([bytes_per_token / site.bytes_per_s if site.bytes_per_s else 0.0 for site in sites])
         """[sites] seconds per token."""
         self._usd_per_second = np.asarray([site.price_per_hour / 3600 for site in sites])
         self._usd_per_token = np.asarray([site.price_per_gb * bytes_per_token / 1e9 for site in sites])
-        # every value of every group, longest first; a placement only picks from them
+        # every value of every group, longest first; a placement only selects from them
         order = np.argsort(-rests, axis=None, kind="stable")
         self._flat, self._owner = rests.ravel()[order], order // rests.shape[1]
         self._weights = (sizes[:, None] * weights).ravel()[order]
         self._old, self._ran = running[self.new :], sizes[self.new :]
         self._down = np.bincount(self._site_of[self._old], self._tokens[self.new :], len(sites))
-        """[sites] tokens that come home anyway."""
+        """[sites] tokens that return in any placement."""
 
     def solve(self, price_tolerance: float = 0.0) -> tuple[Seats, SitePrediction]:
-        """The placement that ends first; with a tolerance the cheapest that ends at most that much later."""
+        """Return the placement that ends first; with a tolerance the cheapest that ends at most that share later."""
         tried = [self._tried(self.earliest_end(tails)) for tails in (True, False)] + [self._tried(self.by_capacity())]
         best = self._improved(*min(tried, key=lambda one: (one[1].end, one[1].usd)))
         if price_tolerance:
@@ -168,15 +172,17 @@ class SiteProblem:
         return best
 
     def predict(self, seats: Seats) -> SitePrediction:
-        """Of a placement of the new groups."""
+        """Predict the result of a placement of the new groups."""
         return self._together(seats, [self._on(worker, seats) for worker in range(len(self.workers))])[0]
 
     def _tried(self, seats: Seats) -> tuple[Seats, SitePrediction]:
         return seats, self.predict(seats)
 
     def _on(self, number: int, seats: Seats) -> tuple[float, float, float]:
-        """Of one worker: seconds until it has nothing left, those until its new groups have ended, and the longest
-        sample of these; 0 if there are none."""
+        """Time one worker: seconds until it is idle, seconds until its new groups have ended, and their longest sample.
+
+        The last two are 0 if it has no new groups.
+        """
         worker, everyone = self.workers[number], np.concatenate([seats, self._old])
         rows = everyone == number
         mine = rows[self._owner]
@@ -194,11 +200,11 @@ class SiteProblem:
             return fixed + float(costs @ steps) + reading
 
         top = float(values[new.argmax()]) if new.any() else 0.0
-        # what goes on after the new groups have ended does not delay them
+        # work that continues after the new groups have ended does not delay them
         return seconds(values), seconds(np.minimum(values, top)) if top else 0.0, top
 
     def _together(self, seats: Seats, times: Sequence[tuple[float, float, float]]) -> tuple[SitePrediction, Floats]:
-        """What `_on` says of all workers, with links: the prediction, and [sites] ends (0: nothing new there)."""
+        """Combine the results of `_on` with the links: the prediction, and [sites] ends (0: no new groups there)."""
         count = len(self.sites)
         busy, generation, last = np.zeros(count), np.zeros(count), np.zeros(count)
         for site, (all_, new, top) in zip(self._site_of.tolist(), times, strict=True):
@@ -214,8 +220,8 @@ class SiteProblem:
         return SitePrediction(float(ends.max()), float(usd)), ends
 
     def _improved(self, seats: Seats, prediction: SitePrediction) -> tuple[Seats, SitePrediction]:
-        """Moves groups one by one off the site that ends last, as long as the end then comes earlier; only where groups
-        are few."""
+        """Move groups one by one off the site that ends last, as long as the end comes earlier; only if groups are
+        few."""
         if self.new > FEW_GROUPS or len(self.workers) == 1:
             return seats, prediction
         times = [self._on(worker, seats) for worker in range(len(self.workers))]
@@ -241,7 +247,7 @@ class SiteProblem:
         return seats, prediction
 
     def by_capacity(self) -> Seats:
-        """In the order given, each group to where samples per capacity stay lowest."""
+        """Place each group, in the given order, where samples per capacity stay lowest."""
         capacity = [worker.slots / float(worker.curve.base(worker.slots)) for worker in self.workers]
         loads = np.bincount(self._old, self._ran, len(self.workers)).tolist()
         seats = []
@@ -252,12 +258,13 @@ class SiteProblem:
         return np.asarray(seats)
 
     def earliest_end(self, tails: bool = True, limit: float = 0.0) -> Seats:
-        """The longest groups first, each to the worker whose end then comes earliest, by mean lengths (LPT with
-        marginal step times).
+        """Place the longest groups first, each on the worker whose end then comes earliest, by mean lengths.
+
+        This is LPT with marginal step times.
 
         Args:
-            tails: no end is before the group's longest sample would be through, if it ran alone.
-            limit: in seconds; each goes to the cheapest worker that ends within it, if there is one.
+            tails: whether an end also waits for the group's longest sample, as if it ran alone.
+            limit: seconds; each group goes to the cheapest worker that ends within the limit, if there is one.
         """
         every, batches = range(len(self.workers)), np.arange(int(self._sizes.sum()) + 1)
         costs = [step_cost(batches, worker.curve, worker.slots).tolist() for worker in self.workers]
@@ -295,6 +302,6 @@ class SiteProblem:
         return seats
 
     def _usd_of_token(self) -> Floats:
-        """[workers] with all slots of their sites taken."""
+        """Return [workers] USD per token with all slots of their sites taken."""
         capacity = np.asarray([site.capacity for site in self.sites])
         return (self._usd_per_second / capacity + self._usd_per_token)[self._site_of]

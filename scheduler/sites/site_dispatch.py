@@ -1,24 +1,26 @@
 """Dispatch across sites: which site generates a group (a prompt with its samples). A pure state machine.
 
-It is told which sites there are (`join`, `leave`, `hold`), which groups wait (`submit`) and which samples have come
-(`finished`), and says where groups go (`decide`). Each site's own dispatcher then places the samples on its instances.
+It is informed of sites (`join`, `leave`, `hold`), of waiting groups (`submit`) and of samples that have arrived
+(`finished`), and decides where groups go (`decide`). Each site's own dispatcher then places the samples on its
+instances.
 
-* A group goes to one site, once, as soon as any site takes work. It moves only if its site leaves: `leave` hands back
+* A group goes to one site, once, as soon as any site takes work. It moves only if its site leaves: `leave` returns
   what is left of it, for the caller to submit again. A site that is held keeps what it has and gets nothing new.
-* Groups that wait together are placed together, so that the last of their samples is expected home soonest:
+* Groups that wait together are placed together, so that the last of their samples is expected back soonest:
 
-      home = round trip + prompts / bandwidth + max(generation, samples / bandwidth) + last sample / bandwidth.
+      end = round trip + prompts / bandwidth + max(generation, samples / bandwidth) + last sample / bandwidth.
 
-  Generation is timed by `cost/expected_time.py`, like instances of a site taken as one whose batch is spread over them;
-  what a site has to do already counts as far as it delays the new groups.
+  Generation is timed by `cost/expected_time.py`, the identical instances of a site taken as one whose batch is spread
+  over them; a site's current work counts as far as it delays the new groups.
 * Candidates are dealing in proportion to capacity, and the longest first to where the end comes earliest, with and
-  without a look at how long a single sample may get. The one that is predicted to end first is taken, and few groups
-  are then moved one by one off the site that ends last; so no placement is predicted worse than dealing by capacity.
-* With a `price_tolerance`, of the placements that end within this share of the first, the one that costs least.
-* There is no clock. Decode steps stand in for one: a sample that has come with L tokens tells that whatever started
+  without regard to how long a single sample may get. The one that is predicted to end first is taken, and if groups are
+  few, they are then moved one by one off the site that ends last; so no placement is predicted worse than dealing by
+  capacity.
+* With a `price_tolerance`, the cheapest of the placements that end within this share of the first is taken.
+* There is no clock. Decode steps stand in for one: a sample that arrives with L tokens shows that whatever started
   beside it has been through L steps, too, and forecasts of the rest follow from that.
-* A group without a forecast is taken to be like the samples that have come; before any has, any length up to `longest`
-  is as likely as another. So without forecasts sites get work by the speed that they have under it.
+* A group without a forecast is assumed to be like the samples that have arrived; before any have, all lengths up to
+  `longest` are equally likely. So without forecasts sites get work by the speed that they have under it.
 """
 
 from __future__ import annotations
@@ -36,22 +38,24 @@ from scheduler.dispatch.remaining_length import beyond
 from scheduler.sites.site_candidates import Seats, SiteLoad, SitePrediction, SiteProblem, with_tails
 
 LENGTHS_KEPT = 512
-"""Of the samples that came last: what groups without a forecast are taken to be like."""
+"""Number of latest sample lengths that the forecast of groups without one is made from."""
 LENGTHS_NEEDED = 16
-"""Samples that must have come before their lengths say anything: as many as a forecast has values."""
+"""Number of samples that must have arrived before their lengths are used: as many as a forecast has values."""
 BUNDLES = 256
-"""Of more groups, those of like length go together: a bundle is then still small beside what a site has."""
+"""Number of groups beyond which those of similar length are placed together: a bundle is then still small beside what a
+site has.
+"""
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """A prompt whose samples are to be generated, all on one site."""
+    """A prompt whose samples are all generated on one site."""
 
     group_id: str
     size: int
-    """Samples."""
+    """Number of samples."""
     forecast: Forecast | None = None
-    """Of each sample's length; None: nothing is known, or nothing that is trusted."""
+    """Forecast of each sample's length; None if there is none that is trusted."""
     prompt_tokens: int = 0
 
 
@@ -61,28 +65,28 @@ class _Placed:
 
     group: SiteGroup
     left: int
-    """Samples that have not come."""
+    """Samples that have not arrived."""
     kind: int
-    """Which of the site's workers it was meant for."""
+    """Index of the site's worker that it was meant for."""
     since: float | None = None
     """The site's decode steps when it started; None: it waits for slots."""
 
 
 @dataclass
 class _Site:
-    """A site and what it has to do."""
+    """A site and its work."""
 
     facts: SiteLoad
     held: bool = False
     steps: float = 0.0
-    """Decode steps that the site has been through at least, as samples that came have told."""
+    """Lower bound of the site's decode steps, inferred from the samples that have arrived."""
     groups: dict[str, _Placed] = field(default_factory=dict)
-    """In the order in which they were placed."""
+    """Groups in the order in which they were placed."""
 
     def start(self) -> None:
-        """Notes which groups start now: the first ones, as long as there are slots."""
+        """Record which groups start now: the first ones, as long as there are slots."""
         if not self.groups or next(reversed(self.groups.values())).since is not None:
-            return  # in this order, all have started
+            return  # groups start in this order, so all have started
         free = self.facts.slots
         for placed in self.groups.values():
             if free <= 0:
@@ -93,13 +97,14 @@ class _Site:
 
 
 class SiteDispatch:
-    """See the module's text."""
+    """Places groups on sites so that their last sample arrives soonest."""
 
     def __init__(self, longest: float, bytes_per_token: float, price_tolerance: float = 0.0) -> None:
-        """
+        """Create a dispatcher without sites.
+
         Args:
-            longest: no sample has more tokens than this (the run's limit).
-            bytes_per_token: on a link, of prompts and samples.
+            longest: largest number of tokens of a sample (the run's limit).
+            bytes_per_token: bytes per token of prompts and samples on a link.
             price_tolerance: share of the earliest end by which a cheaper placement may end later.
 
         Raises:
@@ -108,10 +113,12 @@ class SiteDispatch:
         if not 0 < longest < math.inf:
             raise ValueError(f"the longest sample must be a positive number of tokens, got {longest}")
         if bytes_per_token < 0 or price_tolerance < 0:
-            raise ValueError(f"must not be negative: bytes {bytes_per_token} a token, tolerance {price_tolerance}")
+            raise ValueError(
+                f"must not be negative: bytes_per_token {bytes_per_token}, price_tolerance {price_tolerance}"
+            )
         self.longest, self.bytes_per_token, self.price_tolerance = longest, bytes_per_token, price_tolerance
         self.predicted: SitePrediction | None = None
-        """Of the last decision, for whoever wants to show it."""
+        """Prediction of the last decision, for display."""
         self._sites: dict[str, _Site] = {}
         self._waiting: dict[str, SiteGroup] = {}
         self._where: dict[str, _Site] = {}
@@ -119,11 +126,11 @@ class SiteDispatch:
 
     @property
     def waiting(self) -> int:
-        """Groups without a site."""
+        """Number of groups without a site."""
         return len(self._waiting)
 
     def join(self, site: SiteLoad) -> None:
-        """A site is ready for work, or back after it left.
+        """Add a site that is ready for work, or back after it left.
 
         Raises:
             ValueError: it has joined already.
@@ -133,11 +140,11 @@ class SiteDispatch:
         self._sites[site.name] = _Site(site)
 
     def groups_of(self, site_name: str) -> list[str]:
-        """What a site has, in the order in which it was placed there."""
+        """Return the groups of a site, in the order in which they were placed there."""
         return list(self._sites[site_name].groups)
 
     def change(self, site: SiteLoad) -> None:
-        """A site has more instances, fewer, or others; what it has to do stays there.
+        """Replace a site's instances; its work stays there.
 
         Raises:
             KeyError: it has not joined.
@@ -149,25 +156,25 @@ class SiteDispatch:
         known.start()
 
     def leave(self, site_name: str) -> list[SiteGroup]:
-        """A site is gone; returns what is left of its groups, for the caller to submit again."""
+        """Remove a site that is gone and return what is left of its groups, for the caller to submit again."""
         gone = self._sites.pop(site_name)
         for group_id in gone.groups:
             del self._where[group_id]
         return [replace(placed.group, size=placed.left) for placed in gone.groups.values()]
 
     def hold(self, site_name: str) -> None:
-        """A site is congested: it gets nothing new, what it has stays there."""
+        """Stop giving new work to a congested site; what it has stays there."""
         self._sites[site_name].held = True
 
     def unhold(self, site_name: str) -> None:
-        """A site that was held takes work again."""
+        """Let a held site take work again."""
         self._sites[site_name].held = False
 
     def submit(self, groups: Iterable[SiteGroup]) -> None:
-        """Groups wait to be placed.
+        """Add groups to be placed.
 
         Raises:
-            ValueError: a group waits or is on a site already, or has no samples.
+            ValueError: a group has been submitted already, or has no samples.
         """
         for group in groups:
             if group.group_id in self._waiting or group.group_id in self._where:
@@ -177,7 +184,7 @@ class SiteDispatch:
             self._waiting[group.group_id] = group
 
     def finished(self, group_id: str, length: float) -> None:
-        """A sample of a group has come, with so many tokens; of a group that is unknown, it is ignored."""
+        """Record the arrival of a sample with so many tokens; ignored if its group is unknown."""
         if (site := self._where.get(group_id)) is not None:
             placed = site.groups[group_id]
             site.steps = max(site.steps, (site.steps if placed.since is None else placed.since) + length)
@@ -185,7 +192,9 @@ class SiteDispatch:
             if not placed.left:
                 del site.groups[group_id], self._where[group_id]
             site.start()
-        elif (group := self._waiting.get(group_id)) is not None:  # its site left, the sample has come all the same
+        elif (
+            group := self._waiting.get(group_id)
+        ) is not None:  # its site left, but the sample has arrived all the same
             if group.size > 1:
                 self._waiting[group_id] = replace(group, size=group.size - 1)
             else:
@@ -195,7 +204,7 @@ class SiteDispatch:
         self._lengths.append(length)
 
     def withdraw(self, group_ids: Iterable[str]) -> None:
-        """These are wanted no more, whether they wait or are on a site. Unknown ones are ignored."""
+        """Drop groups that are no longer wanted, waiting or on a site. Unknown ones are ignored."""
         changed = {}
         for group_id in group_ids:
             self._waiting.pop(group_id, None)
@@ -206,7 +215,7 @@ class SiteDispatch:
             site.start()
 
     def decide(self) -> list[tuple[str, str]]:
-        """Places every group that waits, if any site takes work: (group, site), each once."""
+        """Place every waiting group, if any site takes work, and return (group, site), each once."""
         sites = [site for site in self._sites.values() if not site.held]
         if not sites or not self._waiting:
             return []
@@ -226,8 +235,7 @@ class SiteDispatch:
         return decisions
 
     def _problem(self, sites: Sequence[_Site]) -> tuple[SiteProblem, Seats, Seats]:
-        """What is to be placed on these, with what they have; the order in which the new groups were bundled, and how
-        many are in each bundle."""
+        """Return the placement problem of these sites, the order of the new groups in bundles, and the bundle sizes."""
         facts, new = [site.facts for site in sites], list(self._waiting.values())
         first = np.cumsum([0, *(len(site.workers) for site in facts)]).tolist()
         running = [(first[n] + one.kind, site, one) for n, site in enumerate(sites) for one in site.groups.values()]
@@ -244,7 +252,7 @@ class SiteDispatch:
         prompts = np.asarray([group.prompt_tokens for group in groups], dtype=np.float64)
         seats = np.asarray([-1] * len(new) + [seat for seat, _, _ in running])
         order = np.lexsort((-(rests @ weights), seats))
-        starts: list[int] = []  # of bundles of alike ones: new ones, then those of each worker
+        starts: list[int] = []  # of bundles of similar groups: new ones, then those of each worker
         for seat in np.unique(seats):
             begin, end = int((seats < seat).sum()), int((seats <= seat).sum())
             starts += range(begin, end, -(-(len(new) if seat < 0 else len(running)) // BUNDLES))
@@ -261,7 +269,7 @@ class SiteDispatch:
         return problem, order[: len(new)], np.diff([*starts, len(groups)])[: problem.new]
 
     def _assumed(self) -> Forecast:
-        """Of a group without a forecast."""
+        """Return the forecast of a group without one."""
         if len(self._lengths) < LENGTHS_NEEDED:
             return Forecast(tuple((MIDPOINTS * self.longest).tolist()))
         return Forecast(tuple(np.quantile(self._lengths, MIDPOINTS).tolist()))

@@ -1,14 +1,14 @@
-"""Whether a run has trained every sample once, from what it has left on disk. Pure.
+"""Check from a run's files that it has trained every sample exactly once. Pure.
 
-Prompts are numbered in the order in which they are first issued, and a group's id is its prompt's number. So of all
-numbers up to the largest one that was trained, each must be
+Prompts are numbered in the order in which they are first issued, and a group's id is its prompt's number. Every number
+up to the largest one trained must be
 
     trained or dropped     all samples of its group, in one step
-    open                   in the ledger, without a step; or in the newest checkpoint's list of prompts to be issued
-                           again, as long as that list has not been used up
-    too long               skipped when it was drawn; the metrics tell how many
+    open                   in the ledger, without a step; or in the newest checkpoint's list of prompts to issue again,
+                           until that list is used up
+    too long               skipped when it was drawn; the metrics count these
 
-and every other one is lost. The list is used up once a prompt has been issued that the checkpoint did not know.
+and any other prompt is lost. The list is used up once a prompt has been issued that the checkpoint did not know.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import numpy as np
 from streamrl.rollouts.types import FloatArray, IntArray
 
 OPEN = frozenset({"issued", "finished", "scored"})
+"""Ledger states of a sample that is neither trained nor dropped yet."""
 SETTLED = frozenset({"trained", "dropped"})
+"""Final ledger states."""
 MOST_EXAMPLES = 8
-"""Of ids named in a fault's text."""
+"""Most ids named in a fault's text."""
 
 
 @dataclass(frozen=True)
@@ -59,38 +61,38 @@ class RolloutRow:
 
 @dataclass(frozen=True)
 class Position:
-    """Of the newest checkpoint."""
+    """The newest checkpoint's position among the prompts."""
 
     next_index: int = 0
     """Number of the next new prompt."""
     again: frozenset[int] = frozenset()
-    """Prompts that were open, and that a resumed run issues first."""
+    """Numbers of the open prompts, which a resumed run issues first."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """All that an audit looks at."""
+    """Everything that an audit compares."""
 
     ledger: Sequence[LedgerRow]
     step_sizes: Mapping[int, int]
-    """Samples that each step trained, as the ledger says."""
+    """Samples that each step trained, by the ledger."""
     rollouts: Sequence[RolloutRow]
     metric_steps: Sequence[int]
     """Steps in the order of metrics.jsonl."""
     too_long: int = 0
-    """Prompts skipped."""
+    """Prompts skipped because they were too long."""
     position: Position = field(default_factory=Position)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found."""
+    """Findings of an audit."""
 
     steps: int
     prompts: int
-    """Numbers looked at."""
+    """Prompt numbers checked."""
     samples: int
-    """TrainDone."""
+    """Samples trained."""
     open: int
     """Prompts that are neither trained nor lost."""
     lost: int
@@ -98,18 +100,18 @@ class Audit:
     twice: int
     """Samples that were trained more than once."""
     malformed: int
-    """Samples with something else wrong."""
+    """Samples that are wrong in another way."""
     faults: tuple[str, ...] = ()
-    """In words."""
+    """Everything found wrong, one sentence each."""
 
     @property
     def clean(self) -> bool:
-        """Nothing is wrong."""
+        """Whether nothing is wrong."""
         return not self.faults
 
 
 def audit(account: Account) -> Audit:
-    """Compares ledger, rollouts and metrics."""
+    """Compare ledger, rollouts and metrics."""
     faults: list[str] = []
     trained = [row for row in account.rollouts if row.trained]
     size = max(Counter(row.group_id for row in account.ledger).values(), default=0)
@@ -142,7 +144,7 @@ def audit(account: Account) -> Audit:
 
 
 def _missing_prompts(account: Account, settled: set[int]) -> tuple[list[int], int]:
-    """Numbers that are not accounted for, and how many are open."""
+    """Return the prompt numbers that are not accounted for, and how many prompts are open."""
     known = {int(row.group_id) for row in account.ledger}
     used_up = any(number >= account.position.next_index for number in known)
     waiting = frozenset() if used_up else account.position.again
@@ -152,7 +154,7 @@ def _missing_prompts(account: Account, settled: set[int]) -> tuple[list[int], in
 
 
 def _missing_samples(account: Account, trained: Sequence[RolloutRow], size: int) -> list[str]:
-    """Siblings that a trained group lacks, and samples of which ledger and rollouts disagree."""
+    """Describe samples that trained groups lack, and samples that only one of ledger and rollouts has."""
     groups: defaultdict[str, set[str]] = defaultdict(set)
     for row in account.ledger:
         if row.state == "trained":
@@ -168,7 +170,7 @@ def _twice(trained: Iterable[RolloutRow]) -> list[str]:
 
 
 def _steps(account: Account, trained: Sequence[RolloutRow]) -> list[str]:
-    """Steps that are missing, repeated, or of another size than the ledger says."""
+    """Describe steps that are missing, repeated, or differ in size from the ledger."""
     faults = []
     if list(account.metric_steps) != list(range(1, len(account.metric_steps) + 1)):
         faults.append(f"metrics.jsonl has the steps {_some(account.metric_steps)}")
@@ -182,7 +184,7 @@ def _steps(account: Account, trained: Sequence[RolloutRow]) -> list[str]:
 
 
 def _malformed(row: RolloutRow) -> str:
-    """What is wrong with a sample; '': nothing."""
+    """Describe what is wrong with a sample; '': nothing."""
     lengths = {len(row.tokens), len(row.logprobs), len(row.versions), row.output_length}
     if len(lengths) > 1:
         return f"tokens, log-probabilities, versions and output_length have lengths {sorted(lengths)}"
@@ -206,22 +208,22 @@ def _some(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean reward of a run's first and last steps."""
+    """Mean rewards of a run's first and last steps."""
 
     steps: int
-    """At each end."""
+    """Steps averaged at each end."""
     first: float
     last: float
     deviation: float
-    """Of the rewards' means over all steps: what one step differs by anyway."""
+    """Standard deviation of the steps' mean rewards: the ordinary difference between steps."""
 
 
 def reward_curve(rewards: Sequence[float], most: int = 10) -> Curve | None:
-    """Compares both ends of a curve.
+    """Compare both ends of a reward curve.
 
     Args:
-        rewards: mean of each step.
-        most: steps at each end; fewer if there are not twice as many.
+        rewards: mean reward of each step.
+        most: most steps averaged at each end; fewer in a run of less than twice as many.
 
     Returns:
         None if there are fewer than two steps.

@@ -1,7 +1,7 @@
-"""Which fault comes when. Pure: the same seed on the same run gives the same faults.
+"""Choose which fault comes when. Pure: the same seed on the same run gives the same faults.
 
-Faults come in rounds. A round has every kind that is possible once, in random order, so that after any number of faults
-no kind is more than one ahead of another. A kind's targets take turns, also in random order.
+Faults come in rounds. A round has every possible kind once, in random order, so no kind is ever more than one ahead of
+another. A kind's targets take turns, also in random order.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 6.0
-"""Between a run's first step after a fault and the next fault: longer than a heartbeat, so that a fault meets the run
-at any place of a step."""
+"""Range of the pause, in seconds, between a run's first step after a fault and the next fault.
+
+It spans more than a heartbeat, so that a fault can hit the run at any point of a step.
+"""
 
 
 class FaultKind(StrEnum):
-    """What is done to a run."""
+    """Kinds of faults."""
 
     INSTANCE_KILL = "instance-kill"
     INSTANCE_PAUSE = "instance-pause"
@@ -57,7 +59,7 @@ WHAT = {
     FaultKind.DISK_FULL: "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed",
     FaultKind.LAUNCHER_KILL: "SIGKILL of the launcher; the run is resumed once its processes have ended",
 }
-"""What is injected, in words."""
+"""Description of what each kind does."""
 
 OF_INSTANCES = frozenset(
     {
@@ -70,7 +72,7 @@ OF_INSTANCES = frozenset(
 )
 OF_LINKS = frozenset({FaultKind.LINK_CUT, FaultKind.LINK_SLOW, FaultKind.LINK_LOSSY})
 ENDS_RUN = frozenset({FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL})
-"""After these nobody is left who would start the run again."""
+"""Kinds that leave no process to restart the run."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class Fault:
     """1, 2, ..."""
     kind: FaultKind
     target: str
-    """A process's, a site's or a link's name."""
+    """Name of a process, a site or a link."""
     pause_s: float
-    """To wait before it, once the run has recovered from the one before."""
+    """Seconds to wait before it, once the run has recovered from the previous fault."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a run consists of."""
+    """The parts of a run that faults can be injected into."""
 
     home: str
     """The site that trains."""
@@ -96,12 +98,12 @@ class Inventory:
     services: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     remote_sites: tuple[str, ...] = ()
-    """Sites that do not train and whose processes are on this machine."""
+    """Sites that do not train, with processes on this machine."""
     emulated_links: tuple[str, ...] = ()
     """Remote ends of links that can be changed."""
     trains_here: bool = True
     owns_launcher: bool = True
-    """Whether the launcher is a child of who injects, who can start it again."""
+    """Whether the launcher is a child of this process, which can then restart it."""
     limits_files: bool = True
     """Whether another process's largest file can be limited (Linux)."""
     shares_weights: bool = True
@@ -109,9 +111,9 @@ class Inventory:
 
 
 def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[FaultKind, str]]:
-    """What each kind can be done to, and why kinds that cannot be done are left out."""
+    """Return the targets of each possible kind, and why the other kinds are left out."""
     home = ("controller",) if found.trains_here else ()
-    ended = "the launcher is not one of this command's processes, so nobody would start the run again"
+    ended = "the launcher is not a child of this command, so nothing would restart the run"
     remote = "the run has one site on this machine"
     links = "the run has no emulated link"
     here = "the site that trains is elsewhere"
@@ -147,12 +149,12 @@ def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[Fa
 def schedule(
     seed: int, possible: Mapping[FaultKind, Sequence[str]], kinds: Collection[FaultKind] = ()
 ) -> Iterator[Fault]:
-    """Faults without end.
+    """Yield faults without end.
 
     Args:
-        seed: of order, targets and pauses.
-        possible: targets of each kind (`targets`).
-        kinds: only these; empty: all that are possible.
+        seed: seed of order, targets and pauses.
+        possible: targets of each kind, from `targets`.
+        kinds: the kinds to use; empty: all possible ones.
 
     Raises:
         ValueError: none of the kinds is possible.

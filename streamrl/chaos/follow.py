@@ -1,12 +1,11 @@
-"""When a fault was noticed, when the rest of the run served in its place, and when all was as before. Pure.
+"""Follow a fault: when it was noticed, when others served in its place, and when the run had recovered. Pure.
 
     injected -> noticed -> (others serving) -> fault is over, recovered -> one more step
 
-A run is looked at a few times a second (`Observation`); what is true is true from the look on that shows it. What a
-controller says is up to two seconds old (an instance's heartbeat, its service's, and the status file), so times are
-upper bounds. Two mistakes are ruled out: taking the state from before a fault for a recovery (what has died must be
-there again, as another process, and everybody must have been heard since), and taking a fault that is not over for one
-that is.
+The run is observed a few times a second (`Observation`), and a stage counts from the first observation that shows it.
+The controller's status is up to two seconds old (an instance's heartbeat, its service's, and the status file), so times
+are upper bounds. The state from before a fault never counts as recovery: whatever has died must be back as another
+process, and every process must have been heard since. Nor does a run recover while its fault lasts.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from dataclasses import dataclass, field
 from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, FaultKind
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
-"""States of an instance that has nothing to do with requests (`generation/site/instance_life.py`)."""
+"""States of an instance that takes no requests (`generation/site/instance_life.py`)."""
 FRESH_S = 5.0
-"""The controller writes twice a second; so long may it take on a machine under load."""
+"""Most seconds between two writes of the status under load; normally the controller writes twice a second."""
 TOLD_S = 2.0
-"""From an instance's state to the status file."""
+"""Most seconds until an instance's state is in the status file."""
 LOADING_S = 6.0
-"""From the moment that an instance opens a version to the status file's word that it serves it; what was damaged later
-than that may have been read before."""
+"""Most seconds from opening a version until the status file shows it as served.
+
+A version that was damaged later than that may have been read undamaged.
+"""
 
 
 @dataclass(frozen=True)
 class SeenProcess:
-    """A process as its launcher tells (`run_dir/instance_files.py`)."""
+    """A process as its launcher reports it (`run_dir/instance_files.py`)."""
 
     pid: int
     role: str
@@ -39,7 +40,7 @@ class SeenProcess:
 
 @dataclass(frozen=True)
 class SeenRole:
-    """A process as the controller tells (`run_dir/status.py`)."""
+    """A process as the controller reports it (`run_dir/status.py`)."""
 
     role: str
     state: str
@@ -52,36 +53,36 @@ class SeenRole:
 
 @dataclass(frozen=True)
 class Observation:
-    """A look at a run, at `now` (unix seconds)."""
+    """The state of a run at `now` (unix seconds)."""
 
     now: float
     state: str = ""
-    """Of status.json; '': there is none."""
+    """State in status.json; '': there is no file."""
     updated_at: float = 0.0
     step: int = 0
     step_at: float = 0.0
-    """When the newest step ended that this controller has done; 0: it has done none."""
+    """End of the newest step by this controller, in unix seconds; 0: it has done none."""
     error: str = ""
     processes: Mapping[str, SeenProcess] = field(default_factory=dict)
     roles: Mapping[str, SeenRole] = field(default_factory=dict)
     ready: Mapping[str, int] = field(default_factory=dict)
-    """Instances of each pool that get requests."""
+    """Number of instances that take requests, by pool."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     silent_sites: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since the last sign of a site that does not train."""
+    """Seconds since each site that does not train was last heard."""
     congested: frozenset[str] = frozenset()
     said: tuple[str, ...] = ()
-    """Lines of logs that tell of a fault, since the fault (`observation.py`)."""
+    """Log lines since the fault that report it (`observation.py`)."""
     launched: bool = True
-    """Whether there is a launcher."""
+    """Whether the launcher is running."""
 
     @property
     def instances(self) -> dict[str, SeenRole]:
-        """By name."""
+        """Instances by name."""
         return {name: role for name, role in self.roles.items() if role.role == "instance"}
 
     def healthy(self) -> bool:
-        """Everything that is to be there is, and says so."""
+        """Return whether every expected process runs and has reported recently."""
         return (
             self.launched
             and self.state == "running"
@@ -95,44 +96,45 @@ class Observation:
         )
 
     def heard_since(self, then: float) -> bool:
-        """Whether every process that speaks to the controller has done so since `then` (unix seconds)."""
+        """Return whether the controller has heard every process since `then` (unix seconds)."""
         silences = [one.silent_s for one in self.roles.values() if one.silent_s is not None]
         silences += list(self.silent_sites.values())
         return self.updated_at > then and all(self.updated_at - silent > then for silent in silences)
 
 
 class Following:
-    """One fault, from its injection on. Times are seconds since then; None: not yet, or not at all."""
+    """The progress of one fault; times are seconds since its injection, None: not yet, or not at all."""
 
     def __init__(self, fault: Fault, before: Observation, targets: frozenset[str], at: float) -> None:
-        """
+        """Follow a fault.
+
         Args:
-            fault: which.
-            before: the last look before it.
-            targets: names of the processes that are to be replaced; empty: none is.
+            fault: the fault.
+            before: the last observation before it.
+            targets: names of the processes that must be replaced; empty: none.
             at: when it was injected, unix seconds.
         """
         self.fault, self.before, self.targets, self.at = fault, before, targets, at
         self.over = False
-        """Whether what was done has been undone, or was done at once; set by whoever injects."""
+        """Whether the fault has been undone or was momentary; set by the caller."""
         self.noticed: float | None = None
         self.serving: float | None = None
         self.recovered: float | None = None
         self.stepped: float | None = None
         self.unnoticed_weights = False
-        """Damaged weights were loaded, and nobody said so."""
+        """Whether damaged weights were loaded without any report."""
         self._loaded = False
         """Whether an instance that had to load damaged weights has loaded some."""
         self._back: float | None = None
-        """When all targets were there as other processes, unix seconds."""
+        """When all targets were back as other processes, in unix seconds."""
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Whether the run has recovered and done a further step."""
         return self.stepped is not None
 
     def see(self, seen: Observation) -> None:
-        """Takes the next look."""
+        """Take the next observation into account."""
         since = seen.now - self.at
         if self.noticed is None and self._is_noticed(seen):
             self.noticed = since
@@ -146,11 +148,11 @@ class Following:
             self.stepped = since
 
     def weights_loaded(self, seen: Observation, instance: str, damaged: Mapping[int, float]) -> None:
-        """Whether an instance that was started anew serves weights that were damaged before it loaded them.
+        """Check whether a restarted instance serves weights that were damaged before it loaded them.
 
         Args:
-            seen: the look at the run.
-            instance: the one that had to load them.
+            seen: the observation.
+            instance: name of the instance that had to load them.
             damaged: versions, and when they were damaged (unix seconds).
         """
         one = seen.roles.get(instance)
@@ -172,9 +174,9 @@ class Following:
         if kind is FaultKind.JOURNAL_CORRUPT:
             return any("token journal" in line for line in seen.said)
         if kind is FaultKind.LAUNCHER_KILL:
-            return False  # who injected it starts the run again
+            return False  # the study itself notices it, and restarts the run
         if kind in OF_INSTANCES and (role := seen.roles.get(target)) is not None:
-            # a short silence may lie between two looks at the status
+            # A short silence may fall between two readings of the status, so the log is read, too.
             silent = any(line.endswith(f": {target} is silent") for line in seen.said)
             gone = silent or role.state in NOT_SERVING or role.state == "suspect"
             return gone or any(self._changed(name, seen) for name in self.targets)
@@ -188,8 +190,11 @@ class Following:
         )
 
     def _is_served(self, seen: Observation) -> bool:
-        """After the loss of an instance: nothing is at it, and others generate. After any other death: instances
-        generate for whoever came in its place."""
+        """Return whether others have taken over.
+
+        After the loss of an instance: it has no requests, and others generate. After any other death: instances
+        generate for its replacement.
+        """
         kind, target = self.fault.kind, self.fault.target
         others = [one for name, one in seen.instances.items() if name != target]
         if kind is FaultKind.INSTANCE_PAUSE or kind in OF_LINKS or seen.state != "running":

@@ -1,7 +1,7 @@
-"""Does a fault to a run, by process id, and undoes it.
+"""Inject a fault into a run, by process id, and undo it.
 
-Only processes that the run's launchers have written down are touched, and their children, and only while they are still
-what was started. What is killed is killed by SIGKILL, without a chance to say anything.
+Only processes recorded by the run's launchers, and their children, are touched, and only if the pid is still theirs.
+Kills are SIGKILL, so a process cannot react.
 """
 
 from __future__ import annotations
@@ -33,63 +33,65 @@ ROLE_MODULE = "streamrl.launcher.entry_point"
 ELASTIC_MODULE = "torch.distributed.run"
 ENGINE = "EngineCore"
 LINK_S = 15.0
-"""For which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is told, and less than any
-`absence_s` that makes sense."""
+"""Seconds for which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is reported, and less than
+any sensible `absence_s`."""
 SLOWER, LOSS = 10.0, 0.05
+"""Divisor of a slow link's bandwidth, and share of segments that a lossy link loses."""
 PAUSE_MORE_S, PAUSE_SHARE = 4.0, 0.5
-"""A pause is so much longer than `suspect_s`, and at most that share of `heartbeat_s`."""
+"""A pause takes `PAUSE_MORE_S` seconds more than `suspect_s`, and at most `PAUSE_SHARE` of `heartbeat_s`."""
 DAMAGED_PLACES, DAMAGED_BYTES = 64, 64
-"""Of a file that is damaged."""
+"""Number of places overwritten in a damaged file, and bytes at each."""
 LOADED_S = 2.0
-"""After which those who are there have loaded a version."""
+"""Age in seconds at which the existing instances have loaded a version."""
 DIES_S = 5.0
-"""For a killed process to be gone."""
+"""Seconds to wait for a killed process to be gone."""
 POLL_S = 0.01
 ROOM_BYTES = 32 * 1024
-"""Beyond the controller's log, which is to have room for its last words."""
+"""Bytes left to the controller's log, for its last words."""
 
 
 class NotPossible(Exception):
-    """A fault cannot be injected just now; the text says why."""
+    """Raised when a fault cannot be injected at present; the message says why."""
 
 
 @dataclass
 class Injected:
-    """What was done."""
+    """An injected fault, and how to undo it."""
 
     replaced: frozenset[str]
-    """Names of the processes that somebody must start again."""
+    """Names of the processes that must be restarted."""
     lasts_s: float = 0.0
-    """After which it is to be undone; 0: it was done at once."""
+    """Seconds after which it should be undone; 0: it was momentary."""
     undo: Callable[[], None] = field(default=lambda: None)
-    """May be called more than once."""
+    """Undoes the fault; may be called more than once."""
     note: str = ""
     keep_on: Callable[[], None] = field(default=lambda: None)
-    """To be called again and again until somebody notices, or the run has recovered."""
+    """Continues the fault; to be called repeatedly until it is noticed or the run has recovered."""
     damaged: dict[int, float] = field(default_factory=dict)
     """Weight versions that were damaged, and when (unix seconds)."""
 
 
 class Injector:
-    """For one run."""
+    """Injects faults into one run."""
 
     def __init__(
         self, run_dir: Path, cluster: ClusterConfig, run: RunConfig, seed: int, kill_launcher: Callable[[], None] | None
     ) -> None:
-        """
+        """Prepare for one run.
+
         Args:
             run_dir: the run's folder.
-            cluster: as it was resolved.
-            run: as it was resolved.
-            seed: of the places in files and of the ranks.
-            kill_launcher: None: the launcher is somebody else's.
+            cluster: the resolved cluster file.
+            run: the resolved run file.
+            seed: seed for the choice of ranks and of places in files.
+            kill_launcher: kills the launcher; None: the launcher was started elsewhere.
         """
         self.run_dir, self.cluster, self.run = run_dir, cluster, run
         self._draw = random.Random(seed)
         self._kill_launcher = kill_launcher
 
     def inventory(self) -> Inventory:
-        """What the run consists of, on this machine."""
+        """Return the parts of the run on this machine."""
         found, home = processes_of(self.run_dir), self.cluster.trainer_site
         of = {role: tuple(sorted(n for n, one in found.items() if one.role == role)) for role in _roles(found)}
         remote = tuple(site for site in site_folders(self.run_dir) if site)
@@ -108,10 +110,10 @@ class Injector:
         )
 
     def inject(self, fault: Fault, seen: Observation) -> Injected:
-        """Does it, and returns at once.
+        """Inject a fault and return at once.
 
         Raises:
-            NotPossible: there is nothing to do it to.
+            NotPossible: the fault has no target at present.
         """
         target = fault.target
         match fault.kind:
@@ -149,15 +151,15 @@ class Injector:
                 return self._fill(target, seen)
             case FaultKind.LAUNCHER_KILL:
                 if self._kill_launcher is None:
-                    raise NotPossible("the launcher is somebody else's")
+                    raise NotPossible("the launcher was not started by this command")
                 self._kill_launcher()
                 return Injected(frozenset({"controller"}))
 
     def _process(self, name: str, seen: Observation) -> psutil.Process:
-        """A process of the run, by its launcher's own words.
+        """Return a process of the run, as its launcher has recorded it.
 
         Raises:
-            NotPossible: it has ended, or its id is now another process's.
+            NotPossible: it has ended, or its pid is now another process's.
         """
         started = seen.processes.get(name)
         if started is None or started.exit_code is not None:
@@ -175,7 +177,7 @@ class Injector:
         return Injected(frozenset({name}))
 
     def _stop(self, name: str, seen: Observation) -> Callable[[], None]:
-        """Stops a process and its children; returns what lets them go on."""
+        """Stop a process and its children; return a function that continues them."""
         process = self._process(name, seen)
         return _stopped([process, *process.children(recursive=True)])
 
@@ -204,12 +206,14 @@ class Injector:
         return Injected(frozenset(), LINK_S, undo, f"for {LINK_S:.0f} s")
 
     def _folder(self, name: str, seen: Observation) -> Path:
-        """Of the site that a process belongs to."""
+        """Return the folder of a process's site."""
         return site_folders(self.run_dir)[seen.processes[name].site]
 
     def _damage_weights(self, instance: str, seen: Observation) -> Injected:
-        """Kills an instance, and damages every version of its site once it is some seconds old until another process
-        is there in its place, which has to load one of them."""
+        """Kill an instance, and damage its site's stored versions until another process takes its place.
+
+        A version is damaged once it is some seconds old. The new process has to load one of them.
+        """
         process = self._process(instance, seen)
         store = layout.weights_folder(self._folder(instance, seen))
         done = Injected(frozenset({instance}))
@@ -217,7 +221,7 @@ class Injector:
         def damage() -> None:
             for path in store.glob("version_*.bin"):
                 number = int(path.stem.split("_")[1])
-                with contextlib.suppress(OSError):  # a newer one has taken its place
+                with contextlib.suppress(OSError):  # a newer version has replaced it
                     if number not in done.damaged and time.time() - path.stat().st_mtime > LOADED_S:
                         _damage(path, self._draw)
                         done.damaged[number] = time.time()
@@ -229,7 +233,7 @@ class Injector:
         return done
 
     def _damage_journal(self, service: str, seen: Observation) -> Injected:
-        """Kills a service and damages its journal before the next one reads it."""
+        """Kill a service, and damage its journal before its successor reads it."""
         process, folder = self._process(service, seen), self._folder(service, seen)
         _kill([process])
         files = [path for path in sorted(folder.glob(f"{layout.TOKEN_JOURNAL}*")) if not path.name.endswith("-shm")]
@@ -239,8 +243,10 @@ class Injector:
         return Injected(frozenset({service}), note=", ".join(damaged) or "an empty journal")
 
     def _fill(self, name: str, seen: Observation) -> Injected:
-        """Lets no file of a process grow beyond what its log may need. Writing fails with EFBIG, where a full disk has
-        ENOSPC; both are an OSError to whoever writes."""
+        """Let no file of a process grow beyond what its log may need.
+
+        Writing then fails with EFBIG, on a full disk with ENOSPC; both raise OSError.
+        """
         process = self._process(name, seen)
         log = self.run_dir / layout.LOGS / f"{name}.log"
         before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -269,11 +275,11 @@ def _command(process: psutil.Process) -> str:
 
 
 def _stopped(processes: Sequence[psutil.Process]) -> Callable[[], None]:
-    """Stops processes; returns what lets them go on."""
+    """Stop processes; return a function that continues them."""
 
     def go_on() -> None:
         for one in processes:
-            with contextlib.suppress(psutil.Error):  # psutil knows whether the id is still the same process's
+            with contextlib.suppress(psutil.Error):  # psutil checks that the pid is still the same process's
                 one.send_signal(signal.SIGCONT)
 
     for one in processes:
@@ -283,7 +289,7 @@ def _stopped(processes: Sequence[psutil.Process]) -> Callable[[], None]:
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL, and waits until they are gone or only their launcher has to notice."""
+    """Kill processes, and wait until they are gone or zombies that their parent has to reap."""
     killed = list(processes)
     for one in killed:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -300,7 +306,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _damage(path: Path, draw: random.Random) -> None:
-    """Overwrites some places of a file.
+    """Overwrite some places of a file with random bytes.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Reads a run's folder: how the run is, what its logs say, and what an audit needs."""
+"""Read a run's folder: the state of the run, its logs, and what an audit needs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from streamrl.run_dir.status import read_status
 TELLING = re.compile(
     rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$", re.IGNORECASE
 )
-"""Lines of logs that tell of a fault."""
+"""Log lines that report a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
 COLUMNS = ["sample_id", "group_id", "step", "reward", "t_trained", "output_length"]
 ARRAYS = ["completion_tokens", "logprobs", "weight_versions"]
 ACCOUNT_TRIES = 5
-"""A checkpoint may be pruned while it is read."""
+"""Attempts to read the newest checkpoint, which may be pruned during one."""
 
 
 def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
-    """All that launchers have started, by name."""
+    """Return all processes that launchers have started, by name."""
     found = {}
     for site, folder in site_folders(run_dir).items():
         with contextlib.suppress(ValueError, TypeError):
@@ -43,12 +43,12 @@ def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
 
 
 def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Observation:
-    """How a run is now.
+    """Return the current state of a run.
 
     Args:
-        run_dir: its folder.
-        said: lines of its logs (`Logs`).
-        launched: whether there is a launcher.
+        run_dir: the run's folder.
+        said: lines of its logs, from `Logs`.
+        launched: whether the launcher is running.
     """
     processes, now = processes_of(run_dir), time.time()
     try:
@@ -86,19 +86,19 @@ def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Obse
 
 
 class Logs:
-    """Follows a run's logs from now on."""
+    """Lines that a run logs from now on."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / layout.LOGS
         self._read = {path: path.stat().st_size for path in self._paths()}
         self.lines: list[str] = []
-        """That tell of a fault, oldest first."""
+        """Lines that report a fault, oldest first."""
 
     def _paths(self) -> list[Path]:
         return sorted(self._folder.glob("*.log"))
 
     def read(self) -> list[str]:
-        """Takes what is new; all lines so far."""
+        """Read what is new; return all lines so far."""
         for path in self._paths():
             begin = self._read.get(path, 0)
             with contextlib.suppress(OSError), path.open("rb") as log:
@@ -111,23 +111,26 @@ class Logs:
 
 
 def interrupted(lines: Sequence[str], names: frozenset[str]) -> tuple[int, int, int] | None:
-    """Of the instances named: (requests, their tokens, those that are in the journal), as their service has logged;
-    None: it has logged nothing."""
+    """Return the interrupted work of the named instances, as their service has logged it.
+
+    Returns:
+        (requests, their tokens, tokens of these in the journal); None: the service has logged nothing.
+    """
     found = [match.groups() for line in lines if (match := LOST.search(line)) is not None]
-    counts = [(int(n), int(told), int(kept)) for name, n, told, kept in found if name in names]
+    counts = [(int(n), int(tokens), int(kept)) for name, n, tokens, kept in found if name in names]
     if not counts:
         return None
     return sum(one[0] for one in counts), sum(one[1] for one in counts), sum(one[2] for one in counts)
 
 
 def read_account(run_dir: Path) -> Account:
-    """What an audit looks at; of a run that goes on, up to the newest step that is everywhere.
+    """Read what an audit compares; of a live run, up to the newest step that all files have.
 
     Raises:
         OSError: a file cannot be read.
         sqlite3.Error: the ledger cannot be read.
     """
-    position = _position(run_dir)  # first: what is issued meanwhile is no fault then
+    position = _position(run_dir)  # first, so that prompts issued during the reading do not count as lost
     ledger, sizes = _ledger(run_dir / layout.LEDGER)
     metrics = read_metrics(run_dir / layout.METRICS)
     newest = max((row.step for row in metrics), default=0)
@@ -156,7 +159,7 @@ def _position(run_dir: Path) -> Position:
 
 
 def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
-    """All rows, and the samples of each step, as of one moment."""
+    """Return all rows, and the number of samples of each step, from one snapshot."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
         db.execute("BEGIN")
         rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, step, state FROM samples")]

@@ -1,4 +1,4 @@
-"""A run that is a child of this process: started, ended, and started again from its newest checkpoint."""
+"""A run whose launcher is a child of this process: started, ended, and resumed from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from streamrl.run_dir import layout
 from streamrl.runtime.processes import end_with_parent
 
 OUTPUT = layout.LAUNCHER_LOG
-"""In the run's logs."""
+"""File of the launcher's output, in the run's logs."""
 STOP_S = 30.0
-"""From SIGINT to SIGKILL; a launcher takes less than 10 s, on a machine under load more."""
+"""Seconds from SIGINT to SIGKILL; a launcher takes less than 10 s, under load more."""
 ENDS_S = 60.0
-"""For all processes of a killed launcher to end; they are told to at once."""
+"""Seconds for all processes of a killed launcher to end; their wardens stop them at once."""
 FOLDER_S = 60.0
-"""For a launcher to make the run's folder: it checks the files and the model before."""
+"""Seconds for a launcher to make the run's folder; it first checks the files and the model."""
 POLL_S = 0.1
 LAST_LINES = 6
+"""Lines of output quoted when there is no error line."""
 
 
 class Launcher:
-    """`streamrl launch`, its output in the run's logs."""
+    """A `streamrl launch` process, with its output in the run's logs."""
 
     def __init__(self, run_dir: Path, arguments: Sequence[str], emulate: bool) -> None:
-        """
+        """Prepare the command; `start` runs it.
+
         Args:
             run_dir: the folder that the launcher will make.
-            arguments: of `streamrl launch`, without --emulate.
-            emulate: all sites of the cluster run here.
+            arguments: arguments of `streamrl launch`, without --emulate.
+            emulate: run all sites of the cluster on this machine.
         """
         self.run_dir, self._arguments = run_dir, list(arguments)
         self._emulate = ["--emulate"] if emulate else []
@@ -45,7 +47,7 @@ class Launcher:
         self.starts = 0
 
     def start(self) -> None:
-        """Starts the run, or goes on with it.
+        """Start the run, or resume it if it was started before.
 
         Raises:
             RunFailed: the launcher ended at once, or made no folder.
@@ -62,7 +64,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for who injects faults
+                start_new_session=True,  # Ctrl-C should reach only the process that injects faults
                 preexec_fn=end_with_parent,
             )
         self.starts += 1
@@ -79,26 +81,26 @@ class Launcher:
 
     @property
     def runs(self) -> bool:
-        """Whether the launcher lives."""
+        """Whether the launcher is running."""
         return self._process is not None and self._process.poll() is None
 
     def last_words(self) -> str:
-        """The end of its output."""
+        """Return the last error in the launcher's output, else its last lines."""
         lines = self._output.read_text(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         return "\n".join(errors[-1:] or lines[-LAST_LINES:]).removeprefix("error: ")
 
     def kill(self) -> None:
-        """SIGKILL of the launcher alone, whose processes must end by themselves."""
+        """Kill the launcher alone; its processes must end by themselves."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(STOP_S)
 
     def wait_for_end(self) -> list[str]:
-        """Waits until no process of the run is left.
+        """Wait until no process of the run is left, and kill those that take too long.
 
         Returns:
-            Names of those that are left when that has taken too long; they are killed.
+            Names of the processes that were killed.
         """
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,7 +114,7 @@ class Launcher:
         return sorted(left)
 
     def end(self) -> bool:
-        """SIGINT, and SIGKILL if that does not help; whether it did."""
+        """Send SIGINT, and SIGKILL if it does not help in time; return whether SIGINT sufficed."""
         process = self._process
         if process is None or process.poll() is not None:
             return True
@@ -127,7 +129,7 @@ class Launcher:
 
 
 def _living(run_dir: Path) -> dict[str, psutil.Process]:
-    """Processes of a run that have not ended, by name."""
+    """Return the processes of a run that have not ended, by name."""
     found = {}
     for name, one in processes_of(run_dir).items():
         with contextlib.suppress(psutil.Error):

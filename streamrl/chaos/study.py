@@ -1,10 +1,10 @@
-"""One fault after the other in a run that goes on, until the time is over.
+"""Inject one fault after another into a live run, until the time is over.
 
     wait for a first step -> pause -> inject -> follow until the run has recovered and done a step -> audit -> pause ...
 
-A fault that the run does not recover from within a limit is a hang: what `streamrl why-stuck` would say is kept, and
-what was done is undone. If the run then goes on, so does the study. A run that has ended is resumed, if this process
-has started it; only a full disk and a killed launcher may end one.
+If the run does not recover from a fault within a limit, that is a hang: the study records the sentence of
+`streamrl why-stuck` and undoes the fault. If the run then continues, so does the study. A run that has ended is
+resumed, if this process has started it; only a full disk and a killed launcher may end one.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 BUSY_S = 15.0
-"""For an instance that is to be lost to have requests: losing an idle one shows little."""
+"""Seconds to wait until an instance to be lost has requests: losing an idle one shows little."""
 RATES = 10
-"""Newest looks of which an instance's rate is the highest: one heartbeat's is an average over a second, in which
-requests may have begun."""
+"""Newest observations whose highest rate counts as an instance's rate.
+
+A single heartbeat's rate averages a second in which requests may have begun.
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one fault. Times are seconds since its injection; None: not seen."""
+    """The outcome of one fault; times are seconds since its injection, None: not seen."""
 
     number: int
     kind: FaultKind
     target: str
     at: float
-    """Unix seconds."""
+    """Time of injection, in unix seconds."""
     step: int
     """Steps done when it was injected."""
     noticed_s: float | None = None
@@ -56,52 +58,52 @@ class Result:
     recovered_s: float | None = None
     stepped_s: float | None = None
     requests: int | None = None
-    """At the instance that was lost; None: none was, or its service has not told."""
+    """Requests at the lost instance; None: none was lost, or its service has not reported them."""
     tokens: int | None = None
-    """Of these requests, as last told."""
+    """Tokens of these requests, as last reported."""
     kept: int | None = None
-    """Of these tokens, in the journal."""
+    """How many of these tokens are in the journal."""
     unseen: int | None = None
-    """Tokens that the instance has produced, on average, since it last told: its rate times half the interval."""
+    """Estimated tokens since the instance's last report: its rate times half the interval between reports."""
     lost: int = 0
-    """Samples, by the audit after it less the one before."""
+    """Samples lost, by the audit after the fault less the audit before."""
     twice: int = 0
     hang: str = ""
-    """Who waited for whom when the limit was over."""
+    """The sentence of `why-stuck` when the limit was over."""
     ended: str = ""
-    """Why the run has ended over it, if it has."""
+    """Why the run has ended because of the fault, if it has."""
     unnoticed: bool = False
-    """Damaged weights were loaded, and nobody noticed."""
+    """Whether damaged weights were loaded without being noticed."""
     note: str = ""
 
     @property
     def regenerated(self) -> int | None:
-        """Tokens that had to be made again, with those that nobody was told of."""
+        """Tokens that had to be generated again, including those not yet reported."""
         if self.tokens is None or self.kept is None:
             return None
         return self.tokens - self.kept + (self.unseen or 0)
 
     @property
     def harmless(self) -> bool:
-        """The run went on with every sample."""
+        """Whether the run continued and kept every sample."""
         unexpected = bool(self.ended) and self.kind not in ENDS_RUN
         return not (self.lost or self.twice or self.hang or unexpected or self.unnoticed)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a study; seconds."""
+    """Limits of a study; times in seconds unless named otherwise."""
 
     minutes: float
     faults: int | None
     """Most faults; None: as many as the time allows."""
     recovery_s: float
-    """For a run to recover and to do one more step."""
+    """Time for a run to recover and do one more step."""
     first_step_s: float
 
 
 class Study:
-    """See the module's text."""
+    """A series of faults in a live run, each followed until the run has recovered."""
 
     def __init__(
         self,
@@ -112,14 +114,15 @@ class Study:
         limits: Limits,
         say: Callable[[str], None],
     ) -> None:
-        """
+        """Prepare a study; `run` carries it out.
+
         Args:
             run_dir: the run's folder.
-            injector: of the run.
-            faults: to be injected, in this order.
-            launcher: None: the run is somebody else's, and is only watched.
-            limits: when it ends.
-            say: is told a line about each fault.
+            injector: the run's injector.
+            faults: the faults to inject, in this order.
+            launcher: the run's launcher; None: it was started elsewhere, and the run is only observed.
+            limits: limits of the study.
+            say: gets one line about each fault.
         """
         self.run_dir, self.injector, self.faults = run_dir, injector, faults
         self.launcher, self.limits, self.say = launcher, limits, say
@@ -128,11 +131,11 @@ class Study:
         """Why the study ended before its time."""
         self._logs = Logs(run_dir)
         self._rates: dict[str, deque[float]] = {}
-        """Tokens per second of each process, of the newest looks."""
+        """Tokens per second of each process, in the newest observations."""
         self._audit: Audit | None = None
 
     def run(self) -> None:
-        """Injects faults until the time is over, or the run cannot go on."""
+        """Inject faults until the time is over, or the run cannot continue."""
         began = time.monotonic()
         self._audit = self._audited()
         while time.monotonic() - began < 60 * self.limits.minutes and not self.ended:
@@ -164,7 +167,7 @@ class Study:
             time.sleep(POLL_S)
 
     def _is_over(self, seen: Observation) -> bool:
-        """Whether the run has ended although nothing was done to it."""
+        """Return whether the run has ended although no fault was injected."""
         if seen.state == "done":
             self.ended = "the run has done all its steps"
         elif not seen.launched or seen.state in ENDED:
@@ -173,10 +176,10 @@ class Study:
 
     def _cause(self, seen: Observation) -> str:
         words = seen.error or (self.launcher.last_words() if self.launcher is not None else "") or seen.state
-        return (words.splitlines() or ["nobody says why"])[0].partition("; the end of ")[0]
+        return (words.splitlines() or ["no cause was reported"])[0].partition("; the end of ")[0]
 
     def _may_begin(self, fault: Fault) -> bool:
-        """Waits until the run is healthy and, for the loss of an instance, until that has something to lose."""
+        """Wait until the run is healthy and, before the loss of an instance, until that has requests."""
         end, busy = time.monotonic() + self.limits.recovery_s, time.monotonic() + BUSY_S
         while time.monotonic() < end:
             seen = self._look()
@@ -191,10 +194,10 @@ class Study:
         return False
 
     def _one(self, fault: Fault) -> Result:
-        """One fault.
+        """Inject one fault and follow it.
 
         Raises:
-            NotPossible: it cannot be injected just now.
+            NotPossible: the fault cannot be injected at present.
         """
         before = self._look()
         self._logs.lines.clear()
@@ -217,12 +220,12 @@ class Study:
         return self._result(following, injected, rate, hang, ended)
 
     def _follow(self, following: Following, injected: Injected, since: float) -> str:
-        """Watches until the run has recovered and done a step, or the limit is over; resumes it if it ends.
+        """Observe until the run has recovered and done a step, or the limit is over; resume it if it ends.
 
         Args:
             following: the fault.
-            injected: what was done.
-            since: from when on the limit counts, unix seconds.
+            injected: how it was injected.
+            since: start of the limit, unix seconds.
 
         Returns:
             Why the run has ended meanwhile; '': it has not.
@@ -248,10 +251,10 @@ class Study:
         return ended
 
     def _resume(self, following: Following) -> None:
-        """Starts the run again, once all that was left of it has ended."""
+        """Resume the run, once all its remaining processes have ended."""
         assert self.launcher is not None
         if left := self.launcher.wait_for_end():
-            log.warning("killed what had not ended by itself: %s", ", ".join(left))
+            log.warning("killed processes that had not ended by themselves: %s", ", ".join(left))
         if following.fault.kind is FaultKind.LAUNCHER_KILL and following.noticed is None:
             following.noticed = time.time() - following.at
         self.launcher.start()
@@ -263,18 +266,18 @@ class Study:
             return f"the run's folder cannot be read: {error}"
 
     def _audited(self) -> Audit | None:
-        """None: what the run leaves is just being changed, or cannot be read; the audit at the end says more."""
+        """Audit the run; None: its files are being changed or cannot be read, which the final audit will show."""
         with contextlib.suppress(OSError, sqlite3.Error, ValueError):
             return audit(read_account(self.run_dir))
         return None
 
     def _result(self, following: Following, injected: Injected, rate: float, hang: str, ended: str) -> Result:
-        """`rate`: tokens per second of the instances that were lost."""
+        """Return the outcome of a fault; `rate` is in tokens per second, of the lost instances."""
         fault, before, after = following.fault, self._audit, self._audited()
         lost = max(0, after.lost - before.lost) if after is not None and before is not None else 0
         twice = max(0, after.twice - before.twice) if after is not None and before is not None else 0
         self._audit = after or before
-        told = interrupted(self._logs.read(), injected.replaced)
+        work = interrupted(self._logs.read(), injected.replaced)
         return Result(
             number=fault.number,
             kind=fault.kind,
@@ -285,10 +288,10 @@ class Study:
             serving_s=following.serving,
             recovered_s=following.recovered,
             stepped_s=following.stepped,
-            requests=told[0] if told is not None else None,
-            tokens=told[1] if told is not None else None,
-            kept=told[2] if told is not None else None,
-            unseen=round(rate * JOURNAL_EVERY_S / 2) if told is not None and told[0] else None,
+            requests=work[0] if work is not None else None,
+            tokens=work[1] if work is not None else None,
+            kept=work[2] if work is not None else None,
+            unseen=round(rate * JOURNAL_EVERY_S / 2) if work is not None and work[0] else None,
             lost=lost,
             twice=twice,
             hang=hang,
@@ -303,11 +306,11 @@ def _versions(injected: Injected) -> str:
 
 
 def line(result: Result, since_s: float) -> str:
-    """What is told of a fault while the study goes on.
+    """Describe the outcome of a fault in one line, for the study's output.
 
     Args:
-        result: of the fault.
-        since_s: since the study's beginning.
+        result: the outcome.
+        since_s: seconds since the study's beginning.
     """
     note = f" ({result.note})" if result.note else ""
     words = [
@@ -329,10 +332,10 @@ def line(result: Result, since_s: float) -> str:
 
 
 def wait_for_first_step(run_dir: Path, launcher: Launcher | None, limit_s: float) -> None:
-    """Waits until a run is healthy and has done a step.
+    """Wait until a run is healthy and has done a step.
 
     Raises:
-        RunFailed: it has ended, or that took longer than `limit_s`.
+        RunFailed: the run has ended, or took longer than `limit_s`.
     """
     end = time.monotonic() + limit_s
     while not ((seen := look(run_dir, (), launcher is None or launcher.runs)).healthy() and seen.step_at):

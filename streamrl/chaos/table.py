@@ -1,4 +1,4 @@
-"""A study's results by kind of fault. Pure."""
+"""Tables of a study's results by kind of fault. Pure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ AFTER = {
     "an instance fell silent (recovery.suspect_s)": frozenset({FaultKind.INSTANCE_HANG}),
     "an engine hung (deadlines.heartbeat_s)": frozenset({FaultKind.ENGINE_HANG}),
 }
-"""Kinds of faults after which others take over."""
+"""Kinds of faults after which other instances take over, by description."""
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row for each kind, in the order of `FaultKind`; times are the median and, of several, the longest."""
+    """Return a row for each kind, in the order of `FaultKind`; times are the median and, of several, the longest."""
     found: list[tuple[str, ...]] = []
     for kind in FaultKind:
         of_kind = [one for one in results if one.kind is kind]
@@ -79,14 +79,14 @@ def _tokens(results: Sequence[Result]) -> tuple[str, str]:
 
 
 def kept_share(results: Sequence[Result]) -> float | None:
-    """Tokens kept of those of all instances that were lost; None: none was lost with requests."""
+    """Return the share of tokens kept, of all lost instances; None: none was lost with requests."""
     told = [one for one in results if one.tokens is not None and one.kept is not None]
     kept, again = sum(one.kept or 0 for one in told), sum(one.regenerated or 0 for one in told)
     return kept / (kept + again) if kept + again else None
 
 
 def rich_table(results: Sequence[Result]) -> Table:
-    """For a terminal."""
+    """Return the results as a table for a terminal."""
     table = plain_table(*COLUMNS)
     for row in rows(results):
         table.add_row(*row)
@@ -94,11 +94,11 @@ def rich_table(results: Sequence[Result]) -> Table:
 
 
 def problems(results: Sequence[Result], found: Audit | None, ended: str) -> list[str]:
-    """Why a run has not passed; empty: it has.
+    """Return the reasons why a run has not passed; empty: it has.
 
     Args:
-        results: of all faults.
-        found: by the last audit; None: it could not be made.
+        results: outcomes of all faults.
+        found: findings of the last audit; None: the audit failed.
         ended: why the study ended before its time.
     """
     told = [] if results else ["no fault was injected"]
@@ -118,7 +118,7 @@ def problems(results: Sequence[Result], found: Audit | None, ended: str) -> list
 
 
 def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None) -> list[str]:
-    """Sentences below the table."""
+    """Return the sentences below the table."""
     told = []
     if found is not None:
         told.append(
@@ -147,7 +147,7 @@ def markdown(
     wrong: Sequence[str],
     about: str,
 ) -> str:
-    """`chaos.md`."""
+    """Return the text of `chaos.md`."""
     table = rows(results)
     lines = ["# Faults in a run", "", about, "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row)} |" for row in table]
@@ -161,5 +161,5 @@ def markdown(
 
 
 def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Every fault, with what follows from its figures."""
+    """Return every outcome as a dictionary, with the figures derived from it."""
     return [asdict(one) | {"regenerated": one.regenerated, "harmless": one.harmless} for one in results]

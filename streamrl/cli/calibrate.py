@@ -1,4 +1,4 @@
-"""`streamrl calibrate`: step times of a real instance on this machine."""
+"""`streamrl calibrate`: measures the step times of a real instance on this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from streamrl.errors import UserError
 
 @click.command(name="calibrate")
 @click.option("--cluster", "cluster_file", required=True, type=click.Path(path_type=Path), help="Cluster file.")
-@click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file: the model and its context.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
-@click.option("--pool", help="Generation pool whose instance is measured (default: the file's first).")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over so many.")
+@click.option(
+    "--run", "run_file", type=click.Path(path_type=Path), help="Run file, which names the model and its context."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file.")
+@click.option("--pool", help="Generation pool whose instance is measured (default: the first in the file).")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Repetitions per median.")
 @click.option("--engine", is_flag=True, help="Compare vLLM's settings on this CPU instead.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 def command(
@@ -32,14 +34,14 @@ def command(
 ) -> None:
     """Measure how long a decode step takes at each batch size, with vLLM, on this machine.
 
-    Starts one instance as the cluster file describes it, on its own; takes a minute or two. With --engine, starts it
-    once with each of vLLM's compile modes, thread bindings and KV-cache types, and prints and keeps a table of their
-    speed. Runs keep vLLM's default settings: docs/machines.md says why.
+    Starts a single instance as the cluster file describes it; takes a minute or two. With --engine, starts it once with
+    each of vLLM's compile modes, thread bindings and KV-cache types, then prints and stores a table of their speeds.
+    Runs keep vLLM's default settings; docs/how-to/machines.md says why.
 
     \b
     Example:
-      streamrl calibrate --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --out local.json
-      streamrl calibrate --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --engine
+      streamrl calibrate --cluster cluster_configs/local.yaml --run examples/demo.yaml --out local.json
+      streamrl calibrate --cluster cluster_configs/local.yaml --run examples/demo.yaml --engine
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
     from streamrl.config.load import load_cluster, load_run
@@ -54,7 +56,7 @@ def command(
     site, chosen = pools[pool] if pool else next(iter(pools.values()))
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
-    # before torch is loaded: threads as an instance of a run has them
+    # before torch is imported: use the same threads as an instance of a run
     os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": str(chosen.threads)})
     from streamrl.machine.compute_type import choose, with_type
 

@@ -1,4 +1,4 @@
-"""`streamrl chaos`: faults on purpose in a run that goes on, and an account of what became of its samples."""
+"""`streamrl chaos`: injects faults into a live run and audits its samples."""
 
 from __future__ import annotations
 
@@ -21,23 +21,31 @@ if TYPE_CHECKING:
     from streamrl.chaos.study import Study
 
 MANY_STEPS = 100_000
-"""The time ends the run, not its steps."""
+"""Enough steps that the time limit ends the run."""
 OFTEN = ("recovery.restarts=1000", "recovery.longest_pause_s=2")
-"""A process that is killed once a minute is not one that cannot live."""
+"""Overrides that lift the restart limit: being killed once a minute does not mean that a process cannot run."""
 PIPED_WIDTH = 180
 JSON_FILE, MARKDOWN_FILE = "chaos.json", "chaos.md"
 
 
 @click.command(name="chaos")
-@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="Cluster file of a run to start.")
+@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="Cluster file of the run to start.")
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
-@click.option("--attach", type=click.Path(path_type=Path), metavar="DIR", help="Take a run that goes on already.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), required=True, help="From the first step on.")
-@click.option("--faults", type=click.IntRange(1), metavar="N", help="End after so many, if that is earlier.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file.")
+@click.option("--attach", type=click.Path(path_type=Path), metavar="DIR", help="Use a run that is already running.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), required=True, help="Duration, from the first step on."
+)
+@click.option("--faults", type=click.IntRange(1), metavar="N", help="Stop after N faults, if that is earlier.")
 @click.option("--kinds", metavar="A,B,...", help="Only these kinds of faults.  [default: all that are possible]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the faults' order, targets and pauses.")
-@click.option("--limit-s", type=click.FloatRange(1), default=300, show_default=True, help="Longer: it is a hang.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the faults' order, targets and pauses.")
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(1),
+    default=300,
+    show_default=True,
+    help="A recovery longer than this counts as a hang.",
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(
     cluster_file: Path | None,
@@ -51,18 +59,18 @@ def command(
     limit_s: float,
     runs_dir: Path,
 ) -> None:
-    """Kill, stop, cut, damage and fill parts of a live run, one after the other, and see whether a sample is lost.
+    """Inject faults into a live run, one after the other, and check that no sample is lost.
 
-    Each fault is followed until all parts work again and one more optimizer step is done; the next one comes some
-    seconds later. The table is printed at the end, and written to chaos.md and chaos.json in the run's folder. A run
-    that was started here is ended at the end (its processes may be started again without limit, unless
-    --set recovery.restarts=N says otherwise), one that was attached goes on.
+    Faults kill, stop, cut off, damage or fill up parts of the run. Each is followed until all parts work again and one
+    more optimizer step is done; the next one comes some seconds later. A table is printed at the end, and written to
+    chaos.md and chaos.json in the run's folder. A run started here is ended at the end (with unlimited restarts, unless
+    --set recovery.restarts=N says otherwise); an attached run continues.
 
-    Exit code: 0 no sample was lost, none trained twice, and nothing hung; 1 otherwise; 2 bad input.
+    Exit code: 0 no sample was lost or trained twice, and nothing hung; 1 otherwise; 2 bad input.
 
     \b
     Examples:
-      streamrl chaos --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml --minutes 15
+      streamrl chaos --cluster cluster_configs/local.yaml --run examples/demo.yaml --minutes 15
       streamrl chaos --cluster cluster_configs/local.yaml --minutes 5 --kinds instance-kill,service-kill --seed 3
       streamrl chaos --attach runs/demo --minutes 5
     """
@@ -87,15 +95,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _hold() -> None:
-    """From now on the run is being ended and its results written, which a second signal is not to cut short."""
+    """Ignore further signals while the run is ended and its results are written."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
 
 
 def _kinds(names: str | None) -> list[FaultKind]:
-    """
+    """Parse --kinds.
+
     Raises:
-        UserError: there is no such kind.
+        UserError: there is no such kind of fault.
     """
     import difflib
 
@@ -112,7 +121,7 @@ def _kinds(names: str | None) -> list[FaultKind]:
 
 
 def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, ...], runs_dir: Path) -> Launcher:
-    """A launcher of a new run, not yet started.
+    """Create the launcher of a new run; not yet started.
 
     Raises:
         UserError: a file or a --set is wrong.
@@ -138,11 +147,12 @@ def _study(
     faults: int | None,
     limit_s: float,
 ) -> int:
-    """Starts the run if it is not there, injects, ends it, and tells the results; the exit code.
+    """Start the run if needed, inject faults, end it, and report the results; return the exit code.
 
     Raises:
         UserError: there is no run, or none of the kinds is possible.
-        RunFailed: it has ended before its first step.
+        RunFailed: the run ended before its first
+        step.
     """
     from streamrl.chaos.faults import schedule, targets
     from streamrl.chaos.inject import Injector
@@ -179,11 +189,11 @@ def _study(
             ended_well = launcher.end()
     if not ended_well:
         study.ended = study.ended or "the launcher did not end after SIGINT"
-    return _tell(run_dir, study, left_out, seed, minutes)
+    return _write_results(run_dir, study, left_out, seed, minutes)
 
 
-def _tell(run_dir: Path, study: Study, left_out: dict[FaultKind, str], seed: int, minutes: float) -> int:
-    """Audits what the run has left, prints and writes the results; the exit code."""
+def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], seed: int, minutes: float) -> int:
+    """Audit the run's samples, print and write the results; return the exit code."""
     import sqlite3
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""`streamrl demo`: the main job on a real model, as large as this machine does in a few minutes."""
+"""`streamrl demo`: trains a real model, with a job as large as this machine manages in a few minutes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ GB = 1e9
 
 @click.command()
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), default="cluster_configs/local.yaml")
-@click.option("--run", "run_file", type=click.Path(path_type=Path), default="experiments/runs/demo.yaml")
-@click.option("--minutes", default=6.0, show_default=True, type=click.FloatRange(min=1), help="for all of it")
-@click.option("--memory", default=12.0, show_default=True, type=click.FloatRange(min=1), help="GB, of all processes")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="change a key of the run file")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), default="examples/demo.yaml")
+@click.option(
+    "--minutes", default=6.0, show_default=True, type=click.FloatRange(min=1), help="time limit for everything"
+)
+@click.option(
+    "--memory", default=12.0, show_default=True, type=click.FloatRange(min=1), help="memory limit of all processes, GB"
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a key of the run file")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--plain", is_flag=True, help="plain lines instead of the live view")
-@click.option("--dry-run", is_flag=True, help="say what is chosen and why, start nothing")
+@click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
+@click.option("--dry-run", is_flag=True, help="print the chosen size and why, and start nothing")
 def command(
     cluster_file: Path,
     run_file: Path,
@@ -67,7 +71,7 @@ def command(
         raise UserError("torch is not installed; install with: pip install 'streamrl[cpu,tasks]'")
     model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
     rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
-    gflops = rate * min(2, cores())  # so many threads have trainer and instances in the cluster file
+    gflops = rate * min(2, cores())  # the cluster file gives trainer and instances this many threads
     left = 60.0 * minutes - (time.monotonic() - began)
     size = choose_size(model, gflops, left)
     limit = min(memory * GB, free_memory())

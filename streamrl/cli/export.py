@@ -1,4 +1,4 @@
-"""`streamrl export`: a job file for Slurm or Kubernetes."""
+"""`streamrl export`: writes a job file for Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -19,33 +19,54 @@ OF_KUBERAY = ("image", "volume_claim", "node_selector", "keys", "resume")
 SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+@:-]+")
 SLURM_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 KUBE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""KubeRay adds suffixes of its own and takes at most 47 letters for a RayJob."""
+"""Names allowed for a RayJob; KubeRay adds suffixes and accepts at most 47 characters."""
 KUBE_NODES = "--node-selector TYPE=LABEL=VALUE"
 
 
 @click.command(name="export")
-@click.option("--format", "kind", type=click.Choice(["slurm", "kuberay"]), required=True, help="what is written")
+@click.option("--format", "kind", type=click.Choice(["slurm", "kuberay"]), required=True, help="format of the job file")
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), required=True, help="cluster file (YAML)")
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="run file (YAML; default: all defaults)")
-@click.option("--site", metavar="NAME", help="whose job, in a cluster of several sites")
-@click.option("--name", help="of the job  [default: the run's name and the site's]")
+@click.option("--site", metavar="NAME", help="site of the job, in a cluster of several sites")
+@click.option("--name", help="name of the job  [default: the names of the run and the site]")
 @click.option("--out", type=click.Path(path_type=Path), help="file to write  [default: standard output]")
-@click.option("--runs-dir", help="on the file system that all nodes share  [default: runs; kuberay: /runs]")
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--cpus-per-node", type=click.IntRange(1), help="of each node but the head  [default: what is needed]")
-@click.option("--memory", type=click.IntRange(1), metavar="GIB", help="of each node but the head  [default: all]")
-@click.option("--head-memory", type=click.IntRange(1), metavar="GIB", default=32, show_default=True)
-@click.option("--partition", multiple=True, metavar="[TYPE=]NAME", help="slurm: for all, a GPU type, or head")
-@click.option("--gres", multiple=True, metavar="TYPE=NAME", help="slurm: its name for a GPU type")
-@click.option("--account", help="slurm: who pays")
-@click.option("--time", help="slurm: time limit  [default: 24:00:00]")
-@click.option("--setup", multiple=True, metavar="LINE", help="slurm: shell line before all, e.g. to enter a venv")
-@click.option("--shared-head", is_flag=True, help="slurm: no node of its own for Ray's head")
+@click.option("--runs-dir", help="folder of the runs, on a shared file system  [default: runs; kuberay: /runs]")
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs per node")
+@click.option(
+    "--cpus-per-node", type=click.IntRange(1), help="CPU cores per node except the head  [default: as needed]"
+)
+@click.option("--memory", type=click.IntRange(1), metavar="GIB", help="memory per node except the head  [default: all]")
+@click.option(
+    "--head-memory",
+    type=click.IntRange(1),
+    metavar="GIB",
+    default=32,
+    show_default=True,
+    help="memory of the head node",
+)
+@click.option(
+    "--partition",
+    multiple=True,
+    metavar="[TYPE=]NAME",
+    help="slurm: partition of all nodes, of a GPU type, or of the head",
+)
+@click.option("--gres", multiple=True, metavar="TYPE=NAME", help="slurm: Slurm's name of a GPU type")
+@click.option("--account", help="slurm: account to charge")
+@click.option("--time", help="slurm: time limit of the job  [default: 24:00:00]")
+@click.option(
+    "--setup",
+    multiple=True,
+    metavar="LINE",
+    help="slurm: shell line to run first, e.g. to activate a venv; may be repeated",
+)
+@click.option("--shared-head", is_flag=True, help="slurm: run Ray's head on the first GPU node instead of its own")
 @click.option("--image", help="kuberay: container image with streamrl and Ray (required)")
-@click.option("--volume-claim", metavar="NAME", help="kuberay: what is mounted at --runs-dir (required)")
-@click.option("--node-selector", multiple=True, metavar="TYPE=LABEL=VALUE", help="kuberay: nodes with a GPU type")
-@click.option("--keys", metavar="DIR", help="kuberay: the sites' keys, in the pods  [default: RUNS_DIR/keys]")
-@click.option("--resume", metavar="DIR", help="kuberay: go on with the run in this folder of the pods")
+@click.option("--volume-claim", metavar="NAME", help="kuberay: volume claim mounted at --runs-dir (required)")
+@click.option(
+    "--node-selector", multiple=True, metavar="TYPE=LABEL=VALUE", help="kuberay: label of the nodes with a GPU type"
+)
+@click.option("--keys", metavar="DIR", help="kuberay: folder of the sites' keys in the pods  [default: RUNS_DIR/keys]")
+@click.option("--resume", metavar="DIR", help="kuberay: resume the run in this folder of the pods")
 def command(
     kind: str,
     cluster_file: Path,
@@ -60,10 +81,10 @@ def command(
     head_memory: int,
     **options: Any,
 ) -> None:
-    """Write the job file of one site: an sbatch script, or a RayJob for KubeRay; nothing is started.
+    """Write the job file of one site, an sbatch script or a RayJob for KubeRay; nothing is started.
 
-    The job starts a Ray cluster of the nodes that the site needs and then `streamrl launch`. The site must have
-    launch: {backend: ray, address: auto} in the cluster file. docs/cluster.md says what to check first.
+    The job starts a Ray cluster on the nodes that the site needs, then `streamrl launch`. The site must have
+    launch: {backend: ray, address: auto} in the cluster file. docs/how-to/cluster.md says what to check first.
 
     \b
     Examples:
@@ -107,9 +128,10 @@ def command(
 
 
 def _site(cluster: ClusterConfig, site: str | None) -> str:
-    """
+    """Return the chosen site, or the only one.
+
     Raises:
-        UserError: there is no such site, or several to choose from.
+        UserError: the site does not exist, or there are several to choose from.
     """
     from streamrl.errors import UserError
 
@@ -195,10 +217,10 @@ def _kuberay(
 
 
 def _ports(cluster: ClusterConfig, name: str) -> dict[str, int]:
-    """That other sites connect to.
+    """Return the ports that other sites connect to, by name.
 
     Raises:
-        UserError: there are some, but it does not say which, or listens where a pod cannot.
+        UserError: the site's `port` is missing, or it listens on an address that a pod does not have.
     """
     from streamrl.errors import UserError
 
@@ -215,10 +237,10 @@ def _ports(cluster: ClusterConfig, name: str) -> dict[str, int]:
 
 
 def _by_type(option: str, texts: Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """TYPE=VALUE, as a mapping.
+    """Parse TYPE=VALUE texts into a mapping.
 
     Raises:
-        UserError: there is no '=', no value, or no such type.
+        UserError: '=' or the value is missing, or the type is unknown.
     """
     from streamrl.errors import UserError
 

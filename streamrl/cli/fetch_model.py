@@ -1,4 +1,4 @@
-"""`streamrl fetch-model`: a real model without a hub."""
+"""`streamrl fetch-model`: makes a real model available without a model hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 SILENCE_S = 8.0
-"""Where there is no terminal, a line comes at least this often."""
+"""Longest time without a new line when the output is not a terminal, seconds."""
 
 
 @click.command()
@@ -30,13 +30,13 @@ def command(name: str, out: Path | None) -> None:
 
 
 def fetch_with_progress(name: str, out: Path | None) -> Path:
-    """Make a known model available and say what is being done: in a live line, or in plain ones.
+    """Make a known model available and show the progress in a live line, or in plain ones.
 
     Returns:
-        Its folder.
+        The model's folder.
 
     Raises:
-        UserError: it is not known, or cannot be fetched or written.
+        UserError: the model is unknown, or cannot be fetched or written.
     """
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
     from rich.console import Console
@@ -48,7 +48,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
     over = threading.Event()
 
     def tell(doing: str) -> None:
-        """The live line, or where there is no terminal one line per phase."""
+        """Update the live line or, without a terminal, print one line per phase."""
         status.update(f"{name}: {doing}")
         say(phases.doing(doing, time.monotonic()))
 
@@ -73,7 +73,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
 
 
 class Phases:
-    """Decides which lines a log gets: one per phase, and after some silence how the phase goes on."""
+    """The lines that a log gets: one per phase, and after some silence the progress of the phase."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,7 +81,7 @@ class Phases:
         self._since = self._at = float("inf")
 
     def doing(self, doing: str, now: float) -> str:
-        """The line that is due when this is being done; '': none. `now`: monotonic seconds."""
+        """Return the line due for a new progress message; '': none. `now`: monotonic seconds."""
         self._doing, phase = doing, doing.partition(":")[0]
         if phase == self._phase:
             return ""
@@ -89,7 +89,7 @@ class Phases:
         return f"{self._name}: {phase}"
 
     def still(self, now: float) -> str:
-        """The line that is due when nothing has changed; '': none."""
+        """Return the line due when nothing has changed; '': none."""
         if now - self._at < SILENCE_S:
             return ""
         self._at = now

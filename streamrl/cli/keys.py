@@ -1,4 +1,4 @@
-"""`streamrl keys`: what sites need to trust each other."""
+"""`streamrl keys`: makes the keys with which sites authenticate each other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import click
 
 @click.command()
 @click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster file.")
-@click.option("--site", "sites", multiple=True, metavar="NAME", help="Only this site's; several times for several.")
-@click.option("--replace", is_flag=True, help="Make new keys where there are some; the old ones are no longer let in.")
+@click.option("--site", "sites", multiple=True, metavar="NAME", help="Make only this site's keys; may be repeated.")
+@click.option("--replace", is_flag=True, help="Replace existing keys; sites are no longer admitted with the old ones.")
 def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
-    """Make the key pairs of a cluster's sites, in the folder that its file names (security.keys).
+    """Make the key pairs of a cluster's sites, in the folder that the cluster file names (security.keys).
 
-    Each site needs the public keys of all sites and the secret key of its own, of no other. To never send a
-    secret, make each site's keys there, with --site, and copy only the public ones.
+    Each site needs the public keys of all sites and its own secret key, but no other. To avoid sending secrets, make
+    each site's keys at that site, with --site, and copy only the public ones.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`streamrl launch`: the main command."""
+"""`streamrl launch`: starts, supervises and shows a run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="cluster file (YAML)")
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="run file (YAML; default: all defaults)")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="change a key of the run file")
-@click.option("--steps", type=click.IntRange(1), help="optimizer steps in total (same as --set steps=N)")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a key of the run file")
+@click.option("--steps", type=click.IntRange(1), help="total optimizer steps (same as --set steps=N)")
 @click.option(
-    "--dry-run", is_flag=True, help="print what would run where (without --site: at all sites), start nothing"
+    "--dry-run", is_flag=True, help="print what would run where (without --site: at all sites) and start nothing"
 )
 @click.option("--resume", "resume_dir", type=click.Path(path_type=Path), help="continue the run in this folder")
 @click.option("--site", metavar="NAME", help="start only this site's share of a cluster of several sites")
-@click.option("--emulate", is_flag=True, help="start all sites here, on CPU, with links shaped as declared")
+@click.option(
+    "--emulate", is_flag=True, help="start all sites on this machine, on CPU, with links emulated as declared"
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--plain", is_flag=True, help="plain lines instead of the live view")
+@click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
 def command(
     cluster_file: Path | None,
     run_file: Path | None,
@@ -46,7 +48,7 @@ def command(
 
     \b
     Examples:
-      streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
+      streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml
       streamrl launch --cluster cluster_configs/local.yaml --set optimizer.lr=1e-5 --dry-run
       streamrl launch --resume runs/demo --steps 40
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --dry-run
@@ -93,7 +95,7 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
     """Check and run a cluster of one site in a new folder.
 
     Raises:
-        UserError: something is wrong; nothing was started.
+        UserError: a check failed; nothing was started.
         RunFailed: the run failed; the message ends with the cause.
     """
     from streamrl.launcher import supervisor
@@ -115,13 +117,13 @@ def _check(
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
-        runs_dir: where the run's folder will be.
-        site: the only one that is started here; None: all.
-        emulate: whether all sites are on this machine.
-        elsewhere: whether nothing is started here; only files are checked, and None is returned.
+        runs_dir: parent of the run's folder.
+        site: the only site started here; None: all.
+        emulate: whether all sites are emulated on this machine.
+        elsewhere: whether nothing is started here; then only files are checked, and None is returned.
 
     Raises:
-        UserError: something is wrong.
+        UserError: a check failed.
     """
     from streamrl.launcher.preflight import check, check_files
     from streamrl.machine.compute_type import choose
@@ -136,7 +138,7 @@ def _check(
 
 
 def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_run: bool) -> None:
-    """One site of several, or all of them emulated; any of them where nothing is started.
+    """Check that --site and --emulate fit the cluster: several sites need one of them, unless nothing is started.
 
     Raises:
         UserError: neither, both, or no such site.
@@ -164,13 +166,13 @@ def _refuse_finished(run_dir: Path, steps: int) -> None:
 
 
 def _new_folder(runs_dir: Path, name: str) -> Path:
-    """`<runs>/<name>`, or `<name>-2`, `-3` ... if that was used before: no run is overwritten."""
+    """Return `<runs>/<name>`, or `<name>-2`, `-3` ... if that exists: no run is overwritten."""
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
     return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
 
 
 def _model_folder(run: RunConfig) -> str:
-    """Where the model is here; it may be at the sites alone."""
+    """Return the model's folder on this machine; it may exist at the sites only."""
     from streamrl.machine.model_files import resolve_model
 
     try:
@@ -180,14 +182,14 @@ def _model_folder(run: RunConfig) -> str:
 
 
 def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bool, here: TypeChoice | None) -> str:
-    """What trainer and instances will compute in, and what weights are sent in.
+    """Describe the compute types of trainer and instances, and the type in which weights are sent.
 
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
-        site: the only one that is started here; None: all.
-        emulate: whether all sites are on this machine.
-        here: what is chosen on this machine; None: nothing is started on it.
+        site: the only site started here; None: all.
+        emulate: whether all sites are emulated on this machine.
+        here: the type chosen on this machine; None: nothing is started on it.
     """
     from streamrl.machine.compute_type import wire_type
 
@@ -208,7 +210,7 @@ def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bo
 
 
 def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: TypeChoice | None) -> dict[str, str]:
-    """vLLM's settings on this machine's CPU, by what they are for; nothing where no instance is started here."""
+    """Describe vLLM's settings on this machine's CPU; empty if no instance is started here."""
     from streamrl.machine.engine_settings import chosen_settings
     from streamrl.machine.model_files import resolve_model
 

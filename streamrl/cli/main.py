@@ -13,7 +13,7 @@ from streamrl.errors import RunFailed, UserError
 COMMANDS = {
     "demo": "Train a real model on this machine, in a few minutes.",
     "launch": "Run a cluster: start, supervise and watch all processes of a run.",
-    "keys": "Make the keys by which the sites of a cluster know each other.",
+    "keys": "Make the keys with which the sites of a cluster authenticate each other.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",
     "plan": "Choose which GPUs train and which generate, by time or by money.",
     "export": "Write the Slurm script or KubeRay manifest of a site from the cluster file.",
@@ -21,23 +21,23 @@ COMMANDS = {
     "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
     "fetch-model": "Make a known model available offline.",
-    "scale": "Add instances to a running job, or take some from it.",
+    "scale": "Add instances to a running job, or remove some.",
     "report": "Write the report of a run.",
-    "status": "Show where a run stands.",
-    "why-stuck": "Say in one sentence whether a run goes on, and if not, who waits for whom.",
-    "chaos": "Inject faults into a live run, and audit what became of its samples.",
+    "status": "Show the state and progress of a run.",
+    "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",
+    "chaos": "Inject faults into a live run, and check that no sample is lost.",
 }
 
 
 class LazyGroup(click.Group):
-    """Knows its commands' names and help without importing them, so that --help is quick."""
+    """A command group that lists its commands without importing them, so that --help is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order of the list."""
+        """Return the command names, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Imports one command."""
+        """Import and return one command."""
         if name not in COMMANDS:
             return None
         module = importlib.import_module(f"streamrl.cli.{name.replace('-', '_')}")
@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, and says which command may have been meant."""
+        """Resolve a command as click does, and suggest the nearest name for an unknown one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message} Did you mean '{near[0]}'?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in --help."""
+        """Write the command list of --help."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -69,12 +69,12 @@ def cli() -> None:
 
     \b
     Example:
-      streamrl launch --cluster cluster_configs/local.yaml --run experiments/runs/demo.yaml
+      streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml
     """
 
 
 def main() -> None:
-    """Runs the command line; exit codes: 0 done, 1 a run that failed, 2 bad input, 130 stopped by the user."""
+    """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""`streamrl plan`: which GPUs of a cluster should train and which generate, and what that costs."""
+"""`streamrl plan`: chooses which GPUs of a cluster should train and which generate, and predicts the cost."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ SCHEDULES = ("async", "one_step_off", "stream", "sync")
 @click.option("--model", help="7b, 14b, 32b, 72b ... (Qwen2.5), or a folder with a config.json  [default: 7b]")
 @click.option(
     "--lengths",
-    help="of the longest answer: 5k, 10k, 20k ... (the paper's shape), or past rollouts (.parquet, .jsonl, a folder)  "
-    "[default: 20k]",
+    help="length limit 5k, 10k, 20k ... (with the paper's distribution), or past rollouts (.parquet, .jsonl, a "
+    "folder)  [default: 20k]",
 )
-@click.option("--samples", type=click.IntRange(1), help="of an optimizer step  [default: 1024]")
-@click.option("--prompt-tokens", type=click.IntRange(0), help="mean of a prompt  [default: 512]")
-@click.option("--algorithm", type=click.Choice(["ppo", "grpo"]), help="what is trained  [default: ppo]")
-@click.option("--schedule", type=click.Choice(SCHEDULES), help="what overlaps in a step  [default: async]")
+@click.option("--samples", type=click.IntRange(1), help="samples per optimizer step  [default: 1024]")
+@click.option("--prompt-tokens", type=click.IntRange(0), help="mean prompt length  [default: 512]")
+@click.option(
+    "--algorithm", type=click.Choice(["ppo", "grpo"]), help="algorithm (ppo also trains a critic)  [default: ppo]"
+)
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="schedule of the run  [default: async]")
 @click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
-@click.option("--budget", type=float, metavar="USD/H", help="most that GPUs and traffic may cost per hour")
-@click.option("--delta-ratio", type=float, help="full weights by what crosses a link; 1: all  [default: 70]")
+@click.option("--budget", type=float, metavar="USD/H", help="upper limit of the cost of GPUs and traffic")
+@click.option("--delta-ratio", type=float, help="compression of weights on links; 1: none  [default: 70]")
 @click.option("--hardware", type=click.Path(path_type=Path), help="YAML that adds GPU types or changes their figures")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="write the plans here as well")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="also write the plans to this file")
 def command(
     cluster_file: Path,
     run_file: Path | None,
@@ -54,10 +56,11 @@ def command(
 ) -> None:
     """Choose which GPUs of a cluster train and which generate; nothing is started, and no GPU is needed.
 
-    All GPUs of the cluster file may do either, whatever pools it puts them in. For throughput, the shortest step, and
-    of the GPUs for it the cheapest; the others are released. For cost, the fewest USD per sample. Times are predicted
-    from data sheets, not measured: docs/plan.md names every assumption. Prices are the cluster file's, else dated
-    defaults.
+    Any GPU of the cluster file may train or generate, whatever pool it is in. The objective throughput minimises the
+    step time, then the price of the GPUs for it, and releases the others; cost minimises the USD per sample. Times are
+    predicted
+    from data sheets, not measured: docs/explanation/cost_model.md names every assumption. Prices are the
+    cluster file's, else dated defaults.
 
     \b
     Examples:
@@ -241,7 +244,7 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
 def _plain(
     inputs: Inputs, found: Sequence[PlacementPlan], together: Colocated | None, tail: TailSplit, objective: str
 ) -> dict[str, Any]:
-    """For --json."""
+    """Return the plans as plain values for --json."""
     problem = inputs.problem
     return {
         "model": problem.model.name,

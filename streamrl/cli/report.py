@@ -1,4 +1,4 @@
-"""`streamrl report DIR`: writes a run's report and shows its main figures."""
+"""`streamrl report DIR`: writes a run's report and prints its main figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 def command(directory: Path) -> None:
     """Write DIR/report.html for the run in DIR, finished or not.
 
-    The page holds everything it shows; a run that is still going can be reported again at any time.
+    The page is self-contained. A report of a running job can be written at any time.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`streamrl scale DIR`: more or fewer instances for a running job."""
+"""`streamrl scale DIR`: adds instances to a running job, or removes some."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ if TYPE_CHECKING:
     from streamrl.run_dir.status import RunStatus
 
 ANSWER_S = 15.0
-"""For the controller to answer."""
+"""Seconds within which the controller must answer."""
 LOOK_EVERY_S = 0.5
 
 
 @click.command(name="scale")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--pool", required=True, help="Generation pool of the cluster file.")
-@click.option("--site", default="", help="Its site, if several have a pool of that name.")
-@click.option("--replicas", type=int, required=True, metavar="N", help="Instances that it is to have.")
-@click.option("--wait/--no-wait", default=True, help="Stay until all of them work, or have left (Ctrl-C only leaves).")
+@click.option("--site", default="", help="Site of the pool, if several sites have one of that name.")
+@click.option("--replicas", type=int, required=True, metavar="N", help="New number of instances.")
+@click.option(
+    "--wait/--no-wait",
+    default=True,
+    help="Wait until new instances work and removed ones have left (Ctrl-C stops waiting only).",
+)
 def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) -> None:
-    """Give a pool of the run in DIR another number of vLLM instances, while it goes on.
+    """Change the number of vLLM instances in a pool of the running job in DIR.
 
-    A new instance gets requests once it holds the weights that are served. One that leaves gives back what it
-    works on, with its tokens, and others go on with it.
+    A new instance gets requests once it has loaded the current weights. A leaving instance returns its requests with
+    their tokens, and other instances continue them.
 
     \b
     Examples:
@@ -51,10 +55,10 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
 
 
 async def _ask(directory: Path, order: ScalePool) -> PoolScaled | ScalingRefused:
-    """Asks the controller.
+    """Send the request to the controller and return its answer.
 
     Raises:
-        UserError: it does not answer.
+        UserError: the controller does not answer.
     """
     import contextlib
     import os
@@ -85,7 +89,7 @@ async def _ask(directory: Path, order: ScalePool) -> PoolScaled | ScalingRefused
 
 
 def _follow(directory: Path, answer: PoolScaled) -> None:
-    """Tells what becomes of it, until the pool is as it was asked to be and all that are new have done something."""
+    """Report progress until the pool has its new size and every new instance has produced a sample."""
     import time
 
     from streamrl.run_dir.status import read_status
@@ -102,7 +106,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
                     told.add(line)
             wanted = status.scaling.wanted.get(pool)
             if wanted != answer.after and time.time() - started > ANSWER_S:
-                click.echo(f"  somebody has changed it since: {wanted} are wanted now")
+                click.echo(f"  another command or the run itself has changed the target since: it is {wanted} now")
                 return
             working = all(one.first_sample_at for one in status.scaling.coming if one.asked_at >= started - 1)
             settled = status.scaling.ready.get(pool) == status.scaling.there.get(pool) == answer.after
@@ -114,11 +118,11 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
                 return
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        click.echo("Stopped watching; it goes on.")
+        click.echo("Stopped watching; the change continues.")
 
 
 def _news(status: RunStatus, since: float) -> list[str]:
-    """Lines about instances that have been added since."""
+    """Return lines about the instances added since a time."""
     lines = []
     for one in status.scaling.coming:
         if one.asked_at < since - 1:

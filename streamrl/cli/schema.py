@@ -1,4 +1,4 @@
-"""`streamrl schema`: JSON Schema of the two files."""
+"""`streamrl schema`: prints the JSON Schema of the cluster file or the run file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 @click.command()
 @click.argument("which", type=click.Choice(["cluster", "run"]))
 def command(which: str) -> None:
-    """Print the JSON Schema of the cluster file or the run file (editors complete and check with it).
+    """Print the JSON Schema of the cluster file or the run file, for completion and checks in editors.
 
     \b
     Example:

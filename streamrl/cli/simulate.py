@@ -1,4 +1,4 @@
-"""`streamrl simulate`: dispatch policies side by side on a recorded run or on drawn lengths."""
+"""`streamrl simulate`: compares dispatch policies on a recorded run or on drawn lengths."""
 
 from __future__ import annotations
 
@@ -25,50 +25,64 @@ SCHEDULES = ("colocated", "sync", "stream", "one_step_off", "async")
 
 
 @click.command(name="simulate")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="DIR", help="A run, or its rollouts, to replay.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="DIR", help="Run folder, or rollouts, to replay.")
 @click.option(
     "--lengths",
     default="lognormal:7.6,0.8",
     show_default=True,
-    help="Without --trace: lognormal:MU,SIGMA, uniform:LOW,HIGH, or constant:N (tokens).",
+    help="Without --trace, distribution of lengths: lognormal:MU,SIGMA, uniform:LOW,HIGH, or constant:N (tokens).",
 )
-@click.option("--requests", default=1024, show_default=True, type=click.IntRange(1), help="Without --trace: how many.")
-@click.option("--limit", default=20_000, show_default=True, type=click.IntRange(1), help="Without --trace: longest.")
-@click.option("--ranker", type=click.Path(path_type=Path), help="With --trace: forecasts of this ranker's file.")
-@click.option("--noise", default=0.0, show_default=True, type=click.FloatRange(0), help="Spread of forecasts (log).")
-@click.option("--instances", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--requests", default=1024, show_default=True, type=click.IntRange(1), help="Without --trace: requests.")
+@click.option(
+    "--limit", default=20_000, show_default=True, type=click.IntRange(1), help="Without --trace: longest length."
+)
+@click.option("--ranker", type=click.Path(path_type=Path), help="With --trace: ranker file that forecasts lengths.")
+@click.option(
+    "--noise", default=0.0, show_default=True, type=click.FloatRange(0), help="Error of forecasts (log scale)."
+)
+@click.option("--instances", default=8, show_default=True, type=click.IntRange(1), help="vLLM instances.")
 @click.option("--slots", default=256, show_default=True, type=click.IntRange(1), help="Largest batch of an instance.")
 @click.option("--device", default="H800", show_default=True, help="GPU type of the instances (7B model, roofline).")
-@click.option("--curve", type=click.Path(path_type=Path), help="Instead: what `streamrl calibrate` measured.")
-@click.option("--policy", "policies", multiple=True, help="Several; all unless given.")
-@click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per hour and instance.")
-@click.option("--iterations", type=click.IntRange(1), help="Simulate whole iterations, so many: see below.")
-@click.option("--schedule", "schedules", multiple=True, type=click.Choice(SCHEDULES), help="Several; all unless given.")
-@click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Of async, in steps.")
+@click.option("--curve", type=click.Path(path_type=Path), help="Instead of --device: file of `streamrl calibrate`.")
+@click.option("--policy", "policies", multiple=True, help="Policy; may be repeated. Default: all.")
+@click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per instance and hour.")
+@click.option("--iterations", type=click.IntRange(1), help="Simulate this many whole iterations (see above).")
+@click.option(
+    "--schedule", "schedules", multiple=True, type=click.Choice(SCHEDULES), help="May be repeated. Default: all."
+)
+@click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Limit of async, in steps.")
 @click.option("--sync-every", default=1, show_default=True, type=click.IntRange(1), help="Steps between publications.")
-@click.option("--over-issue", type=click.FloatRange(1), help="Tail-batched rounds as well, issuing so much more.")
-@click.option("--round-tokens", type=click.IntRange(1), help="Partial rollouts as well, so many tokens per round.")
-@click.option("--max-age", type=click.IntRange(0), help="Of groups that such rounds put off, in steps; else any.")
-@click.option("--train-rate", type=click.FloatRange(0, min_open=True), metavar="TOKENS/S", help="Of the trainer.")
+@click.option("--over-issue", type=click.FloatRange(1), help="Also simulate tail batching with this over-issue.")
+@click.option("--round-tokens", type=click.IntRange(1), help="Also simulate partial rollouts of this many tokens.")
+@click.option("--max-age", type=click.IntRange(0), help="Largest age of groups deferred by rounds, in steps.")
+@click.option("--train-rate", type=click.FloatRange(0, min_open=True), metavar="TOKENS/S", help="Rate of the trainer.")
 @click.option(
     "--colocated-train-rate",
     type=click.FloatRange(0, min_open=True),
     metavar="TOKENS/S",
-    help="Of all devices together; without it there is no colocated.",
+    help="Rate of training on all devices; required for colocated.",
+)
+@click.option("--colocated-instances", type=click.IntRange(1), help="Instances on all devices. Default: --instances.")
+@click.option(
+    "--switch-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Colocated: seconds to switch."
 )
 @click.option(
-    "--colocated-instances", type=click.IntRange(1), help="That all devices make; as --instances unless given."
+    "--weights-gb",
+    default=15.2,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Size of a weight version, 10^9 bytes.",
 )
-@click.option("--switch-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Colocated: change of turn.")
 @click.option(
-    "--weights-gb", default=15.2, show_default=True, type=click.FloatRange(0), help="10^9 bytes of a version."
+    "--link-gbit",
+    default=80.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Bandwidth of the link, 10^9 bits per second.",
 )
-@click.option(
-    "--link-gbit", default=80.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Per second."
-)
-@click.option("--link-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="The link's delay.")
-@click.option("--reward-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds for a reward.")
-@click.option("--trainer-price", default=0.0, type=click.FloatRange(0), help="USD per hour of the trainer.")
+@click.option("--link-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="Delay of the link.")
+@click.option("--reward-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds per reward.")
+@click.option("--trainer-price", default=0.0, type=click.FloatRange(0), help="USD per hour for the trainer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("simulation.svg"), show_default=True, help="Plot.")
 def command(
@@ -105,15 +119,15 @@ def command(
 ) -> None:
     """Compare dispatch policies, or with --iterations whole schedules, on the same requests, without a GPU.
 
-    Policies are told the true lengths, unless --noise or --ranker gives them forecasts. Makespans are of generation
-    alone; "saved" is against least-loaded, "USD/1k" per thousand samples.
+    Policies see the true lengths, unless --noise or --ranker gives them forecasts. Makespans cover generation alone;
+    "saved" is relative to least-loaded, "USD/1k" is per thousand samples.
 
-    With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights; each
-    of the schedules runs under each of the policies (least-loaded and skew-aware unless given). A bubble is time in
-    which the instances, or the trainer, had nothing to do; staleness counts groups by steps. Under colocated both have
-    all devices in turn (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the
-    on-policy schedules also run in rounds that put off what is unfinished: "+tail" issues more groups than it needs,
-    "+partial" parks samples that have used up the round's tokens, and issues more only with --over-issue.
+    With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights. Each
+    schedule runs under each policy (default: least-loaded and skew-aware). A bubble is the share of time in which the
+    instances, or the trainer, are idle; staleness counts groups by steps. Under colocated both take turns on all
+    devices (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the on-policy
+    schedules also run in rounds that defer unfinished work: "+tail" issues more groups than it needs; "+partial" parks
+    samples that have used up the round's tokens, and issues more only with --over-issue.
 
     \b
     Examples:
@@ -146,7 +160,7 @@ def command(
     }
     if iterations is None and (given := [option for option, value in only_iterations.items() if value]):
         raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
-    # rounds issue more than they train, and may have as much again put off at the end
+    # rounds issue more than they train, and may have as much again deferred at the end
     batches = 1 if iterations is None else round((iterations + 1) * (over_issue or 1)) + 3
     if iterations is None or train_rate is None:
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed)
@@ -157,7 +171,7 @@ def command(
         if colocated_instances is not None and colocated_train_rate is None:
             raise UserError("--colocated-instances needs --colocated-train-rate")
         if max_age is not None and not any(in_rounds.values()):
-            raise UserError("--max-age needs --over-issue or --round-tokens: it bounds how long rounds put off a group")
+            raise UserError("--max-age needs --over-issue or --round-tokens: it bounds how long rounds defer a group")
         if any(in_rounds.values()) and all(schedule.max_staleness for schedule in chosen):
             option = next(option for option, value in in_rounds.items() if value)
             raise UserError(
@@ -185,7 +199,7 @@ def command(
 def _compare_policies(
     workload: Workload, fleet: Sequence[SimulatedInstance], names: Sequence[str], price: float, out: Path
 ) -> None:
-    """Generation alone, under each policy."""
+    """Simulate and compare generation alone, under each policy."""
     from scheduler.dispatch.registry import make_policy
     from scheduler.simulation.generation_simulator import simulate
 
@@ -222,10 +236,10 @@ def _fleet(count: int, curve: Path | None, device: str, slots: int) -> list[Simu
 
 
 def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, colocated: bool) -> list[Schedule]:
-    """Those that are asked for; unless any are, all that the other options allow.
+    """Return the chosen schedules or, by default, all that the other options allow.
 
     Raises:
-        UserError: one that is asked for does not go with the other options.
+        UserError: a chosen schedule conflicts with the other options.
     """
     from scheduler.schedule.schedules import make_schedule
     from streamrl.errors import UserError
@@ -246,14 +260,14 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
 
 @dataclass(frozen=True)
 class _Rounds:
-    """What the options say of rounds."""
+    """The options about rounds."""
 
     over_issue: float | None
     round_tokens: int | None
     max_age: int | None
 
     def kinds(self, batch: int) -> dict[str, Rounds | None]:
-        """New rounds by the suffix of their row; the first is without."""
+        """Create the rounds by the suffix of their row; the first entry is without rounds."""
         from scheduler.schedule.rounds import PartialRollouts, TailBatching
 
         made: dict[str, Rounds | None] = {"": None}
@@ -273,16 +287,16 @@ def _run_schedules(
     schedules: Sequence[Schedule],
     rounds: _Rounds,
 ) -> dict[tuple[str, str], PipelineOutcome]:
-    """Whole iterations, by (schedule, policy).
+    """Simulate whole iterations; return the outcomes by (schedule, policy).
 
     Args:
-        workload: is trained on.
-        apart: instances and stages where trainer and generation have devices of their own.
-        together: the same where they share all.
+        workload: the requests to train on.
+        apart: instances and stages when trainer and generation have devices of their own.
+        together: the same when they share all devices.
         iterations: optimizer steps.
-        policies: that place requests.
-        schedules: each under each of them.
-        rounds: in which the on-policy schedules run as well.
+        policies: dispatch policies.
+        schedules: schedules, each run under each policy.
+        rounds: rounds in which the on-policy schedules run as well.
     """
     from scheduler.dispatch.registry import make_policy
     from scheduler.simulation.pipeline import Pipeline
@@ -304,7 +318,7 @@ def _run_schedules(
 def _compare_schedules(
     outcomes: dict[tuple[str, str], PipelineOutcome], workload: Workload, instances: int, price: float, out: Path
 ) -> None:
-    """price: USD per hour of everything."""
+    """Print and plot the outcomes; `price`: USD per hour for everything."""
     first = next(iter(outcomes.values()))
     click.echo(
         f"{len(first.stepped)} iterations of {first.samples // len(first.stepped)} requests ({workload.source}) "
@@ -329,7 +343,7 @@ def _compare_schedules(
 
 
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """The first columns flush left."""
+    """Print a table whose first `left` columns are left-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -342,7 +356,7 @@ def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 
 def _curve(path: Path | None, device: str) -> StepCurve:
-    """Measured steps from a file, or a 7B model's roofline."""
+    """Return the measured step times of a file, or a 7B model's roofline."""
     from scheduler.cost.decode import QWEN_7B, StepCurve, roofline
     from scheduler.cost.hardware import device as find
     from streamrl.errors import UserError
@@ -359,7 +373,7 @@ def _curve(path: Path | None, device: str) -> StepCurve:
 
 
 def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:
-    """How many requests still run, over time."""
+    """Plot the number of running requests over time."""
     import numpy as np
 
     starts = np.cumsum([0.0, *(outcome.makespan for outcome in some[:-1])])
@@ -369,13 +383,13 @@ def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:
 
 
 def _draw_steps(axis: Axes, name: str, outcome: PipelineOutcome) -> None:
-    """How many steps are done, over time."""
+    """Plot the number of completed steps over time."""
     axis.step([0.0, *outcome.stepped], range(len(outcome.stepped) + 1), where="post", label=name)
     axis.set_ylabel("optimizer steps done")
 
 
 def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
-    """One line per outcome; `draw(axis, name, outcome)` draws it."""
+    """Write a plot with one line per outcome, drawn by `draw(axis, name, outcome)`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""`streamrl status DIR`: a run's state, seen from any terminal. It only reads the run folder."""
+"""`streamrl status DIR`: shows a run's state in any terminal; it only reads the run folder."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 import click
 
 REFRESH_S = 0.5
-"""As often as the controller writes."""
-"""Columns when the output is no terminal, so that no column is cut."""
+"""Seconds between two refreshes; the controller writes as often."""
 
 
 @click.command(name="status")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--watch", is_flag=True, help="Keep showing it until the run ends (Ctrl-C stops watching only).")
+@click.option("--watch", is_flag=True, help="Keep the display updated until the run ends (Ctrl-C stops watching only).")
 def command(directory: Path, watch: bool) -> None:
-    """Show what the run in DIR is doing: roles, progress of the step, the last steps' metrics.
+    """Show the state of the run in DIR: its processes, the current step, and the metrics of the last steps.
 
     \b
     Examples:

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 
 @click.command(name="train-ranker")
-@click.option("--rollouts", multiple=True, metavar="PATH...", help="Files or folders (.parquet, .jsonl); several.")
+@click.option(
+    "--rollouts", multiple=True, metavar="PATH...", help="Files or folders (.parquet, .jsonl); may be repeated."
+)
 @click.argument("more", nargs=-1, metavar="[PATH]...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The ranker's file.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="File to write the ranker to.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1000))
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of LightGBM.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--report", "report_path", type=click.Path(path_type=Path), help="Also write it to FILE.html or .json.")
+@click.option(
+    "--report", "report_path", type=click.Path(path_type=Path), help="Also write the report to FILE.html or .json."
+)
 def command(
     rollouts: tuple[str, ...],
     more: tuple[str, ...],
@@ -33,16 +37,16 @@ def command(
     as_json: bool,
     report_path: Path | None,
 ) -> None:
-    """Train the ranker, which predicts how long outputs will be, on past rollouts.
+    """Train the ranker, which predicts output lengths, on past rollouts.
 
-    Folders are searched for .parquet and .jsonl files: those of a run, or any with the columns 'prompt' and
-    'output_length' (and, if there, task, group_id, epoch, step, finish_reason, difficulty).
+    Folders are searched for .parquet and .jsonl files: rollouts of a run, or any with the columns 'prompt' and
+    'output_length' (optional: task, group_id, epoch, step, finish_reason, difficulty).
 
     \b
     Example:
       streamrl train-ranker --rollouts runs/*/rollouts --out ranker.lgb
     """
-    # Threads that wait by spinning slow LightGBM down many times on cores that others use; read when it is loaded.
+    # Spinning threads slow LightGBM down many times on shared cores; the variable is read when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rich.console import Console
 
@@ -88,7 +92,7 @@ def command(
 
 
 def _show(report: Report, console: Console) -> None:
-    """The report as a table."""
+    """Print the report as tables."""
     from rich.table import Table
 
     cap = f", length limit {report.cap}" if report.cap else ""
@@ -127,7 +131,7 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _show_dispatch(dispatch: Dispatch, console: Console) -> None:
-    """What dispatching by forecasts saves, as a table and a line."""
+    """Print what dispatching by forecasts saves, as a table and a line."""
     from rich.table import Table
 
     names = {

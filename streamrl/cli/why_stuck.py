@@ -1,4 +1,4 @@
-"""`streamrl why-stuck DIR`: one sentence on whether a run goes on, and who waits for whom if it does not."""
+"""`streamrl why-stuck DIR`: says whether a run makes progress and, if not, which process waits for which."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from streamrl.diagnose.stuck import Verdict
 
 LOOK_S = 1.5
-"""For all that is looked at: half a second to a second."""
+"""Seconds for the whole inspection, which takes half a second to a second."""
 LONGEST_LOOK_S = 6.0
-"""On a machine under such load that all takes longer; a file system that hangs is told after `LOOK_S`."""
+"""Seconds allowed on an overloaded machine; a hanging file system is reported after `LOOK_S`."""
 PRIORITY = -10
-"""So that a run that uses all cores does not keep back who looks at it (where that is allowed)."""
+"""Niceness of the inspection, so that a run that uses all cores does not slow it down (where permitted)."""
 STACK_LINES = 12
-"""Shown of a process, unless all is asked for."""
+"""Lines shown per process, unless --stacks all."""
 FRAMES = 4
-"""Of each of its threads."""
+"""Stack frames shown per thread."""
 WAIT_FOR_WORK = ("/threading.py", "/selectors.py", "/concurrent/futures/thread.py", "/queue.py")
-"""Where the innermost frame of a thread is that has nothing to do."""
+"""Files of the innermost frame of an idle thread."""
 SHOWN_OF_LOOPS = {"answers": "turns", "blocked": "BLOCKED", "none": "none yet", "unknown": "-"}
 
 
@@ -39,15 +39,15 @@ SHOWN_OF_LOOPS = {"answers": "turns", "blocked": "BLOCKED", "none": "none yet", 
     is_flag=False,
     flag_value="blocked",
     metavar="[blocked|all]",
-    help="Show what the processes of the wait chain execute (12 lines each), or all of every process.",
+    help="Show the stacks of the blocked processes (12 lines each), or all stacks of all processes.",
 )
 def command(directory: Path, stacks: str | None) -> None:
-    """Say whether the run in DIR goes on; if it does not, who waits for whom, and since when.
+    """Say whether the run in DIR makes progress and, if not, which process waits for which, and since when.
 
-    The first line says it in a sentence that begins with healthy, slow, stuck, starting or ended. It may be asked at
-    any time, on the machine that the run is on, and answers within two seconds.
+    The first line is a sentence that begins with healthy, slow, stuck, starting or ended. The command works at any
+    time, on the machine of the run, and answers within two seconds.
 
-    Exit code: 3 the run is stuck, 1 it has ended and was not done, 2 there is no run in DIR, 0 anything else.
+    Exit code: 3 the run is stuck, 1 it has ended without being done, 2 DIR holds no run, 0 otherwise.
 
     \b
     Examples:
@@ -57,7 +57,7 @@ def command(directory: Path, stacks: str | None) -> None:
     """
     from streamrl.diagnose.stuck import STUCK, judge
 
-    with _ahead():
+    with _raised_priority():
         facts = _look(directory, stacks is not None)
     if facts is None:
         click.echo(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded")
@@ -71,10 +71,10 @@ def command(directory: Path, stacks: str | None) -> None:
 
 
 def _look(directory: Path, threads: bool) -> Facts | None:
-    """What is seen of the run; None: that takes too long.
+    """Inspect the run; None: that takes too long.
 
     Raises:
-        UserError: there is no run.
+        UserError: the folder holds no run.
     """
     from streamrl.diagnose.snapshot import collect
     from streamrl.run_dir import layout
@@ -102,14 +102,14 @@ def _look(directory: Path, threads: bool) -> Facts | None:
         from streamrl.errors import UserError
         from streamrl.run_dir.status import read_status
 
-        read_status(directory)  # says what is wrong with the folder
+        read_status(directory)  # raises an error that says what is wrong with the folder
         raise UserError(f"{directory} cannot be read: {found[0]}") from found[0]
     return found[0]
 
 
 @contextlib.contextmanager
-def _ahead() -> Iterator[None]:
-    """Runs, and starts threads, with a higher priority if this user may have it."""
+def _raised_priority() -> Iterator[None]:
+    """Raise the priority of this process and its new threads, if the user may."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, min(before, PRIORITY))
@@ -120,7 +120,7 @@ def _ahead() -> Iterator[None]:
 
 
 def _waits_for_disk(thread: threading.Thread) -> bool:
-    """Whether a thread of this process is in an uninterruptible wait (Linux; elsewhere that is not known)."""
+    """Whether a thread of this process is in an uninterruptible wait (Linux; False elsewhere)."""
     try:
         text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:
@@ -129,7 +129,7 @@ def _waits_for_disk(thread: threading.Thread) -> bool:
 
 
 def _show(facts: Facts, verdict: Verdict) -> None:
-    """Details, the chain of waits, and the processes."""
+    """Print the details, the chain of waits, and the processes."""
     from streamrl.report.terminal import plain_table, terminal
 
     console = terminal()
@@ -157,7 +157,7 @@ def _state(one: ProcessFacts) -> str:
 
 
 def _said(one: ProcessFacts, facts: Facts) -> str:
-    """What its last sign of life was."""
+    """Describe a process's last sign of life."""
     if facts.run is None:
         return one.doing or "-"
     silent = facts.run.silent_s.get(one.site, 0.0)
@@ -167,7 +167,7 @@ def _said(one: ProcessFacts, facts: Facts) -> str:
 
 
 def busy_threads(lines: Sequence[str]) -> list[str]:
-    """Of faulthandler's text, the threads that do not wait for work, four frames of each, innermost first."""
+    """Return the busy threads of a faulthandler dump, four frames each, innermost first."""
     threads: list[list[str]] = []
     for line in lines:
         if line.endswith("(most recent call first):"):
@@ -179,7 +179,7 @@ def busy_threads(lines: Sequence[str]) -> list[str]:
 
 
 def _show_stacks(facts: Facts, verdict: Verdict, everything: bool) -> None:
-    """Threads of those that are blocked or compute, tasks of the others."""
+    """Print the busy threads and the asyncio tasks of blocked or involved processes, or of all."""
     for one in facts.processes:
         if not everything and not (one.name in verdict.involved or one.loop == "blocked"):
             continue

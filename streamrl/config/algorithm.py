@@ -1,8 +1,8 @@
-"""The `algorithm:` of a run file: how rewards become a gradient.
+"""The `algorithm:` section of a run file: how rewards become a gradient.
 
-All algorithms share one set of keys; a name sets their defaults to those of its paper. The code that trains asks for
-the keys and never for the name, so keys of different papers can be combined where that makes sense; where it does not,
-the file is refused with the reason. What the keys compute, with sources: docs/algorithms.md.
+All algorithms share one set of keys; a name sets their defaults to those of its paper. The training code reads the
+keys, never the name, so keys of different papers can be combined where that makes sense; where it does not, the file is
+refused with the reason. docs/explanation/algorithms.md has the formulas and sources.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ KLEstimator = Literal["k1", "k2", "k3"]
 GROUP_ADVANTAGES: tuple[GroupAdvantage, ...] = ("group_std", "group_mean", "leave_one_out")
 """Advantages that are known as soon as a group is complete."""
 
-# Annotated, so that a name's own default keeps the description
+# Annotated, so that an algorithm can override the default and keep the description
 AdvantageKey = Annotated[
     AdvantageKind,
     Field(
-        description="group_std: reward minus the group's mean, over its deviation; group_mean: without the division; "
-        "leave_one_out: minus the mean of the other samples; batch: over mean and deviation of the batch; "
-        "batch_group_baseline: minus the group's mean, over the batch's deviation; gae: by a critic (ppo)",
+        description="group_std: reward minus the group's mean, divided by its deviation; group_mean: the same "
+        "without the division; leave_one_out: reward minus the mean of the group's other samples; batch: normalised "
+        "by mean and deviation of the batch; batch_group_baseline: reward minus the group's mean, divided by the "
+        "batch's deviation; gae: estimated with a critic (ppo)",
     ),
 ]
 SurrogateKey = Annotated[
     SurrogateKind,
     Field(
-        description="clip: each token's ratio is clipped (PPO); sequence_clip: the sequence's (GSPO); detached_clip: "
-        "the clipped ratio is a constant weight (CISPO); reinforce: no ratio",
+        description="clip: clip each token's ratio (PPO); sequence_clip: clip one ratio per sequence (GSPO); "
+        "detached_clip: use the clipped ratio as a constant weight (CISPO); reinforce: no ratio",
     ),
 ]
 AggregationKey = Annotated[
     AggregationKind,
     Field(
-        description="token: mean over all tokens of the batch; sequence: mean over a sequence's tokens, then over "
+        description="token: mean over all tokens of the batch; sequence: mean over each sequence's tokens, then over "
         "sequences; constant: sum over tokens / (sequences * sampling.max_tokens)",
     ),
 ]
@@ -54,58 +55,68 @@ ClipHigh = Annotated[
 
 
 class KLConfig(StrictModel):
-    """KL divergence to a reference, the policy's initial weights."""
+    """The KL divergence to a reference policy, the initial weights."""
 
-    coef: float = Field(0.0, ge=0, description="weight of the KL term (0: none, and no reference is loaded)")
+    coef: float = Field(0.0, ge=0, description="weight of the KL term (0: no term, and no reference is loaded)")
     estimator: KLEstimator = Field(
         "k3",
-        description="of a token, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d",
+        description="estimate per token, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 "
+        "+ d",
     )
     placement: Literal["loss", "reward"] = Field(
-        "loss", description="loss: a term of the loss; reward: taken off each token's reward before GAE (ppo)"
+        "loss",
+        description="loss: added to the loss; reward: subtracted from each token's reward before GAE (ppo)",
     )
 
 
 class OffPolicyConfig(StrictModel):
-    """What is done about samples of a policy that is not quite the one in training (older weights, other numerics)."""
+    """The correction for off-policy samples, drawn with older weights or other numerics than the policy in training."""
 
     ratio_to: Literal["generator", "proximal"] = Field(
         "generator",
-        description="whose log-probabilities the surrogate's ratio is against: the generator's own, or those of the "
-        "trainer's weights when they were last published (decoupled PPO)",
+        description="denominator of the surrogate's ratio: the generator's own log-probabilities, or (proximal) "
+        "those of the trainer's weights at their last publication (decoupled PPO)",
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="of the weight w: truncate: min(w, high); mask: 0 outside [low, high]. w = proximal / generator; "
-        "with ratio_to: generator it is trainer / generator",
+        description="use of the weight w: truncate: min(w, high); mask: 0 outside [low, high]. w = proximal / "
+        "generator; with ratio_to: generator, w = trainer / generator",
     )
     level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="w of each token, the product over a sequence's tokens, or the product's length-th root"
+        "token",
+        description="token: w of each token; sequence: product over the tokens; geometric: the product's length-th "
+        "root",
     )
-    low: float = Field(0.5, ge=0, le=1, description="least w that a mask lets through")
-    high: float = Field(5.0, ge=1, description="largest w that a mask lets through, or that truncation leaves")
+    low: float = Field(0.5, ge=0, le=1, description="mask: smallest w that is kept")
+    high: float = Field(5.0, ge=1, description="mask: largest w that is kept; truncate: upper bound of w")
 
 
 class OverlongConfig(StrictModel):
-    """A penalty that grows over the last tokens before the limit (DAPO's soft overlong punishment)."""
+    """The penalty on completions near the token limit (DAPO's soft overlong punishment)."""
 
     margin_tokens: int | None = Field(
-        None, ge=1, description="tokens before sampling.max_tokens over which it grows (default: a fifth of the limit)"
+        None,
+        ge=1,
+        description="tokens before sampling.max_tokens over which the penalty grows (default: a fifth of the limit)",
     )
-    penalty: float = Field(1.0, gt=0, description="taken off the reward of a completion as long as the limit")
+    penalty: float = Field(
+        1.0, gt=0, description="amount subtracted from the reward of a completion that reaches the limit"
+    )
 
 
 class CriticConfig(StrictModel):
-    """The value model of ppo: a language model with a scalar head, trained with its own AdamW (betas, weight decay and
-    gradient clipping are those of `optimizer`)."""
+    """The value model of ppo: a language model with a scalar head and its own AdamW.
+
+    Betas, weight decay and gradient clipping are those of `optimizer`.
+    """
 
     lr: float = Field(1e-5, gt=0, description="learning rate after warm-up (constant)")
-    path: str | None = Field(None, description="its initial weights (default: model.path)")
+    path: str | None = Field(None, description="initial weights of the critic (default: model.path)")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
 
 
 class Algorithm(StrictModel):
-    """Keys that all algorithms share."""
+    """The keys that all algorithms share."""
 
     name: str
     advantage: AdvantageKey = "group_std"
@@ -115,17 +126,21 @@ class Algorithm(StrictModel):
     clip_high: ClipHigh = 0.2
     kl: KLConfig = Field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = Field(default_factory=OffPolicyConfig)
-    overlong: OverlongConfig | None = Field(None, description="penalty on completions near the limit; none: no")
-    mask_truncated: bool = Field(False, description="samples that the token limit ended have no loss")
-    dynamic_sampling: bool = Field(False, description="groups whose rewards are all equal are replaced by new prompts")
+    overlong: OverlongConfig | None = Field(
+        None, description="penalty on completions near the token limit; none: no penalty"
+    )
+    mask_truncated: bool = Field(False, description="exclude samples cut by the token limit from the loss")
+    dynamic_sampling: bool = Field(False, description="replace groups whose rewards are all equal by new prompts")
     max_replaced: float = Field(
         2.0,
         gt=0,
-        description="dynamic_sampling: groups replaced per step at most, as a multiple of batch.prompts_per_step; "
-        "beyond it they are kept",
+        description="dynamic_sampling: most groups replaced per step, as a multiple of batch.prompts_per_step; further "
+        "ones are kept",
     )
     max_importance_ratio: float | None = Field(
-        None, gt=1, description="an optimizer step is skipped when its batch's mean importance ratio is above this"
+        None,
+        gt=1,
+        description="skip an optimizer step if its batch's mean importance ratio exceeds this; none: no limit",
     )
 
     @property
@@ -135,31 +150,31 @@ class Algorithm(StrictModel):
 
     @property
     def whole_batch(self) -> bool:
-        """Whether advantages need the rewards of the whole batch, so that nothing can be trained before it is whole."""
+        """Whether advantages need the rewards of the whole batch, so that training must wait for all of it."""
         return self.advantage in ("batch", "batch_group_baseline")
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether a sample's advantage is relative to its group: with one sample per prompt it is always 0."""
+        """Whether a sample's advantage is relative to its group; with one sample per prompt it is always 0."""
         return self.advantage in GROUP_ADVANTAGES or self.advantage == "batch_group_baseline"
 
     @property
     def skips_flat_groups(self) -> bool:
-        """Whether a group whose rewards are all equal has no gradient: it need not be sent to the trainer."""
+        """Whether groups with equal rewards have no gradient and need not be sent to the trainer."""
         return self.advantage in GROUP_ADVANTAGES and not self.needs_reference
 
     @property
     def clip(self) -> tuple[float, float]:
-        """(clip_low, clip_high) of a surrogate that has a ratio."""
+        """Clipping range (clip_low, clip_high) of a surrogate with a ratio."""
         assert self.clip_low is not None and self.clip_high is not None
         return self.clip_low, self.clip_high
 
     def needs_proximal(self, sync_every: int) -> bool:
-        """Whether a copy of the weights as last published must be kept.
+        """Whether a copy of the last published weights must be kept.
 
         Args:
             sync_every: optimizer steps between publications. With 1 the published weights are those before the step, so
-                the trainer's own log-probabilities, detached, are the proximal policy's.
+                the trainer's own detached log-probabilities are the proximal policy's.
         """
         return self.off_policy.ratio_to == "proximal" and sync_every > 1
 
@@ -231,14 +246,14 @@ class Algorithm(StrictModel):
 
 
 class GRPOConfig(Algorithm):
-    """Group-relative policy optimisation as in its paper (arXiv 2402.03300)."""
+    """GRPO: group-relative policy optimisation as in its paper (arXiv 2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
     aggregation: AggregationKey = "sequence"
 
 
 class DrGRPOConfig(Algorithm):
-    """GRPO without its biases of length and difficulty (arXiv 2503.20783)."""
+    """Dr. GRPO: GRPO without its length and difficulty biases (arXiv 2503.20783)."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
     advantage: AdvantageKey = "group_mean"
@@ -246,18 +261,18 @@ class DrGRPOConfig(Algorithm):
 
 
 class DAPOConfig(Algorithm):
-    """Clip-higher, dynamic sampling, token-level loss, overlong shaping (arXiv 2503.14476)."""
+    """DAPO: clip-higher, dynamic sampling, token-level loss and overlong shaping (arXiv 2503.14476)."""
 
     name: Literal["dapo"] = "dapo"
     clip_high: ClipHigh = 0.28
     overlong: OverlongConfig | None = Field(
-        default_factory=OverlongConfig, description="penalty on completions near the limit; null: no"
+        default_factory=OverlongConfig, description="penalty on completions near the token limit; null: no penalty"
     )
-    dynamic_sampling: bool = Field(True, description="groups whose rewards are all equal are replaced by new prompts")
+    dynamic_sampling: bool = Field(True, description="replace groups whose rewards are all equal by new prompts")
 
 
 class GSPOConfig(Algorithm):
-    """One length-normalised ratio per sequence (arXiv 2507.18071)."""
+    """GSPO: one length-normalised ratio per sequence (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
     surrogate: SurrogateKey = "sequence_clip"
@@ -267,9 +282,9 @@ class GSPOConfig(Algorithm):
 
 
 class CISPOConfig(Algorithm):
-    """The clipped ratio weighs the policy gradient, so that no token loses its own (MiniMax-M1, arXiv 2506.13585).
+    """CISPO: the clipped ratio weights the policy gradient, so every token keeps one (MiniMax-M1, arXiv 2506.13585).
 
-    No lower bound, as there; the paper names no upper one: a ratio of up to 5 is from ScaleRL (arXiv 2510.13786).
+    There is no lower bound, as in the paper. The paper gives no upper bound; 5 is from ScaleRL (arXiv 2510.13786).
     """
 
     name: Literal["cispo"] = "cispo"
@@ -279,7 +294,7 @@ class CISPOConfig(Algorithm):
 
 
 class RLOOConfig(Algorithm):
-    """REINFORCE with the other samples' mean as baseline (arXiv 2402.14740).
+    """RLOO: REINFORCE with the other samples' mean reward as baseline (arXiv 2402.14740).
 
     The paper sums log-probabilities over a sequence; `constant` is that sum divided by sampling.max_tokens.
     """
@@ -293,7 +308,7 @@ class RLOOConfig(Algorithm):
 
 
 class ReinforcePPConfig(Algorithm):
-    """REINFORCE++ (arXiv 2501.03262); with `advantage: batch_group_baseline` REINFORCE++-baseline."""
+    """REINFORCE++ (arXiv 2501.03262); with `advantage: batch_group_baseline` it is REINFORCE++-baseline."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     advantage: AdvantageKey = "batch"
@@ -304,9 +319,9 @@ class PPOConfig(Algorithm):
 
     name: Literal["ppo"] = "ppo"
     advantage: AdvantageKey = "gae"
-    critic: CriticConfig = Field(description="the value model; {} for its defaults")
+    critic: CriticConfig = Field(description="value model; {} for its defaults")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
-    lam: float = Field(0.95, ge=0, le=1, description="GAE: 0 trusts the critic, 1 the rewards")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE: 0 trusts the critic, 1 the rewards")
 
     @model_validator(mode="before")
     @classmethod

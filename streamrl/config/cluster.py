@@ -1,8 +1,8 @@
 """The cluster file: which machines there are and what runs on them.
 
-A cluster is a set of *sites*, joined by *links*. A site may hold the trainer pool, generation pools, reward workers, or
-all of them; exactly one site holds the trainer, and the controller runs beside it. All others connect to that one, so
-it alone listens to the outside.
+A cluster is a set of *sites* joined by *links*. A site may hold the trainer, generation pools, reward workers, or all
+of them; exactly one site holds the trainer, and the controller runs beside it. All other sites connect to that one, so
+it alone listens for outside connections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
 
 
 class StrictModel(BaseModel):
-    """Unknown keys are errors, values cannot be changed after the file was read."""
+    """Base of all configuration models: unknown keys are errors, values are read-only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,62 +24,74 @@ Cores = Annotated[
     list[Annotated[int, Field(ge=0)]] | None,
     Field(
         min_length=1,
-        description="CPU cores that its processes are pinned to (hardware: cpu), shared out among replicas if there "
+        description="CPU cores that the processes are pinned to (hardware: cpu), divided among replicas if there "
         "are enough for the threads of each; none: any",
     ),
 ]
 
 
 class LaunchConfig(StrictModel):
-    """Who starts a site's processes."""
+    """The backend that starts a site's processes."""
 
     backend: Literal["local", "ray"] = Field(
-        "local", description="local: `streamrl launch` itself, on its machine; ray: Ray, over the nodes of its cluster"
+        "local",
+        description="local: `streamrl launch` starts them on its machine; ray: Ray places them on its cluster's nodes",
     )
-    address: str = Field("auto", min_length=1, description="of the Ray cluster, host:port; auto: the one of this node")
+    address: str = Field(
+        "auto",
+        min_length=1,
+        description="address of the Ray cluster, host:port; auto: the cluster that the launcher's node belongs to",
+    )
 
 
 class TrainerPool(StrictModel):
-    """The ranks that train: one process each, started by torch's elastic launcher."""
+    """The trainer's ranks: one process each, started by torch's elastic launcher."""
 
-    ranks: int = Field(1, ge=1, description="trainer processes (FSDP2 shards over them)")
-    nodes: int = Field(1, ge=1, description="machines that the ranks are spread over evenly (launch.backend: ray)")
+    ranks: int = Field(1, ge=1, description="trainer processes, over which FSDP2 shards the model")
+    nodes: int = Field(
+        1, ge=1, description="machines over which the ranks are spread evenly (needs launch.backend: ray)"
+    )
     sharding: Literal["full", "hybrid"] = Field(
-        "full", description="full: over all ranks; hybrid (HSDP): inside each node, with a copy on every node"
+        "full",
+        description="full: shard over all ranks; hybrid (HSDP): shard inside each node, with a copy on every node",
     )
     tensor_parallel: int = Field(
-        1, ge=1, description="ranks that share each layer, by the model's own plan; FSDP shards over the others"
+        1, ge=1, description="ranks that split each layer, by the model's own plan; FSDP shards over the others"
     )
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None
-    price_per_hour: float = Field(0.0, ge=0.0, description="USD per hour and rank")
+    price_per_hour: float = Field(0.0, ge=0.0, description="USD per rank and hour")
 
 
 class GenerationPool(StrictModel):
-    """Replicas of a vLLM engine with the same shape."""
+    """A pool of vLLM instances of the same shape."""
 
     name: PoolName = Field("regular", description="pool name, shown in every rollout row")
-    replicas: int = Field(1, ge=1, description="vLLM instances (one process each) that a run begins with")
-    min_replicas: int = Field(1, ge=1, description="fewest that `streamrl scale` and the run's own elasticity leave")
+    replicas: int = Field(1, ge=1, description="vLLM instances at the start of a run")
+    min_replicas: int = Field(
+        1, ge=1, description="fewest instances to which `streamrl scale` or elasticity may shrink the pool"
+    )
     max_replicas: int | None = Field(
-        None, ge=1, description="most that they may make of it: what the site has devices for; none: `replicas`"
+        None,
+        ge=1,
+        description="most instances to which they may grow the pool, for which the site has devices; none: `replicas`",
     )
     gpus_per_replica: int = Field(
-        1, ge=1, description="tensor parallel: GPUs that share an instance's model (CPU: processes that do)"
+        1, ge=1, description="tensor-parallel size: GPUs (on CPU: processes) over which an instance splits its model"
     )
     nodes: int = Field(
-        1, ge=1, description="machines that the GPUs of one instance are spread over evenly (launch.backend: ray)"
+        1, ge=1, description="machines over which an instance's GPUs are spread evenly (needs launch.backend: ray)"
     )
-    gpu: str = Field("cpu", description="GPU type, or 'cpu'")
+    gpu: str = Field("cpu", description="GPU type of every instance, or 'cpu'")
     threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
     cores: Cores = None
-    max_batch: int = Field(64, ge=1, description="most sequences decoded together by one instance")
+    max_batch: int = Field(64, ge=1, description="most sequences that an instance decodes at once")
     kv_cache_gb: float = Field(0.5, gt=0, description="KV cache per instance in GiB (hardware: cpu)")
     gpu_memory_fraction: float = Field(
-        0.85, gt=0, le=1, description="share of a GPU's memory for vLLM (hardware: cuda)"
+        0.85, gt=0, le=1, description="share of each GPU's memory that vLLM may use (hardware: cuda)"
     )
-    price_per_hour: float = Field(0.0, ge=0.0, description="USD per hour and replica")
+    price_per_hour: float = Field(0.0, ge=0.0, description="USD per instance and hour")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -94,7 +106,7 @@ class GenerationPool(StrictModel):
 
     @property
     def most_replicas(self) -> int:
-        """Instances that the site has room for."""
+        """Most instances that the pool may have."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -108,15 +120,15 @@ class Site(StrictModel):
     """One datacenter, or one machine."""
 
     address: str = Field(
-        "127.0.0.1", min_length=1, description="host name or address at which other sites reach this one"
+        "127.0.0.1", min_length=1, description="host name or address at which other sites reach this site"
     )
-    listen: str = Field("", description="address to listen on for other sites, e.g. 0.0.0.0; none: `address`")
+    listen: str = Field("", description="address on which to listen for other sites, e.g. 0.0.0.0; empty: `address`")
     port: int = Field(
         0,
         ge=0,
         le=65534,
-        description="at the trainer's site the controller's port, and the one after it for weights (0: free ones, if "
-        "there is one site); elsewhere the port at which other sites can get weights from this one (0: they cannot)",
+        description="trainer's site: the controller's port; weights use the next one (0: any free ports, one site "
+        "only); other sites: the port from which further sites can fetch weights (0: they cannot)",
     )
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     trainer: TrainerPool | None = None
@@ -125,7 +137,7 @@ class Site(StrictModel):
 
     @property
     def on_ray(self) -> bool:
-        """Whether its processes are on the nodes of a Ray cluster, not all on the launcher's machine."""
+        """Whether Ray places the site's processes, instead of the launcher running them on its machine."""
         return self.launch.backend == "ray"
 
     @model_validator(mode="after")
@@ -153,60 +165,63 @@ class Site(StrictModel):
 
 
 class SiteLink(StrictModel):
-    """What two sites are connected by: the same in both directions."""
+    """The network link between two sites, the same in both directions."""
 
-    between: tuple[PoolName, PoolName] = Field(description="names of two sites")
-    bandwidth_gbit_s: float = Field(gt=0, description="10^9 bits per second in each direction")
-    rtt_ms: float = Field(ge=0, description="there and back, milliseconds")
-    loss: float = Field(0.0, ge=0, lt=0.5, description="share of packets that are lost (only --emulate uses it)")
+    between: tuple[PoolName, PoolName] = Field(description="names of the two sites")
+    bandwidth_gbit_s: float = Field(gt=0, description="bandwidth in each direction, 10^9 bits per second")
+    rtt_ms: float = Field(ge=0, description="round-trip time in milliseconds")
+    loss: float = Field(0.0, ge=0, lt=0.5, description="share of packets lost (used by --emulate only)")
     weight_share: float = Field(
-        0.8, gt=0, le=1, description="share of the bandwidth that weights may use; the rest stays free for samples"
+        0.8, gt=0, le=1, description="share of the bandwidth that weights may use; the rest is kept for samples"
     )
-    price_per_gb: float = Field(0.0, ge=0, description="USD per 10^9 bytes")
+    price_per_gb: float = Field(0.0, ge=0, description="USD per 10^9 bytes sent")
 
     @property
     def bytes_per_s(self) -> float:
-        """In each direction."""
+        """Bandwidth in each direction, bytes per second."""
         return self.bandwidth_gbit_s * 1e9 / 8
 
     @property
     def rtt_s(self) -> float:
-        """Seconds there and back."""
+        """Round-trip time in seconds."""
         return self.rtt_ms / 1e3
 
 
 class Security(StrictModel):
-    """Of the connections between sites; those inside a site stay on its own network."""
+    """Security of the connections between sites; those inside a site stay on its own network."""
 
     encryption: Literal["curve", "none"] = Field(
-        "curve", description="curve: encrypted, and only known sites are let in; none: for networks that do it already"
+        "curve",
+        description="curve: encrypt, and admit known sites only; none: for networks that already do both",
     )
     keys: str = Field("keys", description="folder with the sites' keys (`streamrl keys`), relative to this file")
 
 
 class Emulation(StrictModel):
-    """What `launch --emulate` puts on this machine in place of each pool: CPU processes."""
+    """The CPU processes that `launch --emulate` starts on this machine in place of each pool."""
 
-    replicas: int = Field(1, ge=1, description="instances per generation pool at most")
-    threads: int = Field(1, ge=1, description="CPU threads of each instance")
-    trainer_ranks: int = Field(1, ge=1, description="trainer processes at most")
-    trainer_threads: int = Field(2, ge=1, description="CPU threads of each")
-    max_batch: int = Field(32, ge=1, description="most sequences decoded together by one instance, at most")
-    kv_cache_gb: float = Field(0.25, gt=0, description="KV cache of each instance in GiB, at most")
+    replicas: int = Field(1, ge=1, description="most instances per generation pool")
+    threads: int = Field(1, ge=1, description="CPU threads per instance")
+    trainer_ranks: int = Field(1, ge=1, description="most trainer processes")
+    trainer_threads: int = Field(2, ge=1, description="CPU threads per trainer process")
+    max_batch: int = Field(32, ge=1, description="upper bound on a pool's max_batch")
+    kv_cache_gb: float = Field(0.25, gt=0, description="upper bound on a pool's kv_cache_gb (GiB)")
 
 
 class ClusterConfig(StrictModel):
-    """A whole cluster file."""
+    """The cluster file."""
 
     name: str = Field("cluster", pattern=r"^[A-Za-z0-9_.-]{1,60}$")
-    hardware: Literal["cpu", "cuda"] = Field(description="what the trainer and the instances run on")
+    hardware: Literal["cpu", "cuda"] = Field(description="device type of the trainer and the instances")
     sites: dict[PoolName, Site] = Field(min_length=1)
     links: list[SiteLink] = Field(
         default_factory=list,
-        description="one between the trainer's site and every other one; more where sites can pass weights on",
+        description="one link between the trainer's site and each other site; further ones where sites pass on weights",
     )
     absence_s: float = Field(
-        600.0, gt=0, description="seconds that a site may be away, at the start or later, before the run ends"
+        600.0,
+        gt=0,
+        description="seconds for which a site may be unreachable, at the start or later, before the run ends",
     )
     security: Security = Field(default_factory=Security)
     emulation: Emulation = Field(default_factory=Emulation)
@@ -240,15 +255,15 @@ class ClusterConfig(StrictModel):
         return self
 
     def link(self, site: str) -> SiteLink | None:
-        """Between the trainer's site and another one; None: the same site, or there is none."""
+        """Return the link between the trainer's site and another one; None for the trainer's site itself."""
         return self.link_between(site, self.trainer_site)
 
     def link_between(self, site: str, other: str) -> SiteLink | None:
-        """Between two sites; None: there is none."""
+        """Return the link between two sites; None: there is none."""
         return next((link for link in self.links if set(link.between) == {site, other}), None)
 
     def relays_for(self, site: str) -> list[str]:
-        """Sites, other than the trainer's, that a site can get weights from."""
+        """List the generating sites from which a site can fetch weights."""
         others = [name for name in self.remote_sites if name != site and self.sites[name].port]
         return [name for name in others if self.link_between(site, name) is not None]
 
@@ -259,5 +274,5 @@ class ClusterConfig(StrictModel):
 
     @property
     def trainer_site(self) -> str:
-        """Name of the site that trains (the controller and the ledger are there too)."""
+        """Name of the site that trains, which also has the controller and the ledger."""
         return next(name for name, site in self.sites.items() if site.trainer is not None)

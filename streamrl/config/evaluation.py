@@ -1,4 +1,4 @@
-"""The `evaluation:` of a run file: held-out tasks that are tried while training."""
+"""The `evaluation:` section of a run file: held-out tasks that are evaluated during training."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 
 
 class EvaluationConfig(StrictModel):
-    """When and on what the policy is evaluated."""
+    """Evaluation of the policy on held-out tasks."""
 
     every: int = Field(10, ge=1, description="optimizer steps between evaluations (the last step is always evaluated)")
-    at_start: bool = Field(True, description="evaluate the untrained model too (version 0)")
+    at_start: bool = Field(True, description="also evaluate the untrained model (version 0)")
     tasks: list[Task] = Field(
         default_factory=list,
-        description="held-out tasks; a file must be another one than in training. Empty: the run's own procedural "
-        "tasks, with other items",
+        description="held-out tasks; files must differ from those in training. Empty: the run's own procedural tasks "
+        "with other items",
     )
-    prompts: int = Field(64, ge=1, description="prompts of each evaluation, always the same ones")
+    prompts: int = Field(64, ge=1, description="prompts per evaluation, the same ones each time")
     samples: int = Field(4, ge=0, description="sampled completions per prompt: the k of pass@k (0: greedy only)")
-    greedy: bool = Field(True, description="one completion per prompt by the likeliest token each time, too")
+    greedy: bool = Field(True, description="also generate one greedy completion per prompt")
     temperature: float | None = Field(
-        None, gt=0, le=5, description="of the samples (default: as in training; top_p and top_k always are)"
+        None,
+        gt=0,
+        le=5,
+        description="temperature of the samples (default: as in training, like top_p and top_k always)",
     )
-    threshold: float = Field(1.0, description="a completion passes with a reward of at least this")
+    threshold: float = Field(1.0, description="smallest reward with which a completion passes")
     seed: int = Field(
         0,
         ge=0,
-        description="chooses the held-out items of procedural tasks and the order of a file, with the run's seed",
+        description="with the run's seed, chooses the held-out items of procedural tasks and the order of a file",
     )
 
     @model_validator(mode="after")
@@ -41,16 +44,16 @@ class EvaluationConfig(StrictModel):
         return self
 
     def held_out(self, run_tasks: Sequence[Task]) -> list[Task]:
-        """The tasks of an evaluation under names of their own: prompts are asked and scored under these names.
+        """Return the evaluation's tasks under names of their own, by which prompts are issued and scored.
 
-        A procedural task draws its items from a seed made of the run's seed and its name, so the other name is what
-        makes its items other ones than in training.
+        A procedural task derives the seed of its items from the run's seed and its name, so a different name gives it
+        items that differ from those in training.
 
         Args:
-            run_tasks: the tasks that are trained on.
+            run_tasks: the tasks of the training.
 
         Raises:
-            ValueError: a file is trained on too, two tasks have one name, or there is nothing to evaluate on.
+            ValueError: a file is also trained on, two tasks share a name, or there is nothing to evaluate on.
         """
         tasks: list[Task] = list(self.tasks) or [task for task in run_tasks if isinstance(task, ReasoningGymTask)]
         if not tasks:
@@ -70,5 +73,5 @@ class EvaluationConfig(StrictModel):
 
 
 def plain_name(task: str) -> str:
-    """A held-out task's name as its user knows it: without what `held_out` puts before it."""
+    """Return a held-out task's name without the prefix that `held_out` adds."""
     return task.partition("/")[2] or task

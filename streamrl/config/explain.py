@@ -1,4 +1,4 @@
-"""Puts pydantic's errors into words for the person who wrote the file: which key, what is there, what should be."""
+"""Explanations of pydantic's errors for the author of a file: which key, what it holds, what is expected."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the top of a file."""
+"""Keys and list indices from the top level of a file down to a value."""
 
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One mistake."""
+    """One mistake in a configuration file."""
 
     path: KeyPath
-    """The key it is about, whether or not the file has it; () when it is about the whole file."""
+    """The key in question, which the file need not have; () for the whole file."""
     text: str
-    """What is wrong, without file and line."""
+    """The explanation, without file and line."""
     also: tuple[KeyPath, ...] = ()
-    """Other keys that take part, where a rule spans several."""
+    """Further keys that a rule over several keys involves."""
 
 
 EXPECTED = {
@@ -38,7 +38,7 @@ EXPECTED = {
     "dict": "keys with values ('key: value' lines)",
     "model": "keys with values ('key: value' lines)",
 }
-"""By the first word of pydantic's error type, e.g. 'int_parsing'."""
+"""Expected values in words, by the first word of pydantic's error type, e.g. 'int_parsing'."""
 
 BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -49,12 +49,12 @@ BOUNDS = {
 
 
 def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[ConfigProblem]:
-    """One `ConfigProblem` for each of pydantic's errors, in its order.
+    """Turn each of pydantic's errors into a `ConfigProblem`, in the same order.
 
     Args:
-        model: what was validated against.
-        error: what pydantic raised.
-        data: what was validated.
+        model: the model that the data was validated against.
+        error: pydantic's error.
+        data: the validated data.
     """
     return [_problem(model, dict(item), data) for item in error.errors(include_url=False)]
 
@@ -133,15 +133,15 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: K
 
 
 def dotted(path: KeyPath) -> str:
-    """('tasks', 0, 'name') as 'tasks.0.name', the way in which --set writes it."""
+    """Return ('tasks', 0, 'name') as 'tasks.0.name', the notation of --set."""
     return ".".join(map(str, path))
 
 
 def locate(model: type[BaseModel], loc: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
-    """Path in the file of a pydantic location, and the model that holds its last key.
+    """Return the path in the file of a pydantic location, and the model that holds its last key.
 
-    Locations hold the tag of a discriminated union as if it were a key ('tasks', 0, 'reasoning_gym', 'name') and
-    '[key]' behind a mapping's key: neither is in the file.
+    Locations contain the tag of a discriminated union as if it were a key ('tasks', 0, 'reasoning_gym', 'name'), and
+    '[key]' behind a mapping's key; neither is in the file.
     """
     annotation: Any = model
     holder: type[BaseModel] | None = None
@@ -160,7 +160,7 @@ def locate(model: type[BaseModel], loc: KeyPath) -> tuple[KeyPath, type[BaseMode
 
 
 def _below(annotation: Any, part: str | int) -> Any:
-    """Type of what is under a key or index."""
+    """Return the type of the value under a key or index."""
     if _is_model(annotation):
         field = annotation.model_fields.get(str(part))
         return field.annotation if field else None
@@ -171,7 +171,7 @@ def _below(annotation: Any, part: str | int) -> Any:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without Annotated and without '| None'."""
+    """Strip Annotated and '| None' from a type."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
@@ -189,7 +189,7 @@ def _is_model(annotation: Any) -> bool:
 
 
 def _union_models(annotation: Any) -> list[type[BaseModel]]:
-    """Members of a union of models; nothing for any other type."""
+    """Return the members of a union of models; nothing for any other type."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
     members = [_bare(member) for member in get_args(annotation)]
@@ -197,7 +197,7 @@ def _union_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """Values of a model's literal fields: among them its discriminator's."""
+    """Return the values of a model's literal fields, which include its discriminator."""
     return {
         value
         for field in model.model_fields.values()
@@ -207,7 +207,7 @@ def _tags(model: type[BaseModel]) -> set[Any]:
 
 
 def _literals(model: type[BaseModel], path: KeyPath) -> list[Any]:
-    """Values that the literal at `path` may have, over all members of the unions on the way."""
+    """Return the allowed values of the literal at `path`, over all members of the unions on the way."""
     types_here: list[Any] = [model]
     for part in path:
         below = []
@@ -224,7 +224,7 @@ def _literals(model: type[BaseModel], path: KeyPath) -> list[Any]:
 
 
 def _all_keys(annotation: Any, above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key that is reached without a list or a name of the user's."""
+    """Yield every key that is reachable without a list index or a user-chosen name."""
     annotation = _bare(annotation)
     for member in _union_models(annotation) or [annotation]:
         if _is_model(member):
@@ -234,7 +234,7 @@ def _all_keys(annotation: Any, above: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _named_keys(model: type[BaseModel], text: str) -> Iterator[KeyPath]:
-    """Keys that a rule over the whole file names in its message ('site' stands for 'sites')."""
+    """Yield the keys that a whole-file rule names in its message ('site' stands for 'sites')."""
     keys = set(_all_keys(model))
     for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", text):
         for candidate in (word, f"{word}s"):

@@ -1,7 +1,7 @@
-"""Reads the cluster file and the run file; a mistake is told with file, line, key, what is there and what should be.
+"""Loading of the cluster file and the run file; a mistake is reported with file, line, key, value and expectation.
 
-All mistakes of a file come in one `ConfigError`. Line numbers are of the YAML node that pydantic complains about,
-or of the mapping in which a key is missing.
+One `ConfigError` holds all mistakes of a file. Line numbers are those of the YAML node that pydantic rejects, or of the
+mapping that lacks a key.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 
 RESOLVED_NAME = "config.yaml"
-"""The resolved configuration in a run's folder."""
+"""File name of the resolved configuration in a run's folder."""
 
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
 class ConfigError(UserError):
-    """A file or an override is wrong; the message lists every mistake found."""
+    """Mistakes in a file or an override; the message lists them all."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed YAML file: plain values, and the nodes they came from (for line numbers)."""
+    """A parsed YAML file: plain values, and their nodes (for line numbers)."""
 
     name: str
     data: Any
     node: yaml.Node | None
     overrides: tuple[tuple[tuple[str | int, ...], str], ...] = ()
-    """Paths that were set on the command line, with their text."""
+    """Paths set on the command line, with the text of the override."""
 
 
 def load_cluster(path: Path | str) -> ClusterConfig:
-    """Reads a cluster file; the folder of its keys is then told from here, not from the file.
+    """Read a cluster file, and make the folder of its keys an absolute path.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or holds mistakes.
+        ConfigError: the file cannot be read, is empty, or contains mistakes.
     """
     document = _read(Path(path))
     if document.data is None:
@@ -57,14 +57,14 @@ def load_cluster(path: Path | str) -> ClusterConfig:
 
 
 def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run file and puts `key=value` overrides on top.
+    """Read a run file and apply `key=value` overrides.
 
     Args:
-        path: run file; None: all defaults. An empty file is all defaults, too.
+        path: run file; None, like an empty file: all defaults.
         overrides: e.g. 'batch.prompts_per_step=4' or 'tasks.0.weight=2'; values are YAML.
 
     Raises:
-        ConfigError: the file cannot be read, or file or overrides hold mistakes.
+        ConfigError: the file cannot be read, or it or the overrides contain mistakes.
     """
     document = _read(Path(path)) if path is not None else Document("(no run file)", None, None)
     if document.data is None:
@@ -73,7 +73,7 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None:
-    """Writes `<run_dir>/config.yaml` with every key of both files; replaces the file in one step.
+    """Write `<run_dir>/config.yaml` with every key of both files, atomically.
 
     Raises:
         UserError: the folder cannot be written.
@@ -90,10 +90,10 @@ def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None
 
 
 def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
-    """Reads what `save_resolved` wrote.
+    """Read the configuration that `save_resolved` wrote.
 
     Raises:
-        ConfigError: no such file, or someone edited it into a mistake.
+        ConfigError: there is no such file, or it was edited and contains mistakes.
     """
     path = Path(run_dir) / RESOLVED_NAME
     if not path.is_file():
@@ -142,7 +142,7 @@ def _read(path: Path) -> Document:
 
 
 def _near_files(path: Path) -> str:
-    """Files of the same folder with a similar name, as the end of a message."""
+    """Return the end of a message that suggests files with similar names."""
     folder = path.parent
     if not folder.is_dir():
         return f" (and no folder {folder})"
@@ -152,7 +152,7 @@ def _near_files(path: Path) -> str:
 
 
 def _refuse_duplicates(name: str, root: yaml.Node | None) -> None:
-    """YAML's parsers keep the last of two equal keys without a word."""
+    """Refuse duplicate keys, of which YAML parsers silently keep the last one."""
     problems = []
     pending, seen = [root], set()
     while pending:
@@ -174,7 +174,7 @@ def _refuse_duplicates(name: str, root: yaml.Node | None) -> None:
 
 
 def _override(document: Document, overrides: Sequence[str]) -> Document:
-    """The document with overrides put in; raises a ConfigError that lists all that cannot be."""
+    """Apply overrides to a document; raise a ConfigError that lists all invalid ones."""
     data: Any = document.data
     done: list[tuple[tuple[str | int, ...], str]] = []
     problems: list[str] = []
@@ -200,7 +200,7 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _put(data: Any, path: Sequence[str | int], value: Any, above: str = "") -> Any:
-    """A copy of `data` with `value` at `path`; missing mappings are made, lists are not extended."""
+    """Return a copy of `data` with `value` at `path`; missing mappings are created, lists are not extended."""
     if not path:
         return value
     part, where = path[0], f"'{above}'" if above else "the run file"
@@ -222,12 +222,12 @@ def _validate(model: type[ModelType], document: Document) -> ModelType:
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
-        problems = [_told(document, problem) for problem in explain(model, error, document.data)]
+        problems = [_located(document, problem) for problem in explain(model, error, document.data)]
         raise ConfigError("\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))) from error
 
 
-def _told(document: Document, problem: ConfigProblem) -> tuple[int, str]:
-    """Line (for sorting) and text of a problem: named by the override that caused it, or by file and line."""
+def _located(document: Document, problem: ConfigProblem) -> tuple[int, str]:
+    """Return a problem's line (for sorting) and message, located by the override that caused it or by file and line."""
     for path, text in reversed(document.overrides):
         if any(_overlap(path, about) for about in (problem.path, *problem.also)):
             return 0, f"--set {text}: {problem.text}"
@@ -236,13 +236,13 @@ def _told(document: Document, problem: ConfigProblem) -> tuple[int, str]:
 
 
 def _overlap(first: Sequence[str | int], second: Sequence[str | int]) -> bool:
-    """Whether one path leads to the other, or to what is in it."""
+    """Whether one path is a prefix of the other."""
     shared = min(len(first), len(second))
     return shared > 0 and [str(part) for part in first[:shared]] == [str(part) for part in second[:shared]]
 
 
 def _line(node: yaml.Node | None, path: Sequence[str | int]) -> int:
-    """Line of the deepest node on `path` that is in the file (0: nothing is)."""
+    """Return the line of the deepest node on `path` that the file contains (0: none)."""
     line = 0
     for part in path:
         if isinstance(node, yaml.MappingNode):

@@ -14,37 +14,37 @@ from streamrl.config.tasks import Task, default_tasks
 
 
 class ModelConfig(StrictModel):
-    """The policy."""
+    """The policy model."""
 
     path: str = Field(
         "smollm2-135m",
-        description="a name that `streamrl fetch-model` knows, a folder in HF format, or an HF hub id",
+        description="a model known to `streamrl fetch-model`, a folder in HF format, or a Hugging Face hub id",
     )
-    max_context: int = Field(1024, ge=16, description="prompt + completion tokens at most")
+    max_context: int = Field(1024, ge=16, description="most tokens of prompt and completion together")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
-        description="compute type of trainer and instances (master weights are always fp32); auto: bfloat16 where the "
-        "device computes it well, float32 elsewhere",
+        description="compute type of trainer and instances (master weights are always fp32); auto: bfloat16 on devices "
+        "where it is fast, float32 elsewhere",
     )
-    system_prompt: str | None = Field(None, description="system message put before every prompt")
+    system_prompt: str | None = Field(None, description="system message before every prompt; none: no message")
 
 
 class BatchConfig(StrictModel):
-    """Shape of one optimizer step."""
+    """The batch of one optimizer step."""
 
     prompts_per_step: int = Field(8, ge=1, description="prompts (groups) per optimizer step")
     samples_per_prompt: int = Field(8, ge=1, description="completions per prompt (group size)")
     micro_batch_tokens: int = Field(
-        2048, ge=64, description="most tokens in one forward/backward of a rank (a larger group runs alone)"
+        2048, ge=64, description="most tokens in one forward/backward pass of a rank (a larger group runs alone)"
     )
 
 
 class SamplingConfig(StrictModel):
-    """How completions are drawn."""
+    """Sampling of completions."""
 
     temperature: float = Field(1.0, gt=0, le=5)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: all tokens")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
     max_tokens: int = Field(128, ge=1, description="most tokens in one completion")
     stop: list[str] = Field(default_factory=list, description="strings that end a completion")
 
@@ -55,26 +55,30 @@ class OptimizerConfig(StrictModel):
     lr: float = Field(5e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     decay: Literal["constant", "cosine"] = "constant"
-    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="cosine ends at lr times this")
+    min_lr_fraction: float = Field(
+        0.1, ge=0, le=1, description="final learning rate of the cosine decay, as a share of lr"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, slower")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: slower, but less memory"
+    )
 
 
 class RankerConfig(StrictModel):
-    """Predicts output lengths from prompts; learns from the run's own rollouts as they come."""
+    """The ranker, which predicts output lengths from prompts and learns from the run's own rollouts."""
 
     path: str | None = Field(
-        None, description="a file of `streamrl train-ranker` to begin with; none: nothing is known at the start"
+        None, description="initial ranker, a file written by `streamrl train-ranker`; none: start without predictions"
     )
     refit_every: int = Field(1, ge=0, description="optimizer steps between refits on the newest rollouts (0: never)")
-    window: int = Field(20_000, ge=100, description="newest samples that a refit learns from")
+    window: int = Field(20_000, ge=100, description="number of newest samples that a refit learns from")
 
 
 class DispatchConfig(StrictModel):
-    """Which request goes to which instance."""
+    """Dispatch of requests to instances."""
 
     policy: Literal[
         "random",
@@ -88,32 +92,35 @@ class DispatchConfig(StrictModel):
         "skew-aware",
     ] = Field(
         "skew-aware",
-        description="policies of `streamrl simulate`; skew-aware is least-loaded as long as no ranking is trusted",
+        description="dispatch policy (compare them with `streamrl simulate`); skew-aware acts as least-loaded until "
+        "length predictions are trusted",
     )
     price_tolerance: float = Field(
-        0.0, ge=0, le=1, description="of several sites: share of the time that may be lost for a cheaper one"
+        0.0, ge=0, le=1, description="with several sites: share of time that may be lost by choosing a cheaper site"
     )
 
 
 class WeightSyncConfig(StrictModel):
-    """How new weights reach the instances."""
+    """Delivery of new weights to the instances."""
 
     backend: Literal["auto", "stream", "nccl"] = Field(
         "auto",
-        description="stream: ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda, "
-        "unless the schedule is colocated",
+        description="stream: over ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda unless "
+        "the schedule is colocated, else stream",
     )
     encoding: Literal["auto", "raw", "delta"] = Field(
-        "auto", description="what relays fetch: raw: all bytes; delta: lossless differences; auto: delta across sites"
+        "auto",
+        description="what relays fetch: raw: all bytes; delta: lossless differences; auto: delta across sites, else "
+        "raw",
     )
     anchor_every: int = Field(
-        10, ge=1, description="published versions between complete ones that latecomers begin from (delta)"
+        10, ge=1, description="delta: published versions between complete ones, from which late relays start"
     )
-    chunk_mb: float = Field(4.0, gt=0, le=256, description="MiB per weight frame at most; less on slow links")
+    chunk_mb: float = Field(4.0, gt=0, le=256, description="largest weight frame in MiB; smaller on slow links")
     generation_dtype: Literal["same", "fp8", "int8"] = Field(
         "same",
-        description="of the linear weights that instances get; same: that of all other weights; fp8, int8: 8 bits, "
-        "which halves what is sent and makes generation off-policy (see algorithm.off_policy)",
+        description="type of the linear weights sent to instances; same: as all other weights; fp8, int8: 8 bits, "
+        "which halves the bytes sent and makes generation slightly off-policy (see algorithm.off_policy)",
     )
 
     @model_validator(mode="after")
@@ -127,56 +134,66 @@ class WeightSyncConfig(StrictModel):
 
 
 class ElasticityConfig(StrictModel):
-    """Keeps generation and training in balance: after a step one instance may be added to a pool, or taken from one."""
+    """Elasticity, which balances generation and training: after a step it may add or remove one instance of a pool."""
 
-    enabled: bool = Field(False, description="within each pool's min_replicas and max_replicas in the cluster file")
-    patience: int = Field(2, ge=1, description="steps in a row that must ask for the same change")
-    settle: int = Field(1, ge=0, description="steps after a change that are not looked at")
+    enabled: bool = Field(
+        False, description="adjust pools within their min_replicas and max_replicas of the cluster file"
+    )
+    patience: int = Field(2, ge=1, description="consecutive steps that must call for the same change")
+    settle: int = Field(1, ge=0, description="steps ignored after a change")
     margin: float = Field(
         0.05, ge=0, lt=1, description="share of a stage's time by which the imbalance must exceed what a change saves"
     )
-    min_saving: float = Field(0.05, ge=0, lt=1, description="share of generation's time that an instance must save")
+    min_saving: float = Field(
+        0.05, ge=0, lt=1, description="share of the generation time that an added instance must save"
+    )
 
 
 class RecoveryConfig(StrictModel):
-    """What becomes of processes that die."""
+    """Restarts of processes that die."""
 
-    restarts: int = Field(5, ge=0, description="of one process within `window_s`; then it stays dead")
-    window_s: float = Field(600.0, gt=0)
-    pause_s: float = Field(1.0, ge=0, description="before the first restart; twice as long before each further one")
-    longest_pause_s: float = Field(60.0, ge=0)
-    suspect_s: float = Field(3.0, gt=0, description="silence of an instance after which others go on with what it had")
+    restarts: int = Field(5, ge=0, description="restarts of one process within `window_s`; after that it stays dead")
+    window_s: float = Field(600.0, gt=0, description="seconds over which restarts are counted")
+    pause_s: float = Field(1.0, ge=0, description="seconds before the first restart; doubled before each further one")
+    longest_pause_s: float = Field(60.0, ge=0, description="longest pause before a restart, seconds")
+    suspect_s: float = Field(
+        3.0, gt=0, description="seconds of silence after which other instances continue an instance's requests"
+    )
 
 
 class CheckpointConfig(StrictModel):
-    """When state is saved."""
+    """Frequency and number of checkpoints."""
 
-    every: int = Field(10, ge=1, description="optimizer steps between checkpoints (the last step always saves)")
-    keep: int = Field(2, ge=1, description="checkpoints kept, oldest deleted first")
+    every: int = Field(10, ge=1, description="optimizer steps between checkpoints (the last step always writes one)")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; older ones, except the best, are deleted")
 
 
 class DeadlineConfig(StrictModel):
-    """Longest waits in seconds; on expiry the run ends and says who was waited for."""
+    """Longest waits in seconds; when one expires the run ends and names the process it waited for."""
 
-    startup_s: float = Field(300, gt=0, description="for a process to say hello")
-    generation_s: float = Field(900, gt=0, description="without any finished sample while some are running")
-    training_s: float = Field(900, gt=0, description="for one micro-batch or optimizer step")
+    startup_s: float = Field(300, gt=0, description="until a process has started and connected")
+    generation_s: float = Field(900, gt=0, description="without any finished sample while samples are being generated")
+    training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
     weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
-    reward_s: float = Field(20, gt=0, description="for one reward; then the sample gets 0 and an error")
-    heartbeat_s: float = Field(60, gt=0, description="without a sign of life of a process")
+    reward_s: float = Field(20, gt=0, description="for one reward; after that the sample gets reward 0 and an error")
+    heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
 
 
 class RunConfig(StrictModel):
-    """A whole run file; every key has a default, so an empty file is a valid run."""
+    """The run file; every key has a default, so an empty file is a valid run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]{1,60}$", description="the run's folder under runs/")
-    steps: int = Field(20, ge=1, description="optimizer steps in total")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_.-]{1,60}$", description="name of the run and of its folder under --runs-dir"
+    )
+    steps: int = Field(20, ge=1, description="total optimizer steps")
     seed: int = Field(0, ge=0, lt=2**31)
     model: ModelConfig = Field(default_factory=ModelConfig)
     tasks: list[Task] = Field(default_factory=default_tasks, min_length=1)
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     schedule: ScheduleConfig = Field(default_factory=StreamSchedule)
-    evaluation: EvaluationConfig | None = Field(None, description="held-out tasks, tried while training; none: no")
+    evaluation: EvaluationConfig | None = Field(
+        None, description="evaluation on held-out tasks during training; none: no evaluation"
+    )
     batch: BatchConfig = Field(default_factory=BatchConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     ranker: RankerConfig = Field(default_factory=RankerConfig)

@@ -1,4 +1,4 @@
-"""The `schedule:` of a run file: when generation may issue, when training may start, how weights come in."""
+"""The `schedule:` section of a run file: when to issue, when to train, and how instances update their weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OnUpdate = Literal["wait", "keep_kv", "recompute_kv", "abort_and_requeue"]
 class _RoundsConfig(StrictModel):
     max_age: int | None = Field(
         None,
-        description="most optimizer steps between the weights that a group was issued under and those that train on "
-        "it; none: any",
+        description="most optimizer steps between the policy version at a group's issue and the version that trains "
+        "on it; none: any",
     )
 
     @model_validator(mode="after")
@@ -29,66 +29,71 @@ class _RoundsConfig(StrictModel):
 
 
 class TailBatchingConfig(_RoundsConfig):
-    """More groups are issued than a batch needs; what is unfinished when a batch is there is put off, with its tokens,
-    to a tail round, as soon as a whole batch has been put off."""
+    """Tail batching: rounds issue more groups than a batch needs and defer the unfinished ones.
+
+    Deferred groups keep their tokens; as soon as a whole batch is deferred, a tail round finishes it.
+    """
 
     kind: Literal["tail_batching"] = "tail_batching"
-    over_issue: float = Field(1.25, ge=1, le=8, description="groups that a round issues, by those that it needs")
+    over_issue: float = Field(1.25, ge=1, le=8, description="groups issued per round, as a multiple of those needed")
 
 
 class PartialRolloutsConfig(_RoundsConfig):
-    """A sample produces so many tokens a round at most; then it is parked, and goes on in the next round."""
+    """Partial rollouts: a sample that has used up its tokens of a round is parked and continued in the next round."""
 
     kind: Literal["partial_rollouts"] = "partial_rollouts"
-    round_tokens: int = Field(ge=1, description="new tokens of a sample in one round")
-    over_issue: float = Field(1.0, ge=1, le=8, description="groups open when a round begins, by those of a batch")
+    round_tokens: int = Field(ge=1, description="most new tokens of a sample per round")
+    over_issue: float = Field(
+        1.0, ge=1, le=8, description="groups open at the start of a round, as a multiple of a batch"
+    )
 
 
 RoundsConfig = Annotated[TailBatchingConfig | PartialRolloutsConfig, Field(discriminator="kind")]
 
 
 class _Barrier(StrictModel):
-    """On-policy schedules: a batch is sampled by the newest published weights only."""
+    """Base of the on-policy schedules, which sample a batch by the newest published weights only."""
 
     sync_every: int = Field(
         1,
         ge=1,
-        description="optimizer steps between publications of weights; so many batches are generated together, and the "
-        "later ones train with weights that are up to sync_every - 1 steps newer (mini-batches)",
+        description="optimizer steps between publications of weights; that many batches are generated together, and "
+        "the later ones train on weights up to sync_every - 1 steps newer (mini-batches)",
     )
 
     @property
     def max_staleness(self) -> int:
-        """Of the last step before a publication."""
+        """Staleness of the last step before a publication, in optimizer steps."""
         return self.sync_every - 1
 
     @property
     def on_update(self) -> OnUpdate:
-        """Nothing runs when weights come; what an evaluation has running goes on with its KV computed anew."""
+        """Update mode: only an evaluation's requests can be running; they continue with their KV cache recomputed."""
         return "recompute_kv"
 
     @property
     def rolling(self) -> bool:
-        """All instances load at once: nothing else could be done meanwhile."""
+        """Whether instances load one after the other; never, as no requests run meanwhile."""
         return False
 
 
 class ColocatedSchedule(_Barrier):
-    """Generation and training take turns on the same devices; a lock says whose turn it is."""
+    """Colocated: generation and training take turns on the same devices, under a lock."""
 
     name: Literal["colocated"] = "colocated"
 
     @property
     def rounds(self) -> TailBatchingConfig | PartialRolloutsConfig | None:
-        """None: every batch is generated to its end."""
+        """Rounds; always None: every batch is generated to its end."""
         return None
 
 
 class _InRounds(_Barrier):
-    """Schedules whose batches may be generated in rounds."""
+    """Base of the schedules whose batches may be generated in rounds."""
 
     rounds: RoundsConfig | None = Field(
-        None, description="put off what takes long, with its tokens, instead of waiting for it"
+        None,
+        description="defer long samples, with their tokens, to a later round instead of waiting for them; none: wait",
     )
 
     @model_validator(mode="after")
@@ -99,59 +104,60 @@ class _InRounds(_Barrier):
 
 
 class SyncSchedule(_InRounds):
-    """Barrier: training starts when the whole batch is finished."""
+    """Sync: training starts when the whole batch is finished."""
 
     name: Literal["sync"] = "sync"
 
 
 class StreamSchedule(_InRounds):
-    """Dynamic batch: the trainer works on groups as they complete; one optimizer step per batch."""
+    """Stream: the trainer works on groups as they complete, with one optimizer step per batch."""
 
     name: Literal["stream"] = "stream"
 
 
 class _Overlapping(StrictModel):
-    """Generation goes on while weights are made and sent."""
+    """Base of the schedules that continue generation while weights are made and sent."""
 
     on_update: OnUpdate = Field(
         "recompute_kv",
-        description="requests that run when new weights come: wait for their end; keep_kv: go on with the KV cache as "
-        "it is; recompute_kv: go on, their KV computed anew; abort_and_requeue: taken off with their tokens, and go "
-        "on wherever there is room",
+        description="running requests at a weight update: wait: let them end first; keep_kv: continue with the KV "
+        "cache as it is; recompute_kv: continue with the KV cache recomputed; abort_and_requeue: preempt them with "
+        "their tokens, and continue them wherever there is room",
     )
     rolling: bool = Field(
-        False, description="instances of a site load new weights one after the other, so that the others generate on"
+        False,
+        description="load new weights into a site's instances one after the other, so that the others keep generating",
     )
 
     @property
     def rounds(self) -> TailBatchingConfig | PartialRolloutsConfig | None:
-        """None: what takes long holds nobody up."""
+        """Rounds; always None: long samples hold up nothing."""
         return None
 
 
 class OneStepOffSchedule(_Overlapping):
-    """Trains on the last batch while the next one is generated: always one step of staleness."""
+    """One-step-off: trains on the last batch while the next one is generated, with one step of staleness."""
 
     name: Literal["one_step_off"] = "one_step_off"
 
     @property
     def max_staleness(self) -> int:
-        """A batch is generated while the one before trains."""
+        """Most optimizer steps of staleness: 1, as a batch is generated while the previous one trains."""
         return 1
 
     @property
     def sync_every(self) -> int:
-        """Every step's weights are published."""
+        """Optimizer steps between publications of weights: always 1."""
         return 1
 
 
 class AsyncSchedule(_Overlapping):
-    """Generation and training overlap fully; prompts wait while their samples would get too stale."""
+    """Async: generation and training overlap fully; prompts wait while their samples would become too stale."""
 
     name: Literal["async"] = "async"
     max_staleness: int = Field(
         1,
-        description="most optimizer steps between the weights that a sample was begun with and those that train on it",
+        description="most optimizer steps between the weights with which a sample began and those that train on it",
     )
     sync_every: int = Field(1, ge=1, description="optimizer steps between publications of weights")
 
@@ -170,18 +176,18 @@ class AsyncSchedule(_Overlapping):
 
 
 class AutoScheduleConfig(_Overlapping):
-    """Profiles the first steps, predicts every schedule, runs the fastest, and changes when the run does.
+    """Auto: profiles the first steps, predicts every schedule, runs the fastest, and switches when the run changes.
 
-    On CPU it also chooses how pinned cores are split, and may have generation and training take turns on all of them.
+    On CPU it also chooses the split of pinned cores, and may let generation and training take turns on all of them.
     """
 
     name: Literal["auto"] = "auto"
-    max_staleness: int = Field(1, ge=1, description="of `async`, if that is chosen")
-    profile_steps: int = Field(2, ge=1, description="steps that are measured under each division of the devices")
+    max_staleness: int = Field(1, ge=1, description="max_staleness of `async`, if that is chosen")
+    profile_steps: int = Field(2, ge=1, description="steps measured under each split of the devices")
 
     @property
     def sync_every(self) -> int:
-        """Every step's weights are published."""
+        """Optimizer steps between publications of weights: always 1."""
         return 1
 
 

@@ -1,4 +1,4 @@
-"""The `tasks:` of a run file, and of its evaluation: where prompts come from and what scores their completions."""
+"""The `tasks:` of a run file and of its evaluation: the sources of prompts and the rewards of completions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from streamrl.config.cluster import StrictModel
 
 
 class ReasoningGymTask(StrictModel):
-    """A procedural task of the reasoning-gym package, scored by its own verifier."""
+    """A procedural task of the reasoning-gym package, scored by the package's verifier."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     name: str = Field(description="reasoning-gym data set name, e.g. chain_sum")
     label: str = Field("", description="name shown in rollouts and reports (default: the data set's name)")
-    weight: float = Field(1.0, gt=0, description="share of the mix, relative to the other tasks")
+    weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
     config: dict[str, Any] = Field(default_factory=dict, description="settings of the data set; `size` makes it finite")
     answer: Literal["tag", "last_number", "last_line", "full"] = Field(
         "tag",
-        description="where the answer is: <answer>...</answer>, the last number, the last line, all of it",
+        description="where the answer is in a completion: tag: in <answer>...</answer>; last_number; last_line; "
+        "full: all of it",
     )
-    suffix: str = Field("", description="text put after every question (e.g. how to format the answer)")
+    suffix: str = Field("", description="text after every question (e.g. how to format the answer)")
 
     @property
     def key(self) -> str:
@@ -30,33 +31,35 @@ class ReasoningGymTask(StrictModel):
 
 
 class Sandbox(StrictModel):
-    """Where code that a model wrote may run."""
+    """The sandbox in which code written by a model runs."""
 
     command: list[str] = Field(
         min_length=1,
-        description="program that isolates, with its arguments; what is to run is appended: "
+        description="sandbox program with its arguments, to which the command to run is appended: "
         "[bwrap, --unshare-all, --die-with-parent, --ro-bind, /usr, /usr, ...]",
     )
-    seconds: float = Field(5.0, gt=0, description="for one completion's program and its tests")
-    memory_mb: int = Field(1024, ge=64, description="address space of each of its processes")
+    seconds: float = Field(5.0, gt=0, description="time limit of one completion's program and its tests, seconds")
+    memory_mb: int = Field(1024, ge=64, description="address space limit of each process, MiB")
 
 
 class FileTask(StrictModel):
-    """Prompts from a JSONL or Parquet file, or from a Hugging Face data set."""
+    """A task whose prompts come from a JSONL or Parquet file, or from a Hugging Face data set."""
 
     kind: Literal["file", "hf_dataset"]
     name: str = Field(description="name shown in rollouts and reports")
-    path: str = Field(description="file (.jsonl, .parquet), or HF data set: folder, id, or id:subset")
-    split: str = Field("train", description="split (hf_dataset only)")
-    weight: float = Field(1.0, gt=0)
+    path: str = Field(description="file (.jsonl, .parquet), or Hugging Face data set: folder, id, or id:subset")
+    split: str = Field("train", description="split of the data set (hf_dataset only)")
+    weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
     prompt_column: str = "prompt"
-    answer_column: str | None = Field("answer", description="column with the reference answer, handed to the reward")
-    reward: str = Field(
-        "math_verify", description="'math_verify', 'exact_match', 'python_tests', or 'module:function' of your own"
+    answer_column: str | None = Field(
+        "answer", description="column with the reference answer, passed to the reward; null: none"
     )
-    sandbox: Sandbox | None = Field(None, description="for python_tests: what the model's code runs in; none: nowhere")
+    reward: str = Field(
+        "math_verify", description="'math_verify', 'exact_match', 'python_tests', or your own 'module:function'"
+    )
+    sandbox: Sandbox | None = Field(None, description="python_tests: sandbox for the model's code (required)")
     suffix: str = ""
-    shuffle: bool = Field(True, description="another order in every epoch; false: the file's (a curriculum)")
+    shuffle: bool = Field(True, description="a new order in every epoch; false: the file's order (a curriculum)")
 
     @property
     def key(self) -> str:
@@ -79,7 +82,7 @@ Task = Annotated[ReasoningGymTask | FileTask, Field(discriminator="kind")]
 
 
 def default_tasks() -> list[Task]:
-    """Three easy reasoning-gym tasks that a 135M model sometimes solves."""
+    """Return three easy reasoning-gym tasks that a 135M model sometimes solves."""
     return [
         ReasoningGymTask(
             name="chain_sum",

@@ -1,6 +1,6 @@
-"""What is seen of a run, its processes and its sites at one moment, and from when on that counts as late or silent.
+"""Facts observed about a run, its processes and its sites at one moment, and the limits for "late" and "silent".
 
-`diagnose/snapshot.py` collects it; `diagnose/stuck.py` judges it.
+`diagnose/snapshot.py` collects the facts; `diagnose/stuck.py` judges them.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ Alive = Literal["running", "sleeping", "disk-sleep", "stopped", "traced", "zombi
 
 FINAL = frozenset({"done", "interrupted", "failed"})
 SILENT_AFTER_S = 10.0
-"""The controller writes every half second, and sites say something every second: ten seconds are no hiccup."""
+"""Seconds of silence that count. The controller writes every half second and sites report every second, so this is
+no hiccup."""
 STARTING_SILENT_S = 120.0
-"""A controller that starts loads libraries in one go, and with a cold disk that takes more than a minute."""
+"""Seconds of silence allowed to a starting controller: loading libraries from a cold disk takes over a minute."""
 HANG_S = 10.0
-"""For a process that does not turn and does not compute: ordinary pauses, as for a disk, are a few seconds long."""
+"""Seconds for which a process may neither run its event loop nor compute; disk pauses take a few."""
 PATIENCE_S = 30.0
-"""Shorter waits for a process that seems to do nothing are not judged: CPU time is measured over a moment only."""
+"""Seconds below which a wait for a seemingly idle process is not judged: CPU time is sampled only briefly."""
 SLOW_FACTOR, SLOW_LEAST_S = 2.0, 10.0
-"""A step is slow when it takes longer than so many medians, and by that many seconds more than one."""
+"""A step is slow when it exceeds `SLOW_FACTOR` median step times and is `SLOW_LEAST_S` seconds above the median."""
 NEAR_LIMIT = 0.8
-"""Share of its limit from which on a wait is told."""
+"""Share of its limit at which a wait is reported."""
 GRACE_S = 5.0
-"""Beyond its limit: the owner of the wait is ending the run meanwhile."""
+"""Seconds past its limit that a wait is tolerated, while its owner ends the run."""
 IDLE_CPU = 0.02
-"""Share of a core: heartbeats take less."""
+"""Share of a core below which a process counts as idle; heartbeats take less."""
 RECENT_STEPS = 20
-"""Earlier steps have other output lengths."""
+"""Newest steps used for the median step time; output lengths of earlier ones differ."""
 LITTLE_DISK_GB = 0.5
+"""Free space, in GB, below which the run's disk is reported as full."""
 
 
 @dataclass(frozen=True)
 class WaitFacts:
-    """A registered wait; `since` in unix seconds."""
+    """A wait that its owner has registered; `since` in unix seconds."""
 
     owner: str
     waiting_for: str
@@ -50,7 +52,7 @@ class WaitFacts:
 
 @dataclass(frozen=True)
 class ChildFacts:
-    """A process of a process, that cannot go on."""
+    """A child process that cannot continue."""
 
     name: str
     pid: int
@@ -59,39 +61,39 @@ class ChildFacts:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One process, as seen from outside and as its last heartbeat told."""
+    """One process, as seen from outside and as its last heartbeat reported."""
 
     name: str
     role: str
-    """As in status.json; 'launcher', 'elastic' (torch's launcher of the ranks) and 'proxy' beside."""
+    """A role of status.json, or 'launcher', 'elastic' (torch's launcher of the ranks) or 'proxy'."""
     pid: int | None = None
-    """None: it is not of this machine, or has not been started."""
+    """None: it runs on another machine, or has not been started."""
     site: str = ""
     alive: Alive = "unknown"
     exit_code: int | None = None
     last_words: str = ""
-    """Of one that has ended, if the launcher has noticed."""
+    """Its last output, if it has ended and the launcher has noticed."""
     cpu: float | None = None
-    """Cores that it and its children have used."""
+    """Cores that it and its children are using."""
     loop: Loop = "unknown"
-    """Whether its event loop turns; none: it does not have one (yet)."""
+    """State of its event loop; none: it has no event loop (yet)."""
     children: tuple[ChildFacts, ...] = ()
     doing: str = ""
     stage: str = ""
-    """What it does while it starts; '': it has started."""
+    """Its current start-up stage; '': it has started."""
     stage_s: float = 0.0
-    """For how long."""
+    """Seconds in that stage."""
     running: int = 0
-    """Requests that it works on."""
+    """Requests in progress."""
     tasks: tuple[str, ...] = ()
-    """Awaits of its asyncio tasks, a line each."""
+    """The await chain of each asyncio task, one line each."""
     threads: tuple[str, ...] = ()
-    """Python stacks of its threads, the innermost frame first."""
+    """Python stacks of its threads, innermost frame first."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of status.json; times in unix seconds."""
+    """Contents of status.json; times in unix seconds."""
 
     state: str
     step: int
@@ -102,12 +104,12 @@ class RunFacts:
     cuda: bool = False
     waits: tuple[WaitFacts, ...] = ()
     silent_s: Mapping[str, float] = field(default_factory=dict)
-    """Of sites behind links, as of `updated_at`."""
+    """Seconds of silence of each site behind a link, as of `updated_at`."""
 
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """Of a site that only generates, and has a launcher of its own (site.json)."""
+    """Contents of site.json: a site that only generates and has its own launcher."""
 
     site: str
     state: str
@@ -118,51 +120,51 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was seen of a run, at `now` (unix seconds)."""
+    """Everything observed about a run at `now` (unix seconds)."""
 
     now: float
     run: RunFacts | None
-    """None: the controller has not written yet, or is elsewhere."""
+    """None: the controller has not written yet, or runs elsewhere."""
     processes: tuple[ProcessFacts, ...] = ()
     step_times: tuple[float, ...] = ()
-    """Seconds that the steps so far took, oldest first."""
+    """Durations of the steps so far, in seconds, oldest first."""
     step_began: float | None = None
-    """When the step under way began."""
+    """Start of the current step, in unix seconds."""
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """Which process listens at a ZeroMQ address."""
+    """Name of the process that listens at each ZeroMQ address."""
     site: SiteFacts | None = None
     disk_free_gb: float | None = None
 
     @cached_property
     def by_name(self) -> dict[str, ProcessFacts]:
-        """The processes."""
+        """Processes by name."""
         return {one.name: one for one in self.processes}
 
     @property
     def age(self) -> float:
-        """Seconds since the controller last wrote; infinite if it never has."""
+        """Seconds since the controller last wrote its status; infinite if it never has."""
         return float("inf") if self.run is None else max(0.0, self.now - self.run.updated_at)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run's processes are not of this machine: one that is not here writes."""
+        """Whether the run is on another machine: the status is being updated, but the controller is not here."""
         controller = self.by_name.get("controller")
         return controller is not None and controller.alive == "gone" and self.age <= SILENT_AFTER_S
 
     @property
     def usual_s(self) -> float | None:
-        """Median time of the recent steps; None before there are any."""
+        """Median duration of the recent steps, in seconds; None before there are any."""
         recent = self.step_times[-RECENT_STEPS:]
         return statistics.median(recent) if recent else None
 
     @property
     def elapsed_s(self) -> float | None:
-        """Since the step under way began."""
+        """Seconds since the current step began."""
         return None if self.step_began is None else max(0.0, self.now - self.step_began)
 
     @property
     def late(self) -> bool:
-        """Whether the step under way takes longer than steps do; False while there is nothing to compare with."""
+        """Whether the current step takes longer than usual; False while there is nothing to compare with."""
         usual, elapsed = self.usual_s, self.elapsed_s
         if usual is None or elapsed is None:
             return False
@@ -170,14 +172,14 @@ class Facts:
 
     @property
     def patience(self) -> float:
-        """Seconds for which nobody is suspected of doing nothing."""
+        """Seconds for which an idle process is not yet suspected."""
         return max(PATIENCE_S, SLOW_FACTOR * (self.usual_s or 0.0))
 
 
 def innermost(threads: Sequence[str]) -> str:
-    """The innermost Python frame of the main thread, as 'function (file:line)'; '' without a stack.
+    """Return the innermost Python frame of the main thread as 'function (file:line)'; '' without a stack.
 
-    faulthandler writes the main thread last, and of each thread the innermost frame first.
+    faulthandler writes the main thread last, and each thread's innermost frame first.
     """
     found = ""
     for before, line in itertools.pairwise(threads):

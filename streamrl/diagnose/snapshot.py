@@ -1,6 +1,6 @@
-"""What the processes of a run do right now: what the run's folder and this machine tell, and what they answer.
+"""Collect what the processes of a run are doing right now, from the run's folder, this machine and their answers.
 
-Finding the processes and reading the folder is here; how a process is asked is `diagnose/stacks.py`.
+This module finds the processes and reads the folder; `diagnose/stacks.py` asks a process for its stacks.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from streamrl.run_dir.instance_files import StartedProcess, read_started, site_f
 from streamrl.run_dir.start_stages import read_stages
 
 CPU_WINDOW_S = 0.3
-"""CPU time is counted in hundredths of a second, so this tells 3 %."""
+"""Seconds over which CPU use is measured. CPU time is counted in hundredths of a second, so this resolves 3 %."""
 TASKS_S = 0.5
-"""An event loop that does not turn within this is blocked: it also has to answer heartbeats."""
+"""Seconds after which a silent event loop counts as blocked; it has heartbeats to answer, too."""
 THREADS_S = 0.3
-"""The answer of a process that is not stopped takes a millisecond, on a machine under load some tens."""
+"""Seconds to wait for thread stacks. A process that is not stopped answers in a millisecond, under load in tens."""
 POLL_S = 0.02
+"""Seconds between two looks for answers."""
 TAIL_BYTES = 256 * 1024
-"""Of metrics.jsonl: a row takes a few kilobytes."""
+"""Bytes read from the end of metrics.jsonl; a row takes a few kilobytes."""
 
 
 def collect(run_dir: Path, threads: bool = False) -> Facts:
-    """All that can be seen of a run from its folder and on this machine; takes about a second at most.
+    """Collect everything visible of a run in its folder and on this machine; takes a second at most.
 
     Args:
-        run_dir: the run's folder, or the one of a site that has a launcher of its own.
-        threads: ask every process for the stacks of its threads, not only one whose event loop is blocked.
+        run_dir: the run's folder, or that of a site with its own launcher.
+        threads: ask every process for its threads' stacks, not only those whose event loop is blocked.
 
     Raises:
         OSError: the folder cannot be read.
-        ValueError: status.json is none.
+        ValueError: status.json has the wrong form.
     """
-    told = _read_json(run_dir / layout.STATUS)
-    seen = _find(run_dir, told or {})
+    status = _read_json(run_dir / layout.STATUS)
+    seen = _find(run_dir, status or {})
     for one in seen:
         if threads:
-            one.ask_threads()  # first: it is not to show how the other question is answered
+            one.ask_threads()  # first, so that the stacks do not show the answer to the other question
         one.ask_tasks()
     begun, first = time.monotonic(), [_cpu_s(one.tree) for one in seen]
     time.sleep(CPU_WINDOW_S if any(one.tree for one in seen) else 0)
     for one, before in zip(seen, first, strict=True):
         used = max(0.0, _cpu_s(one.tree) - before) / (time.monotonic() - begun) if one.tree else None
-        one.facts = replace(one.facts, cpu=used, alive=_twice(one))
+        one.facts = replace(one.facts, cpu=used, alive=_state_after_window(one))
     _until(lambda: all(one.loop != "blocked" for one in seen), begun + TASKS_S)
     silent = [one for one in seen if one.loop == "blocked"]
     for one in silent:
@@ -63,13 +64,13 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
     _until(lambda: all(one.threads_told for one in asked), time.monotonic() + THREADS_S)
     processes = tuple(replace(one.facts, loop=one.loop, tasks=one.tasks, threads=one.threads) for one in seen)
     steps, last = _steps(run_dir)
-    site = _read_json(run_dir / layout.SITE_STATUS) if told is None else None
+    site = _read_json(run_dir / layout.SITE_STATUS) if status is None else None
     return Facts(
         now=time.time(),
-        run=_run(told) if told is not None else None,
+        run=_run(status) if status is not None else None,
         processes=processes,
         step_times=steps,
-        step_began=_step_began(told, last),
+        step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
         site=_site(site) if site is not None else None,
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
@@ -77,15 +78,17 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
 
 
 def _until(done: Callable[[], bool], end: float) -> None:
-    """Until something is the case, at the longest until `end` (monotonic seconds)."""
+    """Wait until `done` returns true, or until `end` (monotonic seconds)."""
     while not done() and time.monotonic() < end:
         time.sleep(POLL_S)
 
 
-def _find(run_dir: Path, told: Mapping[str, Any]) -> list[ObservedProcesses]:
-    """The run's processes: those that launchers have written down, torch's ranks, and, without a pid, those that only
-    status.json knows."""
-    roles, family = told.get("roles") or {}, _Family()
+def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
+    """Find the run's processes: those the launchers have recorded, torch's ranks, and those only in status.json.
+
+    The last have no pid.
+    """
+    roles, family = status.get("roles") or {}, _Family()
     found: list[ObservedProcesses] = []
     for site, folder in site_folders(run_dir).items():
         written = _written_at(folder)
@@ -113,9 +116,9 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[ObservedProcesses]:
                 ObservedProcesses(ProcessFacts(name=name, role=str(state.get("role", "")), alive="unknown"), run_dir)
             )
     stages, now = {name: one for name, one in read_stages(run_dir).items() if not one.ready}, time.time()
-    if "trainer-0" in known and "trainer" in stages:  # what the first rank says; torch's launcher says nothing
+    if "trainer-0" in known and "trainer" in stages:  # the first rank reports it; torch's launcher reports nothing
         stages["trainer-0"] = stages.pop("trainer")
-    sites = sorted(told.get("sites") or {}, key=len, reverse=True)
+    sites = sorted(status.get("sites") or {}, key=len, reverse=True)
     for one in found:
         state = roles.get("trainer" if one.facts.role == "trainer" else one.facts.name, {})
         site = one.facts.site or next((s for s in sites if _is_of(one.facts.name, s)), "")
@@ -128,12 +131,12 @@ def _find(run_dir: Path, told: Mapping[str, Any]) -> list[ObservedProcesses]:
 
 
 def _is_of(name: str, site: str) -> bool:
-    """Whether a process is of a site, by its name."""
+    """Return whether a process belongs to a site, by its name."""
     return name in (f"service-{site}", f"rewards-{site}") or name.startswith(f"{site}-")
 
 
 class _Family:
-    """All processes of the machine by their parents, at one moment."""
+    """All processes of the machine at one moment, by parent."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[psutil.Process]] = {}
@@ -141,7 +144,7 @@ class _Family:
             self._children.setdefault(one.info["ppid"] or 0, []).append(one)
 
     def ranks(self, pid: int) -> dict[int, int]:
-        """Pids of the ranks that torch's launcher has started, by rank."""
+        """Return the pids of the ranks that torch's launcher `pid` has started, by rank."""
         found = {}
         for one in self._children.get(pid, []):
             with contextlib.suppress(psutil.Error, ValueError, OSError):
@@ -152,8 +155,10 @@ class _Family:
     def look(
         self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = ""
     ) -> ObservedProcesses:
-        """Finds a process, if it is the one that was there when its pid was written down, and all that it started.
-        Nothing can be seen of one on another node."""
+        """Find a process and its descendants, unless its pid now belongs to a younger process.
+
+        Nothing can be seen of a process on another node.
+        """
         seen = ObservedProcesses(facts, folder / layout.STACKS)
         if node:
             seen.facts = replace(facts, alive="unknown", pid=None)
@@ -168,13 +173,13 @@ class _Family:
             seen.facts = replace(facts, alive="gone")
             return seen
         seen.tree = [root]
-        for one in seen.tree:  # grows meanwhile
+        for one in seen.tree:  # grows during the loop
             seen.tree += [child for child in self._children.get(one.pid, []) if child.pid not in apart]
         seen.facts = replace(facts, alive=_alive(root), children=tuple(_unable(seen.tree[1:])))
         return seen
 
     def others(self, found: Iterable[ObservedProcesses], run_dir: Path) -> list[ObservedProcesses]:
-        """The launcher, if it still has children here, and the proxy of an emulated network."""
+        """Return the launcher, if it still has children here, and the proxy of an emulated network."""
         listed = {one.facts.pid for one in found}
         roots = [one.tree[0] for one in found if one.tree and one.facts.role != "trainer"]
         with contextlib.suppress(psutil.Error, IndexError):
@@ -201,8 +206,8 @@ def _alive(process: psutil.Process) -> Alive:
     return cast(Alive, names.get(status, plain))
 
 
-def _twice(one: ObservedProcesses) -> Alive:
-    """Its state, also after the window: only who waits for a disk both times does so for long."""
+def _state_after_window(one: ObservedProcesses) -> Alive:
+    """Return a process's state after the CPU window; a disk wait counts only if seen before and after it."""
     if not one.tree:
         return one.facts.alive
     now = _alive(one.tree[0])
@@ -219,7 +224,7 @@ def _unable(children: Iterable[psutil.Process]) -> Iterable[ChildFacts]:
 
 
 def _cpu_s(tree: Iterable[psutil.Process]) -> float:
-    """Seconds that the processes have computed so far."""
+    """Return the CPU seconds that the processes have used so far."""
     total = 0.0
     for one in tree:
         with contextlib.suppress(psutil.Error):
@@ -228,21 +233,21 @@ def _cpu_s(tree: Iterable[psutil.Process]) -> float:
     return total
 
 
-# -- reading (status.json is read as it is: to load the models that check it takes longer than all the rest)
+# -- reading (status.json is read unchecked: loading the models that validate it takes longer than everything else)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """A file's object; None if there is none.
+    """Return a file's JSON object; None if the file does not exist.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the file holds something else.
     """
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
+        raise ValueError(f"{path} does not hold a JSON object")
     return found
 
 
@@ -259,41 +264,41 @@ def _written_at(folder: Path) -> float:
         return 0.0
 
 
-def _run(told: Mapping[str, Any]) -> RunFacts:
+def _run(status: Mapping[str, Any]) -> RunFacts:
     try:
         return RunFacts(
-            state=str(told["state"]),
-            step=int(told["step"]),
-            steps=int(told["steps"]),
-            started_at=float(told["started_at"]),
-            updated_at=float(told["updated_at"]),
-            error=told.get("error"),
-            cuda=told.get("hardware") == "cuda",
+            state=str(status["state"]),
+            step=int(status["step"]),
+            steps=int(status["steps"]),
+            started_at=float(status["started_at"]),
+            updated_at=float(status["updated_at"]),
+            error=status.get("error"),
+            cuda=status.get("hardware") == "cuda",
             waits=tuple(
                 WaitFacts(str(w["owner"]), str(w["waiting_for"]), float(w["since"]), float(w["limit_s"]))
-                for w in told.get("waits") or []
+                for w in status.get("waits") or []
             ),
-            silent_s={name: float(site["silent_s"]) for name, site in (told.get("sites") or {}).items()},
+            silent_s={name: float(site["silent_s"]) for name, site in (status.get("sites") or {}).items()},
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"status.json: {error}") from error
 
 
-def _site(told: Mapping[str, Any]) -> SiteFacts:
+def _site(status: Mapping[str, Any]) -> SiteFacts:
     try:
         keys = ("site", "state", "updated_at", "trainer_silent_s", "samples_waiting")
-        return SiteFacts(**{key: told[key] for key in keys})
+        return SiteFacts(**{key: status[key] for key in keys})
     except KeyError as error:
         raise ValueError(f"site.json has no {error}") from error
 
 
 def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
-    """Times of the newest steps, and when the last one ended."""
+    """Return the durations of the newest steps, in seconds, and when the last one ended."""
     times, ended = [], None
     with contextlib.suppress(FileNotFoundError), (run_dir / layout.METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is cut
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the first line may be cut off
                 row = json.loads(line)
                 ended = float(row["time"])
                 if row.get("step_time_s") is not None:
@@ -301,24 +306,24 @@ def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
     return tuple(times), ended
 
 
-def _step_began(told: Mapping[str, Any] | None, last_ended: float | None) -> float | None:
-    """When the last step ended; for the first step since the start, when the controller began to run."""
-    if told is None or told.get("state") == "starting":
+def _step_began(status: Mapping[str, Any] | None, last_ended: float | None) -> float | None:
+    """Return when the last step ended; for the first step since the start, when the controller began to run."""
+    if status is None or status.get("state") == "starting":
         return None
-    running = ((told.get("roles") or {}).get("controller") or {}).get("since")
+    running = ((status.get("roles") or {}).get("controller") or {}).get("since")
     began = [float(value) for value in (running, last_ended) if value is not None]
     return max(began, default=None)
 
 
 def _addresses(run_dir: Path) -> dict[str, str]:
-    """Who listens where, as the processes of each site know it."""
+    """Return which process listens at each address, as the processes of each site know it."""
     found: dict[str, str] = {}
     for folder in site_folders(run_dir).values():
         with contextlib.suppress(ValueError):
-            told = _read_json(folder / layout.ADDRESSES) or {}
+            addresses = _read_json(folder / layout.ADDRESSES) or {}
             of = {"controller": "controller", "controller_outside": "controller"}
             of |= {"publisher": "trainer-0", "publisher_outside": "trainer-0"}
-            found |= {told[key]: name for key, name in of.items() if told.get(key)}
+            found |= {addresses[key]: name for key, name in of.items() if addresses.get(key)}
             for key in ("services", "relays"):
-                found |= {address: f"service-{site}" for site, address in (told.get(key) or {}).items()}
+                found |= {address: f"service-{site}" for site, address in (addresses.get(key) or {}).items()}
     return found

@@ -1,13 +1,13 @@
-"""What a process of a run does right now: how it is asked, and how it answers.
+"""Ask a process of a run what it is doing right now, and answer when asked.
 
 A role's process answers two signals, in `stacks/` of its site's folder:
 
-    SIGUSR2   what its asyncio tasks await, in <name>.tasks.txt; only while its event loop turns
-    SIGUSR1   the Python stacks of all its threads, added to <name>.txt; whatever it is doing
+    SIGUSR2   what its asyncio tasks await, written to <name>.tasks.txt; only while its event loop runs
+    SIGUSR1   the Python stacks of all its threads, appended to <name>.txt; always
 
-Both would end a process that is not prepared for them. So only one is asked that has put its pid into its file, is not
-younger than that, and catches the signal. To be asked for its threads costs a process a moment of all of them, so by
-default only those are that do not answer the first question.
+Either signal would kill a process without a handler. So a process is asked only if it has written its pid to its file,
+is not younger than that file, and catches the signal. Writing the stacks halts all of a process's threads for a
+moment, so by default only processes that do not answer SIGUSR2 are asked for them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from streamrl.diagnose.facts import Loop, ProcessFacts
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
-    import asyncio  # loaded by who has tasks; to look from outside takes half as long without
+    import asyncio  # imported only where tasks exist: observing from outside is twice as fast without it
 
 TASKS, THREADS = signal.SIGUSR2, signal.SIGUSR1
 CLOCK_S = 2.0
-"""Start times of processes are told to a second."""
+"""Seconds of tolerance between a process's start time, known to a second, and a file's time."""
 
 
 def answer_requests(run_dir: Path, name: str) -> None:
-    """From now on this process answers, as the module's text says; to be called in its main thread.
+    """Make this process answer SIGUSR1 and SIGUSR2 as above; call it in the main thread.
 
-    A folder that cannot be written is no reason to end: the process then cannot be asked.
+    If the folder cannot be written, the process continues and cannot be asked.
 
     Args:
-        run_dir: of its site.
-        name: as waits have it: 'controller', 'trainer-0', 'here-tail-0'.
+        run_dir: the folder of the process's site.
+        name: the process's name in waits: 'controller', 'trainer-0', 'here-tail-0'.
     """
     import asyncio
 
@@ -71,17 +71,17 @@ def answer_requests(run_dir: Path, name: str) -> None:
                 loop.call_soon_threadsafe(put_tasks)
 
         signal.signal(TASKS, asked)
-        signal.siginterrupt(TASKS, False)  # system calls of libraries go on
+        signal.siginterrupt(TASKS, False)  # system calls of libraries are resumed, not interrupted
 
 
 def _put(path: Path, lines: list[str]) -> None:
-    """In one piece, so that a reader sees all or nothing."""
+    """Write lines atomically, so that a reader sees all or nothing."""
     with contextlib.suppress(OSError):
         replace_text(path, "\n".join(lines) + "\n")
 
 
 def describe(task: asyncio.Task[Any]) -> str:
-    """What a task awaits: its coroutines from the outermost to the innermost, with the line that each is at."""
+    """Describe what a task awaits: its coroutines, outermost first, with the line that each is at."""
     parts: list[str] = []
     one: Any = task.get_coro()
     while one is not None:
@@ -99,36 +99,40 @@ def describe(task: asyncio.Task[Any]) -> str:
 
 @dataclass
 class ObservedProcesses:
-    """A process that is looked at."""
+    """A process under observation, and its answers."""
 
     facts: ProcessFacts
     folder: Path
     tree: list[psutil.Process] = field(default_factory=list)
-    """Itself, and all that it has started."""
+    """The process itself and all its descendants."""
     asked_tasks: bool = False
     tasks_before: tuple[int, int] | None = None
     threads_from: int | None = None
-    """Bytes that its file had when it was asked."""
+    """Size of `threads_file`, in bytes, when the process was asked."""
 
     @property
     def tasks_file(self) -> Path:
+        """File in which the process writes what its tasks await."""
         return self.folder / f"{self.facts.name}.tasks.txt"
 
     @property
     def threads_file(self) -> Path:
+        """File to which the process appends its threads' stacks."""
         return self.folder / f"{self.facts.name}.txt"
 
     def ask_tasks(self) -> None:
+        """Ask the process what its asyncio tasks await."""
         self.tasks_before = _mark(self.tasks_file)
         self.asked_tasks = self._signal(TASKS)
 
     def ask_threads(self) -> None:
+        """Ask the process for the stacks of its threads, at most once."""
         if self.threads_from is None and self.threads_file.exists():
             size = self.threads_file.stat().st_size
             self.threads_from = size if self._signal(THREADS) else None
 
     def _signal(self, number: signal.Signals) -> bool:
-        """Whether it can be asked, and was."""
+        """Send a signal if the process can take it; return whether it was sent."""
         pid = self.facts.pid
         if pid is None or self.facts.alive in ("gone", "zombie", "stopped", "traced"):
             return False
@@ -141,6 +145,7 @@ class ObservedProcesses:
 
     @property
     def loop(self) -> Loop:
+        """State of the process's event loop, judged by its answer so far."""
         if not self.asked_tasks:
             return "unknown"
         if _mark(self.tasks_file) == self.tasks_before:
@@ -149,11 +154,12 @@ class ObservedProcesses:
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """What its asyncio tasks await, one line each; empty unless it has answered."""
         return tuple(self.tasks_file.read_text().splitlines()[1:]) if self.loop == "answers" else ()
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """What has come of the answer."""
+        """Lines of the answer received so far."""
         if self.threads_from is None:
             return ()
         with self.threads_file.open("rb") as file:
@@ -162,12 +168,12 @@ class ObservedProcesses:
 
     @property
     def threads_told(self) -> bool:
-        """Whether the answer has come to its end: the thread that was interrupted, mostly the main one."""
+        """Whether the answer is complete: its last part is the interrupted thread, mostly the main one."""
         return any("Current thread" in line for line in self.threads[:-1])
 
 
 def _mark(path: Path) -> tuple[int, int] | None:
-    """Changes when a file is replaced."""
+    """Return a value that changes when the file is replaced; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -176,7 +182,7 @@ def _mark(path: Path) -> tuple[int, int] | None:
 
 
 def _prepared(pid: int, file: Path, number: int) -> bool:
-    """Whether this pid is the process that opened the file, and it catches the signal (Linux only)."""
+    """Return whether `pid` is the process that opened the file and catches the signal (Linux only)."""
     try:
         with file.open() as opened:
             word, told, _, at = opened.readline().split()

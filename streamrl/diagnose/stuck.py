@@ -1,19 +1,20 @@
-"""Why a run does not go on: a judgement on what was seen of it, without I/O.
+"""Judge from the observed facts whether a run makes progress, and if not, why. No I/O.
 
-Every wait of a run has an owner, something it waits for, and a limit. The edges are followed from the controller: it
-waits for a process, which may wait for another one, up to one that waits for nobody. The state of that last process
-explains the rest. From the worst to the most harmless:
+Every wait has an owner, something it waits for, and a limit. The waits form a chain that starts at the controller: it
+waits for a process, which may wait for another, until one waits for none. The condition of that last process explains
+the chain. From worst to most harmless:
 
-    dead, stopped     it cannot go on by itself: the run is stuck, however short the wait
-    away              its site has been silent: stuck, unless the step under way is in its ordinary time
-    hangs, disk       its event loop does not turn and it computes nothing: stuck after `HANG_S`
-    in one call       its event loop does not turn, and it computes: stuck after `patience`
-    in a circle       two that wait for each other: stuck after `patience`
-    idle              it turns and computes nothing: stuck after `patience`, on CPUs (on a GPU it may compute there)
-    works             not stuck: the run is slow when the step takes long, else healthy
+    dead, stopped     it cannot continue by itself: the run is stuck, however short the wait
+    away              its site is silent: stuck, unless the current step is still within its usual time
+    hangs, disk       its event loop is blocked and it computes nothing: stuck after `HANG_S`
+    in one call       its event loop is blocked, but it computes: stuck after `patience`
+    in a circle       two processes wait for each other: stuck after `patience`
+    idle              its event loop runs and it computes nothing: stuck after `patience`, on CPUs only (a GPU may be
+                      computing)
+    works             not stuck: the run is slow if the step takes long, else healthy
 
-Whoever is idle while another one of those waited for works is taken to wait for that one. A wait beyond its limit is
-stuck in any case: its owner should have ended the run.
+If several processes are waited for and one of them works, idle ones are taken to wait for it. A wait past its limit is
+always stuck: its owner should have ended the run.
 """
 
 from __future__ import annotations
@@ -46,42 +47,42 @@ STUCK = 3
 
 @dataclass(frozen=True)
 class Edge:
-    """Who waits for what, and by that for whom."""
+    """One wait: its owner, what it waits for, and the process that has to provide it."""
 
     waiter: str
     waits_for: str
     since_s: float
     limit_s: float
     target: str
-    """Process that it waits for; '': the text does not say."""
+    """Name of the process waited for; '': the wait's text does not say."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run goes on, and what it is that it does not."""
+    """Whether a run makes progress, and if not, the cause."""
 
     state: HealthState
     sentence: str
     edges: list[Edge] = field(default_factory=list)
-    """From the controller to the process at the end."""
+    """The chain of waits, from the controller to the process at its end."""
     details: list[str] = field(default_factory=list)
     failed: bool = False
-    """Of a run that has ended: it was not done."""
+    """Whether the run has ended before it was done."""
 
     @property
     def exit_code(self) -> int:
-        """3: stuck, 1: ended and not done, 0: anything else."""
+        """Exit code of `why-stuck`: 3 stuck, 1 ended before it was done, 0 anything else."""
         return STUCK if self.state == "stuck" else int(self.failed)
 
     @property
     def involved(self) -> list[str]:
-        """Processes of the chain, in its order."""
+        """Names of the processes in the chain, in order."""
         names = [name for edge in self.edges for name in (edge.waiter, edge.target) if name]
         return list(dict.fromkeys(names))
 
 
 class Rank(IntEnum):
-    """What explains a standstill; the higher, the better."""
+    """Conditions of a process; a higher one explains a standstill better."""
 
     WORKS = 0
     UNKNOWN = 1
@@ -97,14 +98,14 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True)
 class Condition:
-    """How a process is; the text goes on after its name."""
+    """The condition of a process; `text` continues a sentence that begins with its name."""
 
     rank: Rank
     text: str
 
 
 def judge(facts: Facts) -> Verdict:
-    """Whether the run goes on, and if not, who waits for whom. Pure: the same facts give the same verdict."""
+    """Judge whether the run makes progress, and if not, who waits for whom. Pure: equal facts give equal verdicts."""
     verdict = _judge(facts)
     known = [named for one in facts.processes if (named := _name(one)) in verdict.sentence]
     details = [text for text in verdict.details if not text.startswith(tuple(f"{name} " for name in known))]
@@ -123,7 +124,7 @@ def _judge(facts: Facts) -> Verdict:
     stuck = [chain for chain in chains if _is_stuck(chain, facts)]
     if stuck:
         worst = max(stuck, key=lambda chain: (chain.condition.rank, chain.edges[0].since_s))
-        return Verdict("stuck", f"stuck: {_told(worst, facts)}", worst.edges, details)
+        return Verdict("stuck", f"stuck: {_describe_chain(worst, facts)}", worst.edges, details)
     if (unable := _unable(facts)) is not None:
         return Verdict("stuck", f"stuck: {unable}; nobody has waited for it so far", [], details)
     longest = max(chains, key=lambda chain: chain.edges[0].since_s, default=None)
@@ -133,13 +134,13 @@ def _judge(facts: Facts) -> Verdict:
     near = [chain for chain in chains if chain.edges[0].since_s > NEAR_LIMIT * chain.edges[0].limit_s]
     if facts.late or near:
         chosen = near[0] if near else longest
-        told = "" if chosen is None else f"; {_told(chosen, facts)}"
+        told = "" if chosen is None else f"; {_describe_chain(chosen, facts)}"
         return Verdict("slow", f"slow: {_place(facts)}{told}", edges, details)
     return Verdict("healthy", f"healthy: {_place(facts)}{_longest(longest)}", edges, details)
 
 
 def condition(one: ProcessFacts | None, facts: Facts) -> Condition:
-    """How a process is, by what was seen of it, and in which stage of its start, if it is in one."""
+    """Return a process's condition, with its start-up stage if it is still starting."""
     if one is None:
         return Condition(Rank.UNKNOWN, "is not known here")
     found = _condition(one, facts)
@@ -179,7 +180,7 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
 
 
 def _fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
-    """Why a process cannot go on by itself, if so; an instance that ended with 0 was told to leave."""
+    """Return why a process cannot continue by itself, or None; an instance that exited with 0 was asked to leave."""
     if (one.role == "instance" and one.exit_code == 0) or (one.alive == "gone" and facts.elsewhere):
         return None
     if one.exit_code is not None:
@@ -211,20 +212,20 @@ def _fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
 
 @dataclass(frozen=True)
 class WaitChain:
-    """Edges from a first waiter to the process at the end, and how that one is."""
+    """Edges from the first waiter to the process at the end, and that process's condition."""
 
     edges: list[Edge]
     condition: Condition
 
 
 def _first_waits(facts: Facts) -> list[WaitFacts]:
-    """The controller's; without any, those of everybody else."""
+    """Return the controller's waits, or, if it has none, all others."""
     waits = facts.run.waits if facts.run is not None else ()
     return [wait for wait in waits if wait.owner == "controller"] or list(waits)
 
 
 def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
-    """The chain that begins with this wait and explains most."""
+    """Return the chain that begins with this wait and explains the most."""
     since_s = max(0.0, facts.now - wait.since)
     seen = (*seen, wait.owner)
     found: list[tuple[WaitChain, ProcessFacts | None]] = []
@@ -255,13 +256,13 @@ def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
-    """What a process itself waits for, if that is another one."""
+    """Return the waits of a process that are for other processes."""
     waits = facts.run.waits if facts.run is not None else ()
     return [wait for wait in waits if wait.owner == name and any(t != name for t in targets(wait, facts))]
 
 
 def targets(wait: WaitFacts, facts: Facts) -> list[str]:
-    """Names of the processes that a wait is for, by its text; empty if that does not say."""
+    """Return the names of the processes that a wait is for, by its text; empty if the text does not say."""
     text = wait.waiting_for
     named = [name for name in facts.by_name if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
     if named:
@@ -287,12 +288,12 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
     if text.startswith("the hub to acknowledge"):
         return ["controller"]
     if text.startswith(("the ranker ", "weights to be coded", "reward workers ")):
-        return [wait.owner]  # for a thread or a child of its own
+        return [wait.owner]  # it waits for one of its own threads or children
     return []
 
 
 def _with_samples(facts: Facts) -> list[str]:
-    """Instances that have requests, and services that wait or cannot go on; all services if no instance has any."""
+    """Return instances with requests and services that wait or are blocked; all services if no instance has any."""
     services = [p for p in facts.processes if p.role == "service"]
     instances = [p.name for p in facts.processes if p.role == "instance" and p.running]
     sick = [s.name for s in services if condition(s, facts).rank >= Rank.CALL or _waits_of(s.name, facts)]
@@ -304,7 +305,10 @@ def _of_role(role: str, facts: Facts) -> list[str]:
 
 
 def _is_stuck(chain: WaitChain, facts: Facts) -> bool:
-    """See the module's text. While a run starts, libraries load and models warm up: only certain causes count."""
+    """Return whether a chain means that the run is stuck, by the rules at the top of this module.
+
+    While a run starts, libraries load and models warm up, so only certain causes count.
+    """
     if any(edge.since_s > edge.limit_s + GRACE_S for edge in chain.edges):
         return True
     rank, since_s = chain.condition.rank, chain.edges[-1].since_s
@@ -321,11 +325,11 @@ def _is_stuck(chain: WaitChain, facts: Facts) -> bool:
     return rank in (Rank.CALL, Rank.CIRCLE, Rank.IDLE) and since_s > facts.patience
 
 
-# -- what is no wait
+# -- standstills that no wait shows
 
 
 def _ended(facts: Facts) -> Verdict | None:
-    """A run that is over, whether or not it has said so."""
+    """Return the verdict on a run that is over, whether or not it has recorded its end; None if it is not over."""
     run = facts.run
     started = [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
     if run is not None and run.state in FINAL:
@@ -346,7 +350,7 @@ def _ended(facts: Facts) -> Verdict | None:
 
 
 def _controller_silent(facts: Facts) -> str | None:
-    """What to tell when the controller is what does not go on."""
+    """Return the sentence for a controller that has stopped writing its status; None if it has not."""
     one, run = facts.by_name.get("controller"), facts.run
     known = condition(one, facts)
     certain = known.rank >= Rank.STOPPED
@@ -363,8 +367,10 @@ def _controller_silent(facts: Facts) -> str | None:
 
 
 def _unable(facts: Facts) -> str | None:
-    """A process that cannot go on, though nobody waits for it: best one whose end is known. Watchers that are stopped
-    are told among the details."""
+    """Describe a process that cannot continue although none waits for it, preferably one whose exit code is known.
+
+    Stopped watchers (launchers, the proxy) are left to the details.
+    """
     for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
         why = _fatal(one, facts)
         if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
@@ -373,7 +379,7 @@ def _unable(facts: Facts) -> str | None:
 
 
 def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
-    """Of a site's own folder: its processes, and whether it hears of the trainer's site."""
+    """Judge a site by its own folder: its processes, and whether it hears from the trainer's site."""
     age, details = max(0.0, facts.now - site.updated_at), _details(facts)
     here = f"site {site.site}"
     if site.state in FINAL:
@@ -399,7 +405,7 @@ def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
 
 
 def _details(facts: Facts) -> list[str]:
-    """What else is worth knowing."""
+    """Return further findings worth reporting, one sentence each."""
     found = []
     for one in facts.processes:
         known = condition(one, facts)
@@ -423,8 +429,8 @@ def _details(facts: Facts) -> list[str]:
 # -- sentences
 
 
-def _told(chain: WaitChain, facts: Facts) -> str:
-    """A chain in one sentence."""
+def _describe_chain(chain: WaitChain, facts: Facts) -> str:
+    """Describe a chain in one sentence."""
     parts = []
     for number, edge in enumerate(chain.edges):
         past = ", which has passed" if edge.since_s > edge.limit_s + GRACE_S else ""
@@ -442,7 +448,7 @@ def _told(chain: WaitChain, facts: Facts) -> str:
 
 
 def _place(facts: Facts) -> str:
-    """Which step, and for how long."""
+    """Describe the current step and its elapsed time."""
     run, usual, elapsed = facts.run, facts.usual_s, facts.elapsed_s
     assert run is not None
     if run.step >= run.steps:
@@ -466,11 +472,11 @@ def _starting(facts: Facts, longest: WaitChain | None) -> str:
         one = facts.by_name.get("controller")
         return f"starting: the controller has not reported yet; it {condition(one, facts).text}"
     since = f"starting for {_s(facts.now - facts.run.started_at)}"
-    return since if longest is None else f"{since}: {_told(longest, facts)}"
+    return since if longest is None else f"{since}: {_describe_chain(longest, facts)}"
 
 
 def _busy(facts: Facts) -> str:
-    """For a wait that names nobody: who computes now."""
+    """Name the processes that compute now, for a wait that names none."""
     busy = [p for p in facts.processes if p.cpu is not None and p.cpu >= IDLE_CPU]
     busy.sort(key=lambda p: -(p.cpu or 0.0))
     named = ", ".join(f"{p.name} ({100 * (p.cpu or 0.0):.0f} % CPU)" for p in busy[:3])

@@ -1,16 +1,16 @@
-"""A network namespace per site, joined by a "wan" namespace: the kernel's part of an emulated network (Linux, root).
+"""One network namespace per site, joined by a "wan" namespace: the kernel's part of an emulated network (Linux, root).
 
     site a --veth, tbf--  wan (the proxy runs here)  --veth-- home
     site b --veth, tbf--
 
-Each site has a veth pair to the wan, with a subnet of its own; the wan does not route, so a site reaches nothing but
-the proxy. A token bucket (tbf) at both ends of each remote site's pair limits its bandwidth; delay and loss are the
-proxy's, because many kernels come without netem. No interface, address or route is added outside these namespaces.
+Each site has a veth pair to the wan, in its own subnet; the wan does not route, so a site can reach only the proxy. A
+token bucket (tbf) at both ends of each remote site's pair limits its bandwidth. The proxy adds delay and loss, because
+many kernels lack netem. No interface, address or route is added outside these namespaces.
 
 The kernel counts Ethernet, IP and TCP headers. The bucket's rate is the declared bandwidth times 1514/1448, so that a
-bandwidth means the same with and without namespaces: payload bytes of TCP.
+bandwidth means TCP payload bytes both with and without namespaces.
 
-A namespace's name holds the process that made it: what a killed run has left behind is found and removed by the next.
+A namespace's name contains the pid of the process that made it, so the next run can remove what a killed run left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMAND_S = 10.0
 FRAME = 1514
 """Bytes on the wire, as tbf counts them, of a full segment."""
 BURST_S = 0.004
-"""Of the bucket: the kernel's timer may be so late before bandwidth is lost."""
+"""Bucket size in seconds: how late the kernel's timer may be before bandwidth is lost."""
 MIN_BURST = 4 * FRAME
 SITE_DEVICE = "wan0"
 """Name of a site's end of its veth pair."""
@@ -51,19 +51,19 @@ class Layout:
 
     token: str
     pid: int
-    """Of the process that makes and removes it."""
+    """Pid of the process that makes and removes it."""
     home: str
     bandwidths: Mapping[str, float | None]
     """Bytes per second of each remote site's link; None: unlimited."""
 
     @classmethod
     def new(cls, home: str, bandwidths: Mapping[str, float | None]) -> Layout:
-        """With a random token, for this process."""
+        """Make a layout with a random token, for this process."""
         return cls(secrets.token_hex(3), os.getpid(), home, dict(bandwidths))
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Home first."""
+        """All sites, home first."""
         return (self.home, *self.bandwidths)
 
     @property
@@ -72,19 +72,19 @@ class Layout:
         return f"streamrl.{self.pid}.{self.token}.wan"
 
     def namespace(self, site: str) -> str:
-        """A site's namespace."""
+        """Return a site's namespace."""
         return f"streamrl.{self.pid}.{self.token}.site.{site}"
 
     def wan_device(self, site: str) -> str:
-        """The wan's end of a site's veth pair."""
+        """Return the wan's end of a site's veth pair."""
         return f"site{self.sites.index(site)}"
 
     def address(self, site: str) -> str:
-        """Of a site, on its veth; of 198.18.0.0/15, which RFC 2544 keeps for tests of networks."""
+        """Return a site's address on its veth, from 198.18.0.0/15, which RFC 2544 reserves for network tests."""
         return self._host(site, 2)
 
     def wan_address(self, site: str) -> str:
-        """Of the wan, on the veth to a site: the proxy listens there."""
+        """Return the wan's address on the veth to a site, where the proxy listens."""
         return self._host(site, 1)
 
     def _host(self, site: str, number: int) -> str:
@@ -92,7 +92,7 @@ class Layout:
         return f"198.18.{index // 64}.{index % 64 * 4 + number}"
 
     def create_commands(self) -> list[list[str]]:
-        """Makes all namespaces, devices, addresses and buckets."""
+        """Return the commands that make all namespaces, devices, addresses and buckets."""
         commands = [_add(self.wan), _up(self.wan, "lo")]
         for site in self.sites:
             namespace, outer = self.namespace(site), self.wan_device(site)
@@ -111,7 +111,7 @@ class Layout:
         return commands
 
     def bandwidth_commands(self, site: str, bandwidth: float | None) -> list[list[str]]:
-        """Gives a remote site's link a bandwidth, or takes the limit away; while it is running too."""
+        """Return the commands that limit a remote site's link, or remove the limit; they also work on a live link."""
         ends = ((self.namespace(site), SITE_DEVICE), (self.wan, self.wan_device(site)))
         if bandwidth is None:
             return [["tc", "-n", namespace, "qdisc", "delete", "dev", device, "root"] for namespace, device in ends]
@@ -121,12 +121,12 @@ class Layout:
         ]
 
     def remove_commands(self) -> list[list[str]]:
-        """Removes the namespaces; the kernel removes what is in them."""
+        """Return the commands that remove the namespaces; the kernel removes their contents."""
         return [_delete(name) for name in (self.wan, *(self.namespace(site) for site in self.sites))]
 
 
 def tbf_arguments(bandwidth_bytes_per_s: float) -> list[str]:
-    """Of `tc ... tbf`: rate, burst and longest wait in its queue."""
+    """Return the arguments of `tc ... tbf`: rate, burst and longest wait in its queue."""
     rate = bandwidth_bytes_per_s * FRAME / SEGMENT
     burst = min(MAX_CHUNK, max(MIN_BURST, math.ceil(rate * BURST_S)))
     return ["rate", f"{round(rate * 8)}bit", "burst", f"{burst}b", "latency", f"{round(QUEUE_S * 1e3)}ms"]
@@ -145,10 +145,10 @@ def _up(namespace: str, device: str) -> list[str]:
 
 
 def run_commands(commands: list[list[str]]) -> None:
-    """Runs commands one after the other.
+    """Run commands one after the other.
 
     Raises:
-        RunFailed: one of them failed or hung; the message has the command and what it said.
+        RunFailed: one of them failed or hung; the message has the command and its output.
     """
     for command in commands:
         try:
@@ -161,10 +161,10 @@ def run_commands(commands: list[list[str]]) -> None:
 
 
 def create(layout: Layout) -> None:
-    """Makes a network.
+    """Make a network.
 
     Raises:
-        RunFailed: it could not be made; nothing of it is left.
+        RunFailed: it could not be made; none of it is left.
     """
     try:
         run_commands(layout.create_commands())
@@ -174,16 +174,16 @@ def create(layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
-    """Removes what there is of a network; processes that still run in it keep it in the kernel until they end.
+    """Remove a network; processes that still run in it keep it in the kernel until they end.
 
     Raises:
-        RunFailed: something of it could not be removed.
+        RunFailed: part of it could not be removed.
     """
     _remove_all(command[-1] for command in layout.remove_commands() if (DIRECTORY / command[-1]).exists())
 
 
 def remove_leftovers() -> list[str]:
-    """Removes the namespaces of processes that are not alive any more, and returns their names.
+    """Remove the namespaces of processes that have ended, and return their names.
 
     Raises:
         RunFailed: one of them could not be removed.
@@ -198,7 +198,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove_all(names: Iterable[str]) -> None:
-    """One that cannot be removed does not keep the others."""
+    """Remove namespaces; a failure does not stop the removal of the others."""
     failed: RunFailed | None = None
     for name in names:
         try:
@@ -221,7 +221,7 @@ def _alive(pid: int) -> bool:
 
 
 def namespaces_available() -> str | None:
-    """None if namespaces can be used here, else why not. A small network is made and removed to find out."""
+    """Return None if namespaces can be used here, else why not; make and remove a small network to find out."""
     if _libc is None:
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -239,7 +239,7 @@ def namespaces_available() -> str | None:
 
 
 def enter(namespace: str) -> None:
-    """Moves the calling thread into a namespace. For `preexec_fn` of a child; sockets that exist stay where they are.
+    """Move the calling thread into a namespace, as `preexec_fn` of a child; existing sockets stay where they are.
 
     Raises:
         OSError: there is no such namespace, or the kernel refuses.

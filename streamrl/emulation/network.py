@@ -1,18 +1,18 @@
-"""The network between a cluster's sites when all of them are on one machine.
+"""Emulate the network between a cluster's sites when all of them are on one machine.
 
 Home (the site that trains) listens on two ports; every other site connects to them over its own link. A proxy process
-stands for the links. There are two ways to run it:
+emulates the links. There are two modes:
 
-    namespaces   Linux with root: every site in a network namespace of its own. The kernel limits the bandwidth, the
-                 proxy, in the middle, adds delay and loss; a site can reach home over its link only.
-    proxy        anywhere: all sites on loopback, the proxy does all of it. Nothing keeps a site from going around it.
+    namespaces   Linux with root: every site has its own network namespace. The kernel limits the bandwidth; the proxy,
+                 in the middle, adds delay and loss. A site can reach home over its link only.
+    proxy        anywhere: all sites are on loopback and the proxy does everything. Sites could bypass it.
 
     with EmulatedNetwork(folder, "east", {"west": LinkShape(6.25e6, 0.02, 0.0)}, [7000, 7001]) as network:
         ...      # home's sockets bind to (network.listen_address(), 7000), in namespace network.namespace("east")
         ...      # west connects to network.address_of_home("west", 7000), in network.namespace("west")
 
-All of its state is in its folder, so another process can change or cut a link of a running network (`set_link_in`) and
-read what went over it (`read_stats`).
+All state is in the network's folder, so another process can change or cut a link of a running network (`set_link_in`)
+and read how much went over it (`read_stats`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ LAYOUT_FILE = "namespaces.json"
 LOCK_FILE = ".lock"
 LOG_TAIL_LINES = 12
 START_S = 20.0
-"""Until the proxy listens; a busy machine may take seconds to start Python."""
+"""Seconds until the proxy must listen; a busy machine may take seconds to start Python."""
 APPLY_S = 10.0
-"""Until the proxy has taken a change, which it looks for ten times a second."""
+"""Seconds until the proxy must have applied a change; it looks for one ten times a second."""
 STOP_S = 5.0
 POLL_S = 0.02
 
@@ -65,10 +65,10 @@ class _Keep(Enum):
 
 
 KEEP: Final = _Keep.KEEP
-"""In `set_link`: leave this as it is."""
+"""Default of `set_link`: leave this value unchanged."""
 
 LinkStats = dict[str, int | bool]
-"""`to_home`, `from_home` (bytes delivered), `connections` (open now), `opened`, `resets`, `down`."""
+"""A link's counters: `to_home`, `from_home` (bytes delivered), `connections` (open now), `opened`, `resets`, `down`."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class Forward:
 
 
 class EmulatedNetwork:
-    """A context manager: inside of it the network runs.
+    """An emulated network, as a context manager: it runs inside the `with` block.
 
     Args:
-        folder: for its configuration, stats and log; made if it is not there.
+        folder: folder of its configuration, stats and log; made if missing.
         home: name of the site that listens.
-        links: by name of the remote site.
-        ports: that home listens on.
-        namespaces: True: required; False: not wanted; None: if they are available.
-        seed: of the losses.
+        links: shape of each link, by remote site.
+        ports: ports that home listens on.
+        namespaces: True: required; False: not used; None: used if available.
+        seed: seed of the losses.
 
     Raises:
-        UserError: namespaces are required and not available, or home has a link to itself.
+        UserError: namespaces are required but not available, or home has a link to itself.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EmulatedNetwork:
         self.ports = tuple(ports)
         self.seed = seed
         self.why_not_namespaces = "not wanted" if namespaces is False else namespaces_available()
-        """None in namespace mode."""
+        """Why namespaces are not used; None in namespace mode."""
         if namespaces and self.why_not_namespaces:
             raise UserError(f"the emulated network cannot use network namespaces: {self.why_not_namespaces}")
         self.mode = "proxy" if self.why_not_namespaces else "namespaces"
@@ -121,10 +121,10 @@ class EmulatedNetwork:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Makes the network; when it returns, every port of home can be connected to over every link.
+        """Make the network; when this returns, every port of home accepts connections over every link.
 
         Raises:
-            RunFailed: a command or the proxy failed; nothing is left of it.
+            RunFailed: a command or the proxy failed; nothing is left behind.
         """
         with contextlib.ExitStack() as started:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ class EmulatedNetwork:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C ends the run first, the network after it
+                start_new_session=True,  # Ctrl-C should end the run first, and the network after it
                 preexec_fn=partial(enter, self._layout.wan) if self._layout else None,
             )
 
@@ -206,15 +206,15 @@ class EmulatedNetwork:
         return self.folder / LOG_FILE
 
     def listen_address(self) -> str:
-        """Host on which home must listen for the other sites."""
+        """Return the host on which home must listen for the other sites."""
         return "127.0.0.1" if self._layout is None else self._layout.address(self.home)
 
     def address_of_home(self, site: str, port: int) -> tuple[str, int]:
-        """Host and port to which a remote site connects for a port of home."""
+        """Return the host and port to which a remote site connects for a port of home."""
         return self._addresses[Forward(site, port)]
 
     def namespace(self, site: str) -> str | None:
-        """A site's network namespace (home has one too), to be entered by its processes; None in proxy mode."""
+        """Return the network namespace that a site's processes (home's, too) must enter; None in proxy mode."""
         return None if self._layout is None else self._layout.namespace(site)
 
     def set_link(
@@ -227,7 +227,7 @@ class EmulatedNetwork:
         down: bool | _Keep = KEEP,
         reset: bool = False,
     ) -> None:
-        """`set_link_in` of this network's folder."""
+        """Change a link, as `set_link_in` does."""
         set_link_in(
             self.folder,
             site,
@@ -239,7 +239,7 @@ class EmulatedNetwork:
         )
 
     def stats(self) -> dict[str, LinkStats]:
-        """By remote site; at most half a second old.
+        """Return the counters of each link, by remote site; at most half a second old.
 
         Raises:
             RunFailed: there are none.
@@ -247,9 +247,10 @@ class EmulatedNetwork:
         return read_stats(self.folder)
 
     def check(self) -> None:
-        """
+        """Check that the proxy is alive.
+
         Raises:
-            RunFailed: the proxy has died; the message ends with what it said last.
+            RunFailed: the proxy has died; the message ends with its last output.
         """
         if self._process is None or (code := self._process.poll()) is None:
             return
@@ -268,10 +269,10 @@ def set_link_in(
     down: bool | _Keep = KEEP,
     reset: bool = False,
 ) -> None:
-    """Changes a link of the network that runs in a folder; when it returns, the change is in force.
+    """Change a link of the network that runs in a folder; when this returns, the change is in force.
 
     Args:
-        folder: of the network.
+        folder: folder of the network.
         site: the link's remote site.
         bandwidth_bytes_per_s: in each direction; None: unlimited.
         delay_s: one way.
@@ -299,11 +300,13 @@ def set_link_in(
         revision = settings.revision + 1
         settings = replace(settings, links=settings.links | {site: link}, revision=revision)
         settings.save(folder / CONFIG_FILE)
-        _wait_for(lambda: _read(folder / STATS_FILE)["revision"] >= revision, f"{folder}: the proxy took no change")
+        _wait_for(
+            lambda: _read(folder / STATS_FILE)["revision"] >= revision, f"{folder}: the proxy did not apply the change"
+        )
 
 
 def read_stats(folder: Path) -> dict[str, LinkStats]:
-    """What has gone over each link, by remote site; while the network runs, at most half a second old.
+    """Return the counters of each link, by remote site; while the network runs, at most half a second old.
 
     Raises:
         RunFailed: there are no stats.
@@ -336,13 +339,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _changing(folder: Path) -> Iterator[None]:
-    """One process at a time changes a network."""
+    """Hold the lock that lets only one process at a time change a network."""
     try:
         lock = (folder / LOCK_FILE).open("w")
     except OSError as error:
         raise RunFailed(f"no emulated network runs in {folder}: {error}") from error
     with lock:
-        _wait_for(lambda: _locked(lock.fileno()), f"{folder}: somebody else changes a link")
+        _wait_for(lambda: _locked(lock.fileno()), f"{folder}: another process did not finish changing a link")
         yield
 
 

@@ -1,4 +1,4 @@
-"""The process that stands for the links of an emulated network: `python -m streamrl.emulation.proxy --config FILE`.
+"""The process that emulates the links of a network: `python -m streamrl.emulation.proxy --config FILE`.
 
 It relays TCP connections, each over its link (`tcp_relay.py`). The configuration (`settings.py`) is JSON:
 
@@ -7,16 +7,16 @@ It relays TCP connections, each over its link (`tcp_relay.py`). The configuratio
                         "paced": true, "down": false, "reset": 0}},
      "forwards": [{"link": "west", "listen": ["127.0.0.1", 0], "connect": ["127.0.0.1", 7000]}]}
 
-It is read again when the file is replaced; the links' settings then hold at once:
+The file is read again when it is replaced; the links' settings then apply at once:
 
-    shape         new bandwidth, delay and loss, for bytes that are sent from now on.
+    shape         new bandwidth, delay and loss, for bytes sent from now on.
     down: true    a cut cable. Established connections freeze: no bytes pass, nothing is closed. New ones are not
-                  completed: on Linux the kernel drops their first packet, so that the peer tries again and again.
-    down: false   all goes on where it stopped; no byte is lost.
+                  completed: on Linux the kernel drops their first packet, so the peer keeps trying.
+    down: false   everything continues where it stopped; no byte is lost.
     reset: n      when n has grown, all connections of the link are reset, at both ends.
 
-The stats file is replaced twice a second, and when a new configuration has come into force. The process ends on
-SIGTERM, and when its parent is gone.
+The stats file is replaced twice a second, and when a new configuration has been applied. The process ends on SIGTERM,
+and when its parent is gone.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Listener:
     """One forward's listening socket."""
 
     def __init__(self, forward: Forwarding, link: RelayLink) -> None:
-        """
+        """Bind the socket.
+
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be bound.
         """
         self._forward = forward
         self._link = link
@@ -71,7 +72,7 @@ class Listener:
         """Host and port."""
 
     def update(self) -> None:
-        """Accepts while the link is up."""
+        """Start or stop accepting, as the link is up or down."""
         wanted = self._link.up.is_set()
         if wanted == self._open:
             return
@@ -87,18 +88,19 @@ class Listener:
     def _accept(self) -> None:
         try:
             accepted, _ = self._socket.accept()
-        except OSError:  # it has given up meanwhile
+        except OSError:  # the peer has given up meanwhile
             return
         accepted.setblocking(False)
         self._link.accept(accepted, self._forward.connect)
 
     def close(self) -> None:
+        """Close the listening socket."""
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
 
 
 def _drop_packets(sock: socket.socket, drop: bool) -> None:
-    """Lets the kernel drop all that comes for a listening socket; elsewhere than on Linux it only waits in line."""
+    """Make the kernel drop everything sent to a listening socket; except on Linux, connections only queue up."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):  # detaching where none is attached
@@ -113,10 +115,11 @@ class Proxy:
     """All links and forwards of one configuration file."""
 
     def __init__(self, config: Path) -> None:
-        """
+        """Read the configuration and bind all listeners.
+
         Raises:
             ValueError: the file is no configuration.
-            OSError: an address cannot be had.
+            OSError: an address cannot be bound.
         """
         self._config = config
         self._version = _version(config)
@@ -128,7 +131,7 @@ class Proxy:
         self._listeners = [Listener(forward, self._links[forward.link]) for forward in self._settings.forwards]
 
     async def run(self, parent: int) -> None:
-        """Relays until it is told to stop, or process `parent` is not the parent any more.
+        """Relay until SIGTERM or SIGINT, or until process `parent` is no longer the parent.
 
         Raises:
             RuntimeError: the relaying itself failed; a network that lost bytes must not look like one that works.
@@ -165,14 +168,14 @@ class Proxy:
             raise RuntimeError(f"relaying failed: {failures[0]}")
 
     def _follow(self) -> bool:
-        """Takes a changed configuration; returns whether there was one."""
+        """Apply a changed configuration; return whether there was one."""
         if (version := _version(self._config)) == self._version:
             return False
         self._version = version
         try:
             self._settings = ProxySettings.load(self._config)
         except ValueError as error:
-            log.error("the links stay as they are: %s", error)
+            log.error("the new configuration is ignored: %s", error)
             return False
         for name, link in self._links.items():
             if name in self._settings.links:
@@ -196,7 +199,7 @@ class Proxy:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Changes whenever the file is replaced."""
+    """Return a value that changes whenever the file is replaced."""
     try:
         found = path.stat()
     except OSError:
@@ -209,7 +212,7 @@ async def _run(config: Path, parent: int) -> None:
 
 
 def main() -> int:
-    """Parses the arguments and runs the proxy; returns the exit code."""
+    """Parse the arguments and run the proxy; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.emulation.proxy")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--parent", type=int, default=os.getppid(), help="ends when this process is not its parent")

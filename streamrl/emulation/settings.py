@@ -1,6 +1,6 @@
-"""The files of an emulated network's proxy: its configuration, and how they are replaced in one piece.
+"""The configuration file of an emulated network's proxy, which is replaced atomically.
 
-Standard library only: the proxy shall start quickly and stay small.
+Standard library only, so that the proxy starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from streamrl.emulation.shaping import LinkShape
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """A link as it shall be now."""
+    """Current settings of a link."""
 
     shape: LinkShape
     paced: bool = True
-    """False: the kernel limits the bandwidth, the proxy adds delay and loss."""
+    """Whether the proxy limits the bandwidth; if False, the kernel does, and the proxy adds only delay and loss."""
     down: bool = False
-    """Cut: nothing passes, nothing is closed."""
+    """Whether the link is cut: nothing passes, nothing is closed."""
     reset: int = 0
-    """When it increases, all connections of the link are reset."""
+    """Counter; when it increases, all connections of the link are reset."""
 
 
 @dataclass(frozen=True)
 class Forwarding:
-    """Connections to `listen` are relayed to `connect` over a link."""
+    """A relay of connections from `listen` to `connect`, over a link."""
 
     link: str
     listen: tuple[str, int]
-    """Host and port; port 0: a free one, which the stats file names."""
+    """Host and port; port 0: a free one, which the stats file reports."""
     connect: tuple[str, int]
 
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """The whole configuration. The links' settings are followed as they change, all else is read once."""
+    """The whole configuration; changes of the links' settings are applied, everything else is read once."""
 
     stats: str
     """Path of the stats file."""
     links: dict[str, LinkSettings]
     forwards: tuple[Forwarding, ...]
     seed: int = 0
-    """Of the losses."""
+    """Seed of the losses."""
     revision: int = 0
-    """Grows with every change; the stats file says which one is in force."""
+    """Number of the change; the stats file reports the one that has been applied."""
 
     def save(self, path: Path) -> None:
-        """Replaces the file."""
+        """Replace the file atomically."""
         replace_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> ProxySettings:
-        """Reads the file.
+        """Read the file.
 
         Raises:
             ValueError: the file cannot be read, or is no configuration.

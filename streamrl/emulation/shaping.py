@@ -1,13 +1,14 @@
-"""When bytes that cross a link leave it and arrive: bandwidth, delay, loss and back-pressure of one direction.
+"""Compute when bytes leave and arrive over one direction of a link: bandwidth, delay, loss and back-pressure.
 
-A `Wire` is one direction of a link, shared by all connections over it; a `ShapedFlow` is one connection on it. Both are
-pure: they are told the time, in seconds of any clock that does not go back.
+A `Wire` is one direction of a link, shared by all its connections; a `ShapedFlow` is one connection on it. Both are
+pure: callers pass the time, in seconds of any clock that does not go back.
 
-    bandwidth   n bytes occupy the wire for n / bandwidth seconds, after all bytes that were sent before.
+    bandwidth   n bytes occupy the wire for n / bandwidth seconds, after all bytes sent before.
     delay       they arrive `delay_s` after they have left. Bytes of one flow arrive in order, whatever changes.
-    queue       bytes may enter the wire while it has at most 50 ms of work; other flows' small messages wait no longer.
-    window      a flow's reader stops while its bytes between reading and delivery are a window or more: so much as the
-                wire and its queue hold. The sender's TCP then fills its own buffers and blocks, as in a real network.
+    queue       bytes may enter the wire while it has at most 50 ms of work, so other flows' small messages wait no
+                longer than that.
+    window      a flow's reader stops while the flow has a window or more between reading and delivery, which is what
+                the wire and its queue hold. The sender's TCP then fills its buffers and blocks, as in a real network.
     loss        see `Wire.send`.
 """
 
@@ -20,31 +21,31 @@ from random import Random
 SEGMENT = 1448
 """Payload bytes of a TCP segment on Ethernet: 1500 less IP and TCP headers with timestamps."""
 QUEUE_S = 0.05
-"""Work that may wait in front of a wire, seconds; routers' buffers are of this order."""
+"""Seconds of work that may wait in front of a wire; routers' buffers are of this order."""
 CHUNK_S = 0.005
-"""Bytes are read and delivered in pieces of so many seconds of the wire: 200 wake-ups per second when it is full."""
+"""Seconds of the wire in one piece that is read and delivered: a full wire makes 200 wake-ups per second."""
 RETRANSMIT_S = 0.2
 """Linux' shortest retransmission timeout (TCP_RTO_MIN)."""
 MIN_CHUNK = 2 * SEGMENT
 MAX_CHUNK = 256 * 1024
 MIN_WINDOW = 64 * 1024
 MAX_WINDOW = 32 * 1024 * 1024
-"""Keeps memory bounded where the declared bandwidth is more than one process can relay."""
+"""Upper bound of a window in bytes, which bounds memory if the bandwidth exceeds what one process can relay."""
 UNSHAPED_WINDOW = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class LinkShape:
-    """What a link is like, the same in both directions.
+    """Bandwidth, delay and loss of a link, the same in both directions.
 
     Raises:
         ValueError: a bandwidth that is not positive, a negative delay, or a loss outside 0..1 (1 excluded).
     """
 
     bandwidth_bytes_per_s: float | None
-    """In each direction; None: unlimited."""
+    """Bandwidth of each direction; None: unlimited."""
     delay_s: float = 0.0
-    """One way; half of the round trip."""
+    """One-way delay; half of the round trip."""
     loss: float = 0.0
     """Share of segments that are lost."""
 
@@ -58,7 +59,7 @@ class LinkShape:
 
     @property
     def chunk(self) -> int:
-        """Most bytes that are read at once."""
+        """Most bytes to read at once."""
         if self.bandwidth_bytes_per_s is None:
             return MAX_CHUNK
         return min(MAX_CHUNK, max(MIN_CHUNK, int(CHUNK_S * self.bandwidth_bytes_per_s)))
@@ -72,30 +73,30 @@ class LinkShape:
 
     @property
     def retransmit_s(self) -> float:
-        """After which TCP sends a lost segment again."""
+        """Seconds after which TCP retransmits a lost segment."""
         return max(2 * self.delay_s, RETRANSMIT_S)
 
 
 @dataclass(frozen=True)
 class Transit:
-    """Of bytes that were sent."""
+    """Times at which sent bytes leave and arrive."""
 
     left: float
-    """When the last of them has left the sender."""
+    """When the last byte has left the sender."""
     arrives: float
-    """When the last of them is at the receiver, and may be delivered."""
+    """When the last byte is at the receiver, and may be delivered."""
 
 
 class ShapedFlow:
-    """One connection in one direction: the order of its bytes, and how many are under way."""
+    """One direction of a connection: the order of its bytes, and how many are in flight."""
 
     def __init__(self) -> None:
         self.arrives = -math.inf
-        """When the bytes that were sent last arrive."""
+        """When the bytes sent last arrive."""
         self.in_flight = 0
 
     def delivered(self, nbytes: int) -> None:
-        """The receiver's socket has taken the oldest bytes."""
+        """Record that the receiver's socket has taken the oldest bytes."""
         self.in_flight -= nbytes
 
 
@@ -103,10 +104,10 @@ class Wire:
     """One direction of a link.
 
     Args:
-        shape: of the link.
+        shape: shape of the link.
         rng: decides what is lost; seeded by the caller, so that a run can be repeated.
-        paced: False: somebody else (the kernel's token bucket) limits the bandwidth. Bytes then take no time here,
-            and the shape's bandwidth only says how large a window is.
+        paced: False: the kernel's token bucket limits the bandwidth. Bytes then take no time here, and the shape's
+            bandwidth only determines the window.
     """
 
     def __init__(self, shape: LinkShape, rng: Random, paced: bool = True) -> None:
@@ -121,33 +122,33 @@ class Wire:
         return bandwidth if self.paced and bandwidth is not None else math.inf
 
     def backlog_s(self, now: float) -> float:
-        """For how long the wire has work."""
+        """Return the seconds of work that the wire still has."""
         return max(0.0, self._free_at - now)
 
     def reshape(self, now: float, shape: LinkShape) -> None:
-        """From now on the link is like this; bytes that are still in its queue leave at the new bandwidth."""
+        """Change the link's shape; bytes still in its queue leave at the new bandwidth."""
         waiting = self.backlog_s(now)
         before = self._bandwidth
         self.shape = shape
-        if waiting:  # then `before` was finite; how an already sent byte arrives stays as it was said
+        if waiting:  # then `before` was finite; bytes already sent keep their arrival times
             self._free_at = now + waiting * before / self._bandwidth
 
     def ready_at(self, now: float) -> float:
-        """When the next bytes may enter: `now`, or as soon as the queue has room."""
+        """Return when the next bytes may enter: `now`, or as soon as the queue has room."""
         return max(now, self._free_at - QUEUE_S)
 
     def may_read(self, flow: ShapedFlow) -> bool:
-        """Whether a flow's window has room for another chunk."""
+        """Return whether a flow's window has room for another chunk."""
         return flow.in_flight < self.shape.window
 
     def send(self, now: float, nbytes: int, flow: ShapedFlow) -> Transit:
-        """Puts bytes on the wire.
+        """Put bytes on the wire.
 
-        Loss is imitated as what TCP makes of it, since a proxy of TCP connections cannot drop a segment: each segment
-        (1448 bytes) is lost with probability `loss`, and TCP then delivers neither it nor what is behind it in its
-        connection until it was sent again, after max(round trip, 0.2 s). Other connections go on. Several losses are
-        repaired side by side, as with selective acknowledgements. A sender's congestion window is not imitated: what a
-        flow loses in throughput is what its full window makes it wait.
+        A proxy of TCP connections cannot drop a segment, so it imitates the effect of loss on TCP: each segment (1448
+        bytes) is lost with probability `loss`, and neither it nor the later bytes of its connection are delivered
+        until it has been retransmitted, after max(round trip, 0.2 s). Other connections continue. Several losses are
+        repaired in parallel, as with selective acknowledgements. The sender's congestion window is not imitated: a
+        flow loses throughput only while its window is full.
         """
         left = max(now, self._free_at) + nbytes / self._bandwidth if self._bandwidth < math.inf else now
         self._free_at = left

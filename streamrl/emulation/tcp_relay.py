@@ -1,13 +1,12 @@
-"""TCP connections over a shaped link: sockets and timers around `shaping.Wire`.
+"""Relay TCP connections over a shaped link: sockets and timers around `shaping.Wire`.
 
     client socket -> Lane -> Pipe (Wire, shared) -> Lane's delay line -> home's socket, and the same the other way round
 
 A `Pipe` is one direction of a link. Lanes with bytes to send take turns at it, one chunk each. A `Lane` is one
 direction of a connection: it reads a chunk, waits for its turn, keeps the chunk until it has arrived, and writes it to
-the other socket. It reads no more while its window is full, so that memory is bounded and back-pressure reaches the
-sender.
+the other socket. While its window is full it reads nothing, which bounds memory and passes back-pressure to the sender.
 
-Ends travel as bytes do: a closed half, or a reset, reaches the other side after what was sent before it.
+Ends travel like bytes: a half-close or a reset reaches the other side after everything sent before it.
 
 Nothing here runs unless a socket or a timer wakes it.
 """
@@ -30,18 +29,20 @@ from streamrl.emulation.shaping import MAX_CHUNK, MIN_WINDOW, QUEUE_S, SEGMENT, 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-"""Limit for reaching home's port; it is on this machine."""
+"""Seconds to reach home's port, which is on this machine."""
 MAX_SOCKET_BUFFER = 512 * 1024
 REST_S = 0.002
-"""The kernel's token bucket lets single packets through. A lane that has read full packets, but less than a chunk,
-twice in this time rests as long: a fifth of the wake-ups, and later by no more than this."""
+"""Seconds that a lane rests after reading full packets, but less than a chunk, twice within the same time.
+
+The kernel's token bucket passes single packets; resting saves four fifths of the wake-ups, at this much more delay.
+"""
 
 _read_buffer = memoryview(bytearray(MAX_CHUNK))
-"""One for all sockets: what is read is copied out before anything else is read."""
+"""Buffer shared by all sockets: bytes are copied out before the next read."""
 
 
 class End(Enum):
-    """What comes after a connection's last byte in one direction."""
+    """How one direction of a connection ends."""
 
     CLOSED = "closed"
     RESET = "reset"
@@ -54,19 +55,19 @@ class Pipe:
         self.wire = wire
         self.frozen = False
         self.bytes = 0
-        """Delivered so far."""
+        """Bytes delivered so far."""
         self.loop = asyncio.get_running_loop()
         self._waiting: deque[Lane] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def offer(self, lane: Lane) -> None:
-        """A lane has a chunk for the wire."""
+        """Queue a lane that has a chunk for the wire."""
         self._waiting.append(lane)
         if self._timer is None:
             self.admit()
 
     def admit(self) -> None:
-        """Lets lanes onto the wire, in turn, as long as its queue has room."""
+        """Let lanes onto the wire, in turn, while its queue has room."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -95,7 +96,7 @@ class Lane:
         self._started = False
         self._ended = False
         self.finished = False
-        """Its end has arrived."""
+        """Whether its end has arrived."""
 
     @property
     def chunk(self) -> int:
@@ -103,12 +104,12 @@ class Lane:
         return self._pipe.wire.shape.chunk
 
     def start(self) -> None:
-        """Begins to read."""
+        """Begin to read."""
         self._started = True
         self.update_reading()
 
     def update_reading(self) -> None:
-        """Reads from the source if there is room for what it says, and only then."""
+        """Read from the source only while there is room for its bytes."""
         self._source.read(
             self._started
             and not self._ended
@@ -119,7 +120,7 @@ class Lane:
         )
 
     def received(self, data: bytes) -> None:
-        """The source has said something."""
+        """Take bytes that the source has sent."""
         self._next = data
         if not self._pipe.wire.paced and SEGMENT <= len(data) < self.chunk:
             now = self._pipe.loop.time()
@@ -135,7 +136,7 @@ class Lane:
         self.update_reading()
 
     def enter(self, now: float) -> None:
-        """It is this lane's turn at the wire."""
+        """Put this lane's chunk on the wire; it is its turn."""
         if self._next is None:  # reset meanwhile
             return
         data, self._next = self._next, None
@@ -143,7 +144,7 @@ class Lane:
         self.deliver()
 
     def end(self, how: End) -> None:
-        """The source says no more. After a reset, what has not been sent is lost."""
+        """Record that the source has ended; bytes that have not entered the wire are lost."""
         self._ended = True
         self._next = None
         arrives = max(self._pipe.loop.time() + self._pipe.wire.shape.delay_s, self._flow.arrives)
@@ -153,7 +154,7 @@ class Lane:
         self.deliver()
 
     def discard(self) -> None:
-        """Nobody is there any more to deliver to."""
+        """Drop everything: the receiver is gone."""
         self._ended = True
         self._next = None
         self._line.clear()
@@ -163,7 +164,7 @@ class Lane:
         self.update_reading()
 
     def deliver(self) -> None:
-        """Writes what has arrived, as far as the sink takes it, and wakes up for the rest."""
+        """Write what has arrived, as far as the sink takes it, and set a timer for the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -184,35 +185,36 @@ class Lane:
 
 
 class RelayEndpoint(asyncio.BufferedProtocol):
-    """One of the two sockets of a relayed connection; it reads nothing before it is told to."""
+    """One of the two sockets of a relayed connection; it reads only when `read` allows it."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._transport: asyncio.Transport | None = None
         self.outgoing: Lane | None = None
-        """Takes what this socket says."""
+        """Lane that takes the bytes read from this socket."""
         self.incoming: Lane | None = None
-        """Brings what the other one has said."""
+        """Lane that brings the bytes of the other socket."""
         self.writable = True
         self.lost = False
         self._eof = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport and wait; reset it if the relay is already closing."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if self._relay.closing:
             self.reset()
             return
-        transport.set_write_buffer_limits(high=0)  # what does not fit the socket waits in the lane, where it is counted
+        transport.set_write_buffer_limits(high=0)  # what the socket does not take waits in the lane, which counts it
         transport.pause_reading()
 
     @property
     def open(self) -> bool:
-        """Whether it has a socket."""
+        """Whether its socket is open."""
         return self._transport is not None and not self.lost
 
     def read(self, wanted: bool) -> None:
-        """Begins or stops to read."""
+        """Start or stop reading."""
         if self._transport is None or self.lost or self._eof or self._transport.is_closing():
             return
         if wanted and not self._transport.is_reading():
@@ -221,55 +223,63 @@ class RelayEndpoint(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def write(self, data: bytes) -> None:
+        """Write bytes to the socket."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def write_end(self) -> None:
-        """Tells the peer that nothing more comes; it may still speak itself."""
+        """Close the sending half; the peer may still send."""
         if self._transport is not None and not self._transport.is_closing():
             try:
                 self._transport.write_eof()
-            except OSError:  # the peer has reset the connection while nobody was reading
+            except OSError:  # the peer has reset the connection while reading was paused
                 self._transport.abort()
 
     def close(self) -> None:
+        """Close the socket once everything is written."""
         if self._transport is not None:
             self._transport.close()
 
     def reset(self) -> None:
-        """Closes the connection such that the peer sees a reset."""
+        """Close the connection with a reset to the peer."""
         if self._transport is not None and not self.lost:
             _close_by_reset(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the shared buffer, at most a chunk of it."""
         return _read_buffer[: self.outgoing.chunk if self.outgoing else 1]
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Hand the bytes read to the outgoing lane."""
         assert self.outgoing is not None
         self.outgoing.received(bytes(_read_buffer[:nbytes]))
 
     def eof_received(self) -> bool:
+        """Pass on the peer's half-close."""
         self._eof = True
         if self.outgoing is not None:
             self.outgoing.end(End.CLOSED)
         return True  # keeps the other direction open
 
     def pause_writing(self) -> None:
+        """Note that the socket takes no more bytes."""
         self.writable = False
 
     def resume_writing(self) -> None:
+        """Deliver what has waited for the socket."""
         self.writable = True
         if self.incoming is not None:
             self.incoming.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the relay that the socket is gone."""
         self.lost = True
         self._relay.lost(self)
 
 
 class Relay:
-    """One connection of a remote site to a port of home."""
+    """One connection from a remote site to a port of home."""
 
     def __init__(self, link: RelayLink, accepted: socket.socket) -> None:
         self._link = link
@@ -281,13 +291,13 @@ class Relay:
         self.lanes: tuple[Lane, ...] = ()
 
     def begin(self, connect: tuple[str, int]) -> None:
-        """Opens the connection to home and relays from then on."""
+        """Open the connection to home, and relay from then on."""
         self._link.relays.add(self)
         self._task = asyncio.get_running_loop().create_task(self._open(connect))
         self._task.add_done_callback(_raise_error)
 
     async def _open(self, connect: tuple[str, int]) -> None:
-        """As TCP's handshake would: home hears of it after one delay, the remote site may speak after two."""
+        """Open as TCP's handshake would: home learns of it after one delay, the remote site may send after two."""
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(lambda: self.remote, self._accepted)
@@ -319,12 +329,12 @@ class Relay:
                 raise
 
     async def _cross(self) -> None:
-        """One way over the link without data; takes as long as the link is cut."""
+        """Wait for one trip over the link without data; a cut link holds it up."""
         await asyncio.sleep(self._link.shape.delay_s)
         await self._link.up.wait()
 
     def arrived(self, end: End, at: RelayEndpoint) -> None:
-        """An end has crossed the link."""
+        """Handle an end that has crossed the link."""
         if end is End.RESET:
             self.reset()
             return
@@ -335,7 +345,7 @@ class Relay:
             self.home.close()
 
     def lost(self, endpoint: RelayEndpoint) -> None:
-        """One of the sockets is gone."""
+        """Handle the loss of one of the sockets."""
         if not self.closing and endpoint.outgoing and endpoint.incoming:
             endpoint.incoming.discard()
             endpoint.outgoing.end(End.RESET)
@@ -345,7 +355,7 @@ class Relay:
             self._link.relays.discard(self)
 
     def reset(self) -> None:
-        """Closes both sockets at once; what is under way is lost."""
+        """Reset both sockets at once; bytes in flight are lost."""
         self.closing = True
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
@@ -361,7 +371,7 @@ class Relay:
 
 
 class RelayLink:
-    """A link: two pipes and the connections over them."""
+    """A link: two pipes, and the connections over them."""
 
     def __init__(self, name: str, settings: LinkSettings, seed: int) -> None:
         self.name = name
@@ -379,15 +389,16 @@ class RelayLink:
 
     @property
     def shape(self) -> LinkShape:
+        """The link's current shape."""
         return self.to_home.wire.shape
 
     def accept(self, accepted: socket.socket, connect: tuple[str, int]) -> None:
-        """A remote site's connection for a port of home."""
+        """Relay a remote site's connection to a port of home."""
         self.opened += 1
         Relay(self, accepted).begin(connect)
 
     def apply(self, settings: LinkSettings) -> None:
-        """Makes the link what the settings say."""
+        """Apply settings to the link."""
         for pipe in (self.to_home, self.from_home):
             pipe.wire.reshape(pipe.loop.time(), settings.shape)
             pipe.frozen = settings.down
@@ -407,12 +418,12 @@ class RelayLink:
                 lane.deliver()
 
     def close(self) -> None:
-        """Resets all connections."""
+        """Reset all connections."""
         for relay in list(self.relays):
             relay.reset()
 
     def stats(self) -> dict[str, int | bool]:
-        """Bytes that were delivered in each direction, connections and resets."""
+        """Return the bytes delivered in each direction, and counts of connections and resets."""
         return {
             "to_home": self.to_home.bytes,
             "from_home": self.from_home.bytes,
@@ -424,7 +435,7 @@ class RelayLink:
 
 
 def set_buffers(sock: socket.socket, shape: LinkShape) -> None:
-    """Keeps the kernel from buffering megabytes between a sender and its link: a queue's worth each."""
+    """Limit the kernel's buffers to a queue's worth each, instead of megabytes between a sender and its link."""
     size = MAX_SOCKET_BUFFER
     if shape.bandwidth_bytes_per_s is not None:
         size = min(size, max(MIN_WINDOW, int(QUEUE_S * shape.bandwidth_bytes_per_s)))
@@ -433,7 +444,7 @@ def set_buffers(sock: socket.socket, shape: LinkShape) -> None:
 
 
 def _raise_error(task: asyncio.Task[None]) -> None:
-    """An error that nobody expected goes to the event loop's handler at once."""
+    """Pass an unexpected error to the event loop's handler at once."""
     if not task.cancelled():
         task.result()
 

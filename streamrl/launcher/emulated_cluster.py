@@ -1,4 +1,4 @@
-"""What `launch --emulate` makes of a cluster file: every site on this machine, with CPU processes."""
+"""The cluster that `launch --emulate` runs: every site on this machine, with CPU processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from streamrl.errors import UserError
 
 
 def emulated(cluster: ClusterConfig) -> ClusterConfig:
-    """The same sites, links, GPU types (as names) and prices, with as few and as small CPU processes as the file's
-    `emulation` says.
+    """Shrink a cluster to the CPU processes of its `emulation` section; sites, links, GPU names and prices stay.
 
     Raises:
-        UserError: there is but one site.
+        UserError: the cluster has only one site.
     """
     if not cluster.remote_sites:
         raise UserError("--emulate is for clusters of several sites; this one has one: launch it without")

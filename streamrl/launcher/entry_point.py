@@ -1,7 +1,7 @@
-"""Entry point of every process of a run: `python -m streamrl.launcher.entry_point ROLE --run-dir DIR ...`.
+"""The entry point of every process of a run: `python -m streamrl.launcher.entry_point ROLE --run-dir DIR ...`.
 
-A role does not know who started it. It logs to stderr (its supervisor keeps that as logs/<name>.log), ends with 0 when
-told to stop, with 75 when it wants to be started again, and with 1 after an error, whose text is its last words.
+A role does not know which backend started it. It logs to stderr (kept as logs/<name>.log) and exits with 0 when told to
+stop, with 75 when it wants to be restarted, and with 1 after an error, whose text is its last words.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
 
 LAST_WORDS = "LAST WORDS: "
 UNEXPECTED = "LAST WORDS, unexpected: "
-"""Of an error that nobody has foreseen: the same process, started again, may be luckier."""
+"""Prefix of the last words after an unforeseen error, which a restarted process may not meet again."""
 AGAIN = 75
-"""Exit code of a process that wants to be started again (EX_TEMPFAIL)."""
+"""Exit code of a process that wants to be restarted (EX_TEMPFAIL)."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-"""Of an OSError that a new process would meet, too: the disk is full, or cannot be written."""
+"""Error numbers that a restarted process would meet again: the disk is full or not writable."""
 
 
 def _end_with_starter() -> None:
-    """This process ends with the one that started it, and with the launcher or the Ray actor behind that (a rank's
-    parent is torch's own launcher), however those end and whatever it is doing then."""
+    """End this process with its parent, and with the launcher or Ray actor behind that, however those end.
+
+    The two differ for a trainer rank, whose parent is torch's own launcher.
+    """
     end_with_parent()
     parent = os.getppid()
     starters = {parent, int(os.environ.get(STARTER, parent))}
     if not all(map(is_alive, starters)):
-        sys.exit(1)  # it died before we could ask
+        sys.exit(1)  # it died before the signal was set up
     start_warden(sorted(starters))
 
 
 def _pin() -> None:
-    """Keeps this process, and all that it starts, on the CPU cores that the cluster file gives it."""
+    """Pin this process, and all that it starts, to the CPU cores that the cluster file gives it."""
     if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def _name(args: argparse.Namespace) -> str:
-    """Of this process, as its waits have it."""
+    """Return the name of this process, as its waits use it."""
     match args.role:
         case "trainer":
             return f"trainer-{os.environ.get('RANK', '0')}"
@@ -60,7 +62,7 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _say(args: argparse.Namespace, stage: str) -> None:
-    """Says what this process does. Of a trainer's ranks and of an instance's nodes the first one speaks for all."""
+    """Record what this process does; the first of a trainer's ranks, or of an instance's nodes, speaks for all."""
     if os.environ.get("RANK", "0") == "0" and args.node == 0:
         say(args.run_dir, "trainer" if args.role == "trainer" else _name(args), stage)
 
@@ -107,7 +109,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
 
 
 async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
-    """Runs a role; SIGTERM and SIGINT cancel it, so that it can close what it has open."""
+    """Run a role; SIGTERM and SIGINT cancel it, so that it closes what it has open."""
     task = asyncio.ensure_future(role)
     loop = asyncio.get_running_loop()
     stopped = False
@@ -124,21 +126,21 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not stopped:
             raise
-        # the role has closed what it had open; asyncio would wait for what still computes in a thread, for minutes
-        # where that is a trainer's backward pass
+        # the role has closed everything; asyncio would still wait for threads that compute, for minutes in a trainer's
+        # backward pass
         sys.stderr.flush()
         os._exit(0)
 
 
 def cause(error: BaseException) -> BaseException:
-    """The first real error inside exception groups."""
+    """Return the first real error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def main() -> int:
-    """Parses the arguments and runs the role; returns the exit code."""
+    """Parse the arguments and run the role; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role")
     parser.add_argument("--run-dir", type=Path, required=True)

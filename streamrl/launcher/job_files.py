@@ -1,8 +1,7 @@
-"""Job files for one site whose processes Ray places: a batch script for Slurm, a manifest for KubeRay.
+"""Job files for a site whose processes Ray places: a batch script for Slurm, a manifest for KubeRay.
 
-Both start a Ray cluster of the nodes that the site needs, and then `streamrl launch` beside Ray's head. Every node
-tells Ray its GPU type as a resource of that name (`launcher/ray_backend.py` asks for it): Ray knows few types by
-itself.
+Both start a Ray cluster of the nodes that the site needs, then `streamrl launch` beside Ray's head. Every node declares
+its GPU type to Ray as a resource of that name, which `launcher/ray_backend.py` requests: Ray detects few types itself.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_
 
 HEAD = "head"
 CONTROL_CPUS = 4
-"""Of the head node, for what Ray does not place: controller, service, the launcher and Ray's own processes."""
+"""CPU cores of the head node for what Ray does not place: controller, service, launcher and Ray's own processes."""
 CPUS_PER_GPU = 4
-"""At least; `threads` of the cluster file counts only what computes, not tokenizing, transport and loading weights."""
+"""Fewest CPU cores per GPU; the cluster file's `threads` counts computation only, not tokenizing, transport and weight
+loading."""
 CPUS_OF_A_NODE = 16
-"""Most that one node has (hardware: cpu), if nothing else is said."""
+"""Default size of a node in CPU cores (hardware: cpu)."""
 IDLE_S = 900
-"""Until KubeRay's autoscaler takes a node that nothing runs on; its 60 s are less than some images take to arrive."""
+"""Seconds until KubeRay's autoscaler removes an idle node; some images take longer to pull than its default of 60 s."""
 FILES = "/etc/streamrl"
-"""Where cluster and run file are in a pod."""
+"""Folder of the cluster file and run file in a pod."""
 HEAD_LABEL = "streamrl/head"
 
 
@@ -40,40 +40,40 @@ class NodeGroup:
     """Nodes of one kind."""
 
     name: str
-    """'head', or the GPU type in letters that Kubernetes takes."""
+    """'head', or the GPU type in characters that Kubernetes accepts."""
     gpu: str
     """GPU type as in the cluster file, or 'cpu'."""
     gpus: int
     cpus: int
     ray_cpus: int
-    """Of the node's CPU cores, those that Ray may give away."""
+    """CPU cores of a node that Ray may assign."""
     nodes: int
-    """For what a run begins with; `least` and `most`: for the pools' `min_replicas` and `max_replicas`."""
+    """Nodes at the start of a run; `least` and `most` are those for the pools' `min_replicas` and `max_replicas`."""
     least: int
     most: int
 
     @property
     def resources(self) -> dict[str, int]:
-        """What Ray is told of each node, besides CPUs and GPUs."""
+        """Resources that each node declares to Ray, besides CPUs and GPUs."""
         return {} if self.gpu == "cpu" else {self.gpu: self.gpus or self.ray_cpus}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `streamrl launch` is told."""
+    """The `streamrl launch` that a job runs."""
 
     name: str
     cluster_file: str
     run_file: str | None
     runs_dir: str
     site: str | None = None
-    """Of a cluster of several."""
+    """Site to launch, in a cluster of several."""
     memory_gib: int = 0
-    """Of each node but the head; 0: all that a Slurm node has, no limit for a pod."""
+    """Memory of each node except the head, in GiB; 0: all of a Slurm node, no limit for a pod."""
     head_memory_gib: int = 32
 
     def command(self, resume: str = "") -> list[str]:
-        """The whole command line, for a new run or for one that goes on in the folder `resume`."""
+        """Return the command line for a new run, or for one resumed from the folder `resume`."""
         words = ["streamrl", "launch", "--cluster", self.cluster_file]
         words += [] if self.site is None else ["--site", self.site]
         if resume:
@@ -84,47 +84,47 @@ class Job:
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Of a batch script; keys are GPU types, 'head', or '' for all others."""
+    """Options of a Slurm batch script; mappings are keyed by GPU type, 'head', or '' for all others."""
 
     partitions: Mapping[str, str] = field(default_factory=dict)
     gres: Mapping[str, str] = field(default_factory=dict)
-    """Slurm's own names of GPU types."""
+    """Slurm's names of GPU types."""
     account: str = ""
     time: str = "24:00:00"
     setup: Sequence[str] = ()
-    """Shell lines before anything else."""
+    """Shell lines that run first."""
     shared_head: bool = False
-    """Ray's head is on the first node with GPUs, not on one of its own."""
+    """Whether Ray's head shares the first GPU node instead of having a node of its own."""
 
 
 @dataclass(frozen=True)
 class KubeOptions:
-    """Of a manifest."""
+    """Options of a KubeRay manifest."""
 
     image: str
     claim: str
-    """Name of the volume claim that all pods mount at the runs' folder."""
+    """Name of the volume claim that all pods mount at the runs folder."""
     files: Mapping[str, str]
-    """Name and text of what is mounted at `FILES`."""
+    """Texts of the files mounted at `FILES`, by name."""
     resume: str = ""
-    """Folder of the run that goes on."""
+    """Folder of the run to resume; '': a new run."""
     selectors: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Labels of the nodes that have a GPU type."""
+    """Labels of the nodes that have a GPU type, by type."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """That other sites connect to, by name."""
+    """Ports that other sites connect to, by name."""
 
 
 def node_groups(
     cluster: ClusterConfig, run: RunConfig, site: str, gpus_per_node: int = 8, cpus_per_node: int = 0
 ) -> list[NodeGroup]:
-    """Nodes that a site needs: one for Ray's head, then some for each GPU type, the trainer's first.
+    """List the nodes that a site needs: one for Ray's head, then those of each GPU type, the trainer's first.
 
     Args:
         cluster: the cluster file.
         run: the run file.
-        site: whose.
-        gpus_per_node: GPUs that a node has.
-        cpus_per_node: CPU cores of each node but the head; 0: as many as its processes need.
+        site: name of the site.
+        gpus_per_node: GPUs of a node.
+        cpus_per_node: CPU cores of each node except the head; 0: as many as its processes need.
 
     Raises:
         UserError: Ray does not place the site's processes, a GPU type is missing, or a process is larger than a node.
@@ -149,7 +149,7 @@ def node_groups(
         nodes, least, most = (
             _nodes([s for s in here if s.pool is None or s.index < counts[s.pool][n]], room, cuda) for n in range(3)
         )
-        size = min(room, sum(_size(spec, cuda) for spec in here))  # parts of one instance are on nodes of their own
+        size = min(room, sum(_size(spec, cuda) for spec in here))  # the parts of one instance are on different nodes
         cpus = _cpus(here, size, cpus_per_node) if cuda else size
         name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "nodes"
         while name in {group.name for group in groups}:
@@ -160,12 +160,13 @@ def node_groups(
 
 
 def _size(spec: ProcessSpec, cuda: bool) -> int:
-    """What a process takes of each of its nodes: GPUs, or CPU cores."""
+    """Return what a process takes of each of its nodes: GPUs, or CPU cores."""
     return (len(spec.gpu_ids) if cuda else spec.threads * spec.ranks) // spec.nodes
 
 
 def _check_size(spec: ProcessSpec, room: int, cuda: bool) -> None:
-    """
+    """Check that a process fits on a node.
+
     Raises:
         UserError: it has no GPU type, or no node can hold it.
     """
@@ -180,13 +181,13 @@ def _check_size(spec: ProcessSpec, room: int, cuda: bool) -> None:
 
 
 def _nodes(specs: Sequence[ProcessSpec], room: int, cuda: bool) -> int:
-    """That hold these processes."""
+    """Return the number of nodes that hold these processes."""
     sizes = [_size(spec, cuda) for spec in specs for _ in range(spec.nodes)]
     return max(_bins(sizes, room), *(spec.nodes for spec in specs), 0)
 
 
 def _bins(sizes: Iterable[int], room: int) -> int:
-    """Nodes that hold processes of these sizes, the largest placed first."""
+    """Return the number of nodes for processes of these sizes, placing the largest first."""
     free: list[int] = []
     for size in sorted(sizes, reverse=True):
         at = next((number for number, left in enumerate(free) if left >= size), None)
@@ -198,10 +199,10 @@ def _bins(sizes: Iterable[int], room: int) -> int:
 
 
 def _cpus(specs: Sequence[ProcessSpec], gpus: int, wanted: int) -> int:
-    """Cores of a node with so many GPUs, whichever of the processes it gets.
+    """Return the CPU cores of a node with this many GPUs, enough for any of the processes.
 
     Raises:
-        UserError: those that are wanted are too few.
+        UserError: the requested cores are too few.
     """
     needed = math.ceil(max(spec.threads * spec.ranks * gpus / len(spec.gpu_ids) for spec in specs))
     if wanted and wanted < needed:
@@ -277,12 +278,12 @@ exit "$code"
 
 
 def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -> str:
-    """A batch script; nodes of different kinds are components of a heterogeneous job.
+    """Write a batch script; node groups become components of a heterogeneous job.
 
     Args:
-        job: what is launched; its paths are the same on all nodes.
-        groups: nodes, the head first (`node_groups`); each pool gets room for the most that it may have.
-        options: of Slurm.
+        job: the launch; its paths are the same on all nodes.
+        groups: nodes, the head first (`node_groups`); pools get room for their `max_replicas`.
+        options: Slurm's options.
     """
     if options.shared_head:
         head, first, *further = groups
@@ -338,12 +339,12 @@ def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -
 
 
 def kuberay_manifest(job: Job, groups: Sequence[NodeGroup], options: KubeOptions) -> list[dict[str, Any]]:
-    """Documents of a manifest: the files, the RayJob and, if other sites connect to this one, a service for that.
+    """Build a manifest: the files, the RayJob and, if other sites connect to this one, a Service.
 
     Args:
-        job: what is launched; its paths are those of the pods.
+        job: the launch; its paths are those in the pods.
         groups: nodes, the head first (`node_groups`).
-        options: of Kubernetes.
+        options: Kubernetes' options.
     """
     head, *others = groups
     workers = []

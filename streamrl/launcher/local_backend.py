@@ -1,4 +1,4 @@
-"""The local backend: processes on this machine, each in a session of its own."""
+"""The local backend: starts processes on this machine, each in a session of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.runtime.processes import end_with_parent
 
 
 def _in_child(namespace: str | None) -> None:
-    """Runs in the child before exec: however the launcher ends, its processes are told to stop."""
+    """Prepare the child before exec: it is signalled when the launcher ends, and enters its network namespace."""
     end_with_parent()
     if namespace is not None:
         enter(namespace)
@@ -28,27 +28,27 @@ def _in_child(namespace: str | None) -> None:
 
 @dataclass(kw_only=True)
 class LocalProcess(RunProcess):
-    """On this machine."""
+    """A process on this machine."""
 
     process: subprocess.Popen[bytes]
 
     @property
     def exit_code(self) -> int | None:
-        """See `RunProcess`."""
+        """Exit code; None while it lives; negative: ended by that signal."""
         return self.process.poll()
 
     @property
     def pid(self) -> int:
-        """See `RunProcess`."""
+        """Process id."""
         return self.process.pid
 
     def signal(self, number: int) -> None:
-        """See `RunProcess`."""
+        """Signal the process only; it ends its own children."""
         if self.exit_code is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """See `RunProcess`."""
+        """Kill the process and all that it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -57,15 +57,15 @@ class LocalProcess(RunProcess):
 
 
 def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], number: int) -> dict[str, str]:
-    """What a process of a run is told by its environment, beside that of whoever starts it."""
+    """Return the environment variables of a process, on top of those it inherits."""
     return spec.env | dict(further) | {"STREAMRL_RESUME": "1" if resume else "0", PROCESS: str(number)}
 
 
 def begin_log(log: Path) -> int:
-    """Notes in a process's log that another one begins; where its own output does.
+    """Mark the start of a process in its log; return the offset at which its output begins.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the log cannot be written.
     """
     with log.open("ab") as output:
         begin = output.tell()
@@ -81,7 +81,7 @@ def start(
     namespace: str | None = None,
     number: int = 1,
 ) -> LocalProcess:
-    """Starts a process with its output appended to logs/<name>.log, in a network namespace if one is named.
+    """Start a process that appends its output to logs/<name>.log, in a network namespace if one is named.
 
     Raises:
         RunFailed: it cannot be started.

@@ -1,6 +1,6 @@
-"""Passes connections on to another machine: what other sites connect to may be on a node that they cannot reach.
+"""A TCP forwarder, for a process on a node that other sites cannot reach directly.
 
-Bytes are passed on as they are, so whatever is encrypted stays so from end to end.
+Bytes are forwarded unchanged, so encryption stays end to end.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ CHUNK_BYTES = 1 << 18
 
 
 class Forwarder:
-    """Listens at one address, in a thread of its own, until it is closed."""
+    """A thread that forwards connections from one address to a target, until it is closed."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Nobody listens yet.
+        """Prepare the forwarder; it does not listen yet.
 
         Args:
-            host: to listen at.
-            port: to listen at.
+            host: address to listen on.
+            port: port to listen on.
         """
         self.listens = host, port
         self.target: tuple[str, int] | None = None
-        """Where new connections go; None: they are closed."""
+        """(host, port) to which new connections go; None: they are closed."""
         self._begun: Future[Callable[[], object]] = Future()
-        """Becomes what ends it."""
+        """Resolves to the function that stops the thread."""
         self._thread = threading.Thread(target=asyncio.run, args=(self._listen(),), name="forwarder", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begins to listen.
+        """Start to listen.
 
         Raises:
-            OSError: the address cannot be listened at.
+            OSError: the address cannot be bound.
         """
         self._thread.start()
         self._begun.result(START_S)
         return self
 
     def __exit__(self, *args: object) -> None:
-        """Closes it, with all connections."""
+        """Stop listening and close all connections."""
         self._begun.result()()
         self._thread.join(START_S)
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts; all problems in one message."""
+"""Checks before anything starts; all problems are reported in one message."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""A checkpoint holds bf16 weights (2 bytes a parameter) and fp32 weights with two AdamW moments (12 more)."""
+"""Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
+moments (12)."""
 
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
-"""Of the trainer: bf16 weights and gradients, fp32 weights, gradients and two AdamW moments, 20 bytes a parameter."""
+"""Trainer memory relative to the bf16 weights: bf16 weights and gradients, fp32 weights, gradients and two AdamW
+moments, 20 bytes per parameter."""
 FROZEN_BYTES_PER_WEIGHT_BYTE = 3
-"""A reference or proximal copy: fp32 weights and their compute copy, for weights that are bf16 on disk."""
+"""Memory of a reference or proximal copy relative to the bf16 weights: fp32 weights and their compute copy."""
 
 PROCESS_BYTES = 1.0 * 2**30
-"""What a process with torch and vLLM occupies before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
+"""Memory of a process with torch and vLLM before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
 
 
 def check(
     cluster: ClusterConfig, run: RunConfig, runs_root: Path, site: str | None = None, emulate: bool = False
 ) -> list[str]:
-    """Checks files, machine and packages against what is asked for.
+    """Check files, machine and packages against the configuration.
 
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
-        runs_root: where run folders are made.
-        site: the only one that is started here; None: all.
+        runs_root: parent of the run folders.
+        site: the only site started here; None: all.
         emulate: whether the sites are emulated.
 
     Returns:
-        Warnings: what will be slow or may fail, but can be run.
+        Warnings about what will be slow or may fail.
 
     Raises:
         UserError: one line per problem.
@@ -76,14 +78,14 @@ NOT_CHECKED = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
 
 
 def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
-    """Checks what holds on every machine, for the plan of several sites, each of which is elsewhere.
+    """Check what does not depend on the machine, for the plan of several sites elsewhere.
 
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
 
     Returns:
-        Warnings: what was not checked, and what is missing here though it may be there at the sites.
+        Warnings about what was not checked, and about what is missing here but may be present at the sites.
 
     Raises:
         UserError: one line per problem of the files themselves.
@@ -103,13 +105,13 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
 
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
-    """Those whose processes are all on this machine."""
+    """List the sites whose processes all run on this machine."""
     here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
     return [one for one in here if not one.on_ray]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """What a cluster of several sites cannot do."""
+    """Check for what a cluster of several sites cannot do."""
     if not cluster.remote_sites:
         return
     if run.schedule.name in ("colocated", "auto"):
@@ -125,7 +127,7 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
-    """Ray is there, and has the nodes that are asked for."""
+    """Check that Ray answers and has the requested nodes."""
     for name in [site] if site is not None else cluster.sites:
         if not cluster.sites[name].on_ray:
             continue
@@ -138,7 +140,7 @@ def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -
 
 
 def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
-    """A site's own secret key, and the public ones that it needs."""
+    """Check a site's own secret key and the public keys that it needs."""
     from streamrl.transport.curve import ClientSecurity, ServerSecurity
 
     if cluster.security.encryption == "none":
@@ -154,7 +156,7 @@ def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
 
 
 def check_packages(cluster: ClusterConfig) -> Iterable[str]:
-    """torch and vLLM are installed (they are not in the base install)."""
+    """Check that torch and vLLM are installed (they are not in the base install)."""
     missing = [name for name in ("torch", "vllm", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         extra = "gpu" if cluster.hardware == "cuda" else "cpu"
@@ -162,7 +164,7 @@ def check_packages(cluster: ClusterConfig) -> Iterable[str]:
 
 
 def check_model(run: RunConfig) -> Iterable[str]:
-    """The model is there and its context is long enough."""
+    """Check that the model is present and its context long enough."""
     try:
         folder = Path(resolve_model(run.model.path))
     except UserError as error:
@@ -174,11 +176,11 @@ def check_model(run: RunConfig) -> Iterable[str]:
 
 
 def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """The model's attention heads can be shared out as the cluster file says."""
+    """Check that the model's attention heads can be split as the cluster file says."""
     try:
         values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
     except UserError:
-        return  # told by `check_model`
+        return  # reported by `check_model`
     values = values.get("text_config") or values
     heads = values.get("num_attention_heads")
     asked = [
@@ -196,7 +198,7 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def context_length(model_config: dict[str, Any]) -> int | None:
-    """Positions that a model's config.json allows; multi-modal models say so of their text part."""
+    """Return the positions that a model's config.json allows; multi-modal models state them in `text_config`."""
     for part in (model_config, model_config.get("text_config")):
         if isinstance(part, dict) and isinstance(part.get("max_position_embeddings"), int):
             return int(part["max_position_embeddings"])
@@ -204,7 +206,7 @@ def context_length(model_config: dict[str, Any]) -> int | None:
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
-    """Task names, their settings, files and reward functions: made as the run will make them."""
+    """Check task names, settings, files and reward functions by building them as the run will."""
     from streamrl.tasks.rewards import Scorer
     from streamrl.tasks.source import PromptSource
 
@@ -220,7 +222,7 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:
-    """The ranker to begin with can be read."""
+    """Check that the initial ranker can be read."""
     from streamrl.controller.length_predictor import load_ranker
 
     try:
@@ -230,7 +232,7 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
 
 
 def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str | None = None) -> Iterable[str]:
-    """Enough GPUs on this machine; trainer and instances may share them under `colocated`."""
+    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them."""
     if cluster.hardware != "cuda":
         return
     together = max if run.schedule.name == "colocated" else sum
@@ -247,7 +249,7 @@ def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str |
 
 
 def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
-    """The ports on which a site listens are free."""
+    """Check that the ports on which a site listens are free."""
     site = cluster.sites[name]
     address = site.listen or site.address
     if site.trainer is None:
@@ -264,7 +266,7 @@ def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
 
 
 def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
-    """Room for the checkpoints that are kept, and one that is being written."""
+    """Check for disk space for the kept checkpoints and the one being written."""
     try:
         folder = Path(resolve_model(run.model.path))
     except UserError:
@@ -282,9 +284,9 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:
-    """Far more computing threads than cores: everything gets slower, heartbeats too.
+    """Warn about far more compute threads than cores, which slow everything down, heartbeats too.
 
-    The trainer and the instances seldom compute all at once, so twice the cores is usual.
+    Up to twice the cores is usual, as the trainer and the instances seldom compute all at once.
     """
     if cluster.hardware != "cpu":
         return []
@@ -302,7 +304,7 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: st
 
 
 def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: str | None = None) -> list[str]:
-    """A rough sum of what the processes hold, against the memory that is free (bytes); activations not counted."""
+    """Warn if a rough sum of the processes' memory exceeds the free memory (bytes); activations are not counted."""
     if cluster.hardware != "cpu":
         return []
     weights = weight_bytes(Path(resolve_model(run.model.path)))
@@ -324,10 +326,10 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_memory() -> float:
-    """Bytes that can be used without swapping."""
+    """Return the bytes of memory available without swapping."""
     return float(psutil.virtual_memory().available)

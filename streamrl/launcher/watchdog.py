@@ -1,8 +1,7 @@
-"""Finds processes that live and do nothing, by what they and others write into the run's folder.
+"""The watchdog: finds processes that are alive but hang, by the files in the run's folder.
 
-The controller and the service of a site that does not train write a file each, all the time; of the other processes of
-the trainer's site the controller writes down since when it has not heard of them. (A service judges its instances
-itself.)
+The controller, and the service of a site that does not train, each rewrite a file all the time. For the other processes
+of the trainer's site the controller records how long they have been silent. A service judges its instances itself.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Watchdog:
-    """One launcher's."""
+    """Watches the processes of one launcher for silence."""
 
     def __init__(self, share: Share) -> None:
         self.share, self.limit_s = share, share.run.deadlines.heartbeat_s
@@ -27,10 +26,10 @@ class Watchdog:
         self._looked = 0.0
 
     def hanging(self, started: Mapping[str, float]) -> dict[str, float]:
-        """Processes that have given no sign of life for longer than `deadlines.heartbeat_s`, with how long that is.
+        """Find processes without a sign of life for longer than `deadlines.heartbeat_s`, with their seconds of silence.
 
         Args:
-            started: when each process that lives was started, unix seconds: what was written before is not about it.
+            started: start time of each living process, unix seconds; anything written earlier is not about it.
         """
         now = time.time()
         if now - self._looked < LOOK_EVERY_S:
@@ -53,14 +52,14 @@ class Watchdog:
         silent = self._silent(folder / layout.STATUS, started["controller"], now)
         try:
             written = status.read_status(folder)
-        except (OSError, UserError):  # none has been written
+        except (OSError, UserError):  # not written yet
             return {"controller": silent} if silent else {}
         if written.final:
             return {}
         if silent:
             return {"controller": silent}
         if (folder / layout.STATUS).stat().st_mtime < started["controller"]:
-            return {}  # what an earlier one says of others is old
+            return {}  # written by an earlier controller
         return {
             name: role.silent_s
             for name, role in written.roles.items()
@@ -68,12 +67,15 @@ class Watchdog:
             and role.silent_s is not None
             and role.silent_s > self.limit_s
             and role.role in ("trainer", "service", "rewards")
-            and now - role.silent_s > started[name]  # else it has not said anything yet
+            and now - role.silent_s > started[name]  # else it has not spoken yet
         }
 
     def _silent(self, path: Path, started: float, now: float) -> float:
-        """Since a file was written, or its writer started if that is later: it may take longer to write for the first
-        time. 0 if that is not too long."""
+        """Return the seconds since a file was written, or since its writer started if that is later; 0 if within the
+        limit.
+
+        The first write may take longer: `deadlines.startup_s`.
+        """
         try:
             written = path.stat().st_mtime
         except OSError:

@@ -1,1 +1,1 @@
-"""What the machine at hand computes well: its CPU, a probe of its products, and the type that follows."""
+"""The machine at hand: its CPU and GPUs, how fast they compute, and the settings that follow."""

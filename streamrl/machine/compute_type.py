@@ -1,10 +1,10 @@
-"""The type that a process computes in: `model.dtype`, where `auto` is decided for the device at hand.
+"""The compute type of a process: `model.dtype`, with `auto` resolved for the device at hand.
 
     CPU    bf16 if the CPU has instructions for it and the probe finds it no slower than fp32; else fp32
     CUDA   bf16 from compute capability 8.0 (Ampere) on; else fp32
 
-Every process that computes decides for its own device, so the sites of a run may differ, and so may trainer and
-instances. What travels is stated: `wire_type`.
+Every computing process decides for its own device, so sites may differ, and so may trainer and instances. The type in
+which weights are sent is `wire_type`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ ComputeType = Literal["bfloat16", "float32"]
 AMPERE = (8, 0)
 """The first compute capability with bf16 tensor cores."""
 NO_SLOWER = 1.1
-"""bf16 may take so many times as long as fp32 in the probe, which is its noise: it halves what is read and sent."""
+"""Largest slowdown of bf16 against fp32 in the probe that still counts as equal (noise); bf16 halves the bytes read and
+sent."""
 WORTH_A_WARNING = 1.5
 
 
 @dataclass(frozen=True)
 class TypeChoice:
-    """A compute type, and why it is this one."""
+    """A compute type and the reason for it."""
 
     dtype: ComputeType
     why: str
     warning: str = ""
-    """What whoever has set it by hand should know; '': nothing."""
+    """Warning about a type set by hand; '': none."""
 
     def __str__(self) -> str:
         return f"{self.dtype} ({self.why})"
 
 
 def choose_for_cpu(asked: Literal["auto"] | ComputeType, cpu: Cpu, found: Probe | None) -> TypeChoice:
-    """Decides for a CPU.
+    """Choose the type for a CPU.
 
     Args:
         asked: `model.dtype`.
-        cpu: its instructions.
-        found: the probe of its products; None: there is none, the instructions decide alone.
+        cpu: the CPU.
+        found: the probe of its matrix products; None: not measured, the instructions alone decide.
     """
     rates = (
         f"{cpu.instructions}; one thread multiplies at {found.bf16_gflops:.3g} GFLOP/s in bfloat16 and "
@@ -68,11 +69,11 @@ def choose_for_cpu(asked: Literal["auto"] | ComputeType, cpu: Cpu, found: Probe 
 
 
 def choose_for_cuda(asked: Literal["auto"] | ComputeType, capability: tuple[int, int] | None) -> TypeChoice:
-    """Decides for a GPU.
+    """Choose the type for a GPU.
 
     Args:
         asked: `model.dtype`.
-        capability: its compute capability; None: not known, taken for a current one.
+        capability: its compute capability; None: unknown, assumed to be recent.
     """
     known = "GPU of unknown compute capability" if capability is None else f"compute capability {_dotted(capability)}"
     old = capability is not None and capability < AMPERE
@@ -88,10 +89,10 @@ def choose_for_cuda(asked: Literal["auto"] | ComputeType, capability: tuple[int,
 
 
 def choose(model: ModelConfig, cuda: bool) -> TypeChoice:
-    """Decides for this machine, before anything is started: for its CPU, or the oldest of its GPUs.
+    """Choose the type for this machine before anything starts: for its CPU, or the oldest of its GPUs.
 
     Raises:
-        UserError: the model is not there.
+        UserError: the model is missing.
     """
     if cuda:
         return choose_for_cuda(model.dtype, oldest_compute_capability())
@@ -99,24 +100,24 @@ def choose(model: ModelConfig, cuda: bool) -> TypeChoice:
 
 
 def with_type(run: RunConfig, choice: TypeChoice) -> RunConfig:
-    """The run file of a process that computes in this type."""
+    """Return the run file of a process that computes in this type."""
     return run.model_copy(update={"model": run.model.model_copy(update={"dtype": choice.dtype})})
 
 
 def decided(run: RunConfig, cuda: bool) -> RunConfig:
-    """The run file with `model.dtype` decided for the device of this process, for whoever computes outside a run.
+    """Return the run file with `model.dtype` resolved for this process's device, to compute outside a run.
 
     Raises:
-        UserError: the model is not there.
+        UserError: the model is missing.
     """
     return with_type(run, choose_in_process(run.model, cuda))
 
 
 def choose_in_process(model: ModelConfig, cuda: bool) -> TypeChoice:
-    """Decides for the device of this process.
+    """Choose the type for the device of this process.
 
     Raises:
-        UserError: the model is not there.
+        UserError: the model is missing.
     """
     if cuda:
         import torch
@@ -128,18 +129,18 @@ def choose_in_process(model: ModelConfig, cuda: bool) -> TypeChoice:
 
 
 def wire_type(asked: Literal["auto"] | ComputeType, computed: ComputeType | None, several_sites: bool) -> ComputeType:
-    """The type that weight versions are published in.
+    """Return the type in which weight versions are published.
 
-    Every site has to know it before it has met the trainer, so with several of them it follows from the run file
-    alone: `auto` is bf16, whose sparse deltas are what makes a link bearable. Inside one site it is the trainer's.
+    Every site must know it before it reaches the trainer, so with several sites it follows from the run file alone:
+    `auto` is bf16, whose sparse deltas make links bearable. Inside one site it is the trainer's type.
 
     Args:
         asked: `model.dtype`.
-        computed: the type that the trainer computes in; None: not known to the caller.
-        several_sites: weights go over links.
+        computed: the trainer's compute type; None: not known to the caller.
+        several_sites: whether weights cross links.
 
     Raises:
-        ValueError: it is the trainer's, which is not known.
+        ValueError: it is the trainer's type, which is not known.
     """
     if asked != "auto":
         return asked

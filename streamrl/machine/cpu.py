@@ -1,4 +1,4 @@
-"""The CPU of this machine: its name, and the instructions that matter for products of matrices."""
+"""The CPU of this machine: its name, and the instructions that matter for matrix products."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx512f", "bf16", "svebf16"})
-"""Instructions with which oneDNN has bf16 kernels; plain AVX-512 emulates them at the speed of fp32 or above. Without
-any of these torch falls back to its own loops: 4 to 40 times slower than fp32 where it was measured."""
+"""Instructions for which oneDNN has bf16 kernels; plain AVX-512 emulates them at the speed of fp32 or above. Without
+any of these torch falls back to its own loops, measured at 4 to 40 times slower than fp32."""
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Environment variables by which torch and oneDNN are kept from using instructions that the CPU has."""
+"""Environment variables that keep torch and oneDNN from using instructions that the CPU has."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """What decides which kernels run."""
+    """The properties of a CPU that decide which kernels run."""
 
     name: str
     flags: frozenset[str]
-    """Instructions as the system lists them; empty where it does not."""
+    """Instructions as listed by the system; empty if it lists none."""
     limits: tuple[str, ...] = ()
-    """NAME=VALUE of `LIMITS` that are set."""
+    """NAME=VALUE of the `LIMITS` that are set."""
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it has instructions for which bf16 kernels exist, and may use them. True where the system lists no
-        instructions: a probe then decides alone."""
+        """Whether bf16 kernels exist for its instructions and may be used.
+
+        True if the system lists no instructions: the probe then decides alone.
+        """
         if not self.flags:
             return True
         below = any(value.partition("=")[2].lower().startswith(("default", "sse", "avx2")) for value in self.limits)
@@ -57,11 +59,11 @@ class Cpu:
 
 
 def parse_cpuinfo(text: str, machine: str, environ: Mapping[str, str]) -> Cpu:
-    """Reads the text of /proc/cpuinfo, of x86 or ARM.
+    """Parse the text of /proc/cpuinfo, of x86 or ARM.
 
     Args:
-        text: may be empty, where there is no such file.
-        machine: the architecture, for a CPU without a name.
+        text: the file's text; may be empty.
+        machine: the architecture, used for a CPU without a name.
         environ: environment variables.
     """
     name, flags = "", frozenset[str]()
@@ -78,7 +80,7 @@ def parse_cpuinfo(text: str, machine: str, environ: Mapping[str, str]) -> Cpu:
 
 @functools.cache
 def this_cpu() -> Cpu:
-    """The CPU of this machine."""
+    """Return the CPU of this machine."""
     try:
         text = CPUINFO.read_text(errors="replace")
     except OSError:

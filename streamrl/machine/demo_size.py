@@ -1,7 +1,7 @@
-"""How large `streamrl demo` is: as much as this machine trains in the time, and holds in the memory, that there is.
+"""The size of `streamrl demo`: as much as this machine can train in the available time and memory.
 
-A step's work is counted in operations and divided by what the CPU does (`machine/probe.py`), so that an old CPU gets
-fewer and shorter answers instead of a longer wait. Generation and training share the cores, so their times add up.
+A step's work in operations is divided by the CPU's measured rate (`machine/probe.py`), so that an old CPU gets fewer
+and shorter answers instead of a longer wait. Generation and training share the cores, so their times add up.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from scheduler.cost.model_shapes import Transformer
 
 STEPS = 5
-"""Fewest optimizer steps that still show streaming, a checkpoint, and a ranking that comes to be trusted."""
+"""Fewest optimizer steps that show streaming, a checkpoint, and a ranking that becomes trusted."""
 PROMPT_TOKENS = 50
 """Mean length of a demo's prompt with its chat template."""
 MEAN_SHARE = 0.6
 """Mean length of an answer as a share of the longest one allowed, for SmolLM2 on the demo's tasks."""
 GENERATION_SHARE, TRAINING_SHARE = 0.45, 0.55
-"""Shares of the GEMM rate of all cores that decoding and training reach beside each other, rounded down."""
+"""Shares of the GEMM rate of all cores that decoding and training reach when run side by side, rounded down."""
 FIXED_S = 90.0
-"""Everything but the model's files and the steps, on a slow machine: starting, checkpoints, the report."""
+"""Seconds for everything but fetching the model and the steps, on a slow machine: start, checkpoints, report."""
 SPARE = 0.9
-"""Share of the time that a size may be predicted to need."""
+"""Share of the available time that the predicted time may take."""
 
 PROCESSES_GIB = 5.5
-"""Two instances and the other processes, without what grows with the model."""
+"""Memory of two instances and the other processes, without what grows with the model."""
 MODEL_BYTES = 40.0
-"""Bytes per parameter, over all processes: fp32 weights, gradients and AdamW's moments (16), three copies of a version
-in fp32 (12), and the weights of two instances with their packed copies (12)."""
+"""Bytes per parameter over all processes: fp32 weights, gradients and AdamW's moments (16), three fp32 copies of a
+version (12), and the weights of two instances with their packed copies (12)."""
 TOKEN_BYTES = 1.6e6
-"""Activations that the backward pass needs, of one token of a micro-batch, for each layer of SmolLM2 / 30."""
+"""Bytes of activations per token of a micro-batch for a model of 30 layers (SmolLM2); scales with the layers."""
 MICRO_BATCHES = (2048, 1024, 512, 256)
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The keys of the run file that are chosen."""
+    """The run file's keys that decide the size of the demo."""
 
     steps: int
     prompts: int
@@ -60,12 +60,13 @@ class DemoSize:
         ]
 
     def step_seconds(self, model: Transformer, gflops: float) -> float:
-        """Predicted time of an optimizer step: 2 P operations for a generated token, and three forward passes over
-        what is trained (the backward pass is two).
+        """Predict the seconds of an optimizer step.
+
+        A generated token takes 2 P operations; training takes three forward passes (the backward pass counts as two).
 
         Args:
-            model: its shape.
-            gflops: rate of a GEMM on all cores that the run computes on, 10^9 operations per second.
+            model: shape of the model.
+            gflops: GEMM rate on all cores that the run uses, 10^9 operations per second.
         """
         length = self.max_tokens * MEAN_SHARE
         samples = self.prompts * self.samples
@@ -76,12 +77,12 @@ class DemoSize:
         return work / (gflops * 1e9)
 
     def seconds(self, model: Transformer, gflops: float) -> float:
-        """Predicted time of the whole demo; arguments as `step_seconds`."""
+        """Predict the seconds of the whole demo; arguments as for `step_seconds`."""
         return FIXED_S + self.steps * self.step_seconds(model, gflops)
 
 
 def sizes() -> Iterator[DemoSize]:
-    """What may be chosen, the largest first."""
+    """Yield the sizes to choose from, the largest first."""
     yield DemoSize(STEPS + 1, 8, 8, 96)
     for prompts, samples, longest in ((8, 8, 96), (8, 8, 64), (8, 6, 64), (6, 6, 64), (6, 6, 48), (6, 4, 48)):
         yield DemoSize(STEPS, prompts, samples, longest)
@@ -89,11 +90,11 @@ def sizes() -> Iterator[DemoSize]:
 
 
 def choose_size(model: Transformer, gflops: float, limit_s: float) -> DemoSize:
-    """The largest size that is predicted to fit, or the smallest one; arguments as `DemoSize.step_seconds`.
+    """Choose the largest size that is predicted to fit, or the smallest one.
 
     Args:
-        model: its shape.
-        gflops: of all cores.
+        model: shape of the model.
+        gflops: GEMM rate on all cores that the run uses, 10^9 operations per second.
         limit_s: seconds for everything after the installation.
     """
     every = list(sizes())
@@ -101,11 +102,11 @@ def choose_size(model: Transformer, gflops: float, limit_s: float) -> DemoSize:
 
 
 def peak_bytes(model: Transformer, micro_batch_tokens: int) -> float:
-    """Predicted peak memory of all processes, of a demo that computes in fp32 (bf16 needs less)."""
+    """Predict the peak memory of all processes, in bytes, for a demo in fp32 (bf16 needs less)."""
     return PROCESSES_GIB * 2**30 + MODEL_BYTES * model.parameters + TOKEN_BYTES * micro_batch_tokens * model.layers / 30
 
 
 def choose_micro_batch(model: Transformer, limit_bytes: float) -> int | None:
-    """The largest micro-batch (tokens) whose run fits into memory; None: not even the smallest one does."""
+    """Choose the largest micro-batch (tokens) that fits into memory; None: not even the smallest does."""
     fitting = (tokens for tokens in MICRO_BATCHES if peak_bytes(model, tokens) <= limit_bytes)
     return next(fitting, None)

@@ -1,10 +1,10 @@
-"""vLLM's settings on a CPU: which are tried, which is chosen, and where the choice is kept.
+"""vLLM's settings on a CPU: which are tried, which is chosen, and where the choice is stored.
 
-Compile mode, thread binding and the KV cache's type are tried one by one against the default
-(`streamrl calibrate --engine`), and what was found is said. None of them is taken by runs so far: that a compiled
-engine computes with weights that were loaded later has not been shown; bound threads are the cluster file's to give out
-(`cores` of a pool), as two instances must not take the same ones; a KV cache of another type than the model's changes
-log-probabilities, which the trainer's would then differ from.
+`streamrl calibrate --engine` tries compile mode, thread binding and the KV cache's type one by one against the default
+and reports the result. Runs use none of them so far. It has not been shown that a compiled engine uses weights that
+were loaded later. Thread binding is up to the cluster file (`cores` of a pool), as two instances must not share cores.
+A KV cache of another type than the model's changes log-probabilities, which would add to the trainer-generator
+mismatch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.model_files import cache_directory
 
 WORTH = 1.05
-"""Least speedup over the default that counts; less is noise."""
+"""Smallest speedup over the default that counts; less is noise."""
 MOST_EXTRA_START_S = 30.0
-"""Longest delay of an instance's start that a speedup is worth: a lost one is replaced while others wait."""
+"""Longest delay of an instance's start that a speedup is worth: work waits while a lost instance is replaced."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How vLLM runs on a CPU; the defaults are what is taken where nothing was measured."""
+    """Settings of vLLM on a CPU; the defaults apply where nothing was measured."""
 
     compiled: bool = False
-    """Whether inductor compiles the model; else eager."""
+    """Whether inductor compiles the model; otherwise it runs eagerly."""
     bound: bool = False
     """Whether each thread is bound to a core."""
     kv_cache: Literal["auto", "fp8"] = "auto"
-    """auto: the model's type."""
+    """Type of the KV cache; auto: the model's type."""
 
     def __str__(self) -> str:
         cache = "the model's type" if self.kv_cache == "auto" else self.kv_cache
@@ -48,7 +48,7 @@ class EngineSettings:
 
     @property
     def may_be_chosen(self) -> bool:
-        """See the module's text."""
+        """Whether runs may use these settings: only the default mode, threads and KV cache so far."""
         return not (self.compiled or self.bound) and self.kv_cache == "auto"
 
 
@@ -59,18 +59,18 @@ NAMES = {CANDIDATES[1]: "bound threads", CANDIDATES[2]: "compiled", CANDIDATES[3
 
 @dataclass(frozen=True)
 class EngineTrial:
-    """An instance that was started with some settings."""
+    """Measurements of an instance that was started with some settings."""
 
     settings: EngineSettings
     start_s: float = 0.0
-    """Until it was warm."""
+    """Seconds until it was warm."""
     step_s: tuple[tuple[int, float], ...] = ()
     """(Batch size, seconds of a decode step)."""
     error: str = ""
-    """Why it did not start."""
+    """Reason why it did not start; '': it started."""
 
     def speed_over(self, other: EngineTrial) -> float:
-        """How many times as fast as another trial its steps were, in the geometric mean over batch sizes."""
+        """Return the speedup of its steps over another trial's, as the geometric mean over batch sizes."""
         mine, its = dict(self.step_s), dict(other.step_s)
         both = sorted(mine.keys() & its.keys())
         return math.exp(sum(math.log(its[size] / mine[size]) for size in both) / len(both)) if both else 0.0
@@ -78,7 +78,7 @@ class EngineTrial:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The settings that instances take, and why these."""
+    """The settings that instances use and the reason for them."""
 
     settings: EngineSettings
     why: str
@@ -91,33 +91,33 @@ NOT_MEASURED = EngineChoice(DEFAULT, "default; `streamrl calibrate --engine` mea
 
 
 def choose(trials: Sequence[EngineTrial], where: str) -> EngineChoice:
-    """Decides between settings that were tried.
+    """Choose among the settings that were tried.
 
     Args:
-        trials: the default's first.
-        where: the CPU and the day, in words.
+        trials: trials, that of the default settings first.
+        where: CPU and date, for the explanation.
 
     Raises:
         ValueError: the default was not tried, or did not start.
     """
     if not trials or trials[0].settings != DEFAULT or trials[0].error:
         raise ValueError("there is nothing to compare with: the default settings did not start")
-    base, best, told = trials[0], trials[0], []
+    base, best, findings = trials[0], trials[0], []
     for trial in trials[1:]:
         name = NAMES.get(trial.settings, str(trial.settings))
         if trial.error:
-            told.append(f"{name}: {trial.error}")
+            findings.append(f"{name}: {trial.error}")
             continue
         speed, later = trial.speed_over(base), trial.start_s - base.start_s
-        told.append(f"{name} {speed:.2f} x as fast, start {later:+.0f} s")
+        findings.append(f"{name} {speed:.2f} x as fast, start {later:+.0f} s")
         worth = speed >= max(WORTH, best.speed_over(base)) and later <= MOST_EXTRA_START_S
         if worth and trial.settings.may_be_chosen:
             best = trial
-    return EngineChoice(best.settings, f"measured on {where}: {'; '.join(told)}")
+    return EngineChoice(best.settings, f"measured on {where}: {'; '.join(findings)}")
 
 
 def table(trials: Sequence[EngineTrial]) -> list[str]:
-    """The trials as lines of text, a heading first."""
+    """Format the trials as lines of text, a heading first."""
     sizes = sorted({size for trial in trials for size, _ in trial.step_s})
     lines = ["start s " + "".join(f"{f'batch {size}, ms':>14}" for size in sizes) + "  settings"]
     for trial in trials:
@@ -129,10 +129,10 @@ def table(trials: Sequence[EngineTrial]) -> list[str]:
 
 
 def keep(choice: EngineChoice, trials: Sequence[EngineTrial], model_folder: Path, dtype: str, threads: int) -> Path:
-    """Keeps a choice for later runs on this machine.
+    """Store a choice for later runs on this machine.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = _path(model_folder, dtype, threads)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,13 +142,12 @@ def keep(choice: EngineChoice, trials: Sequence[EngineTrial], model_folder: Path
 
 
 def chosen_settings(model_folder: Path, dtype: str, threads: int) -> EngineChoice:
-    """What instances on this machine take: what was measured here, else the default. Its text is one sentence that
-    says so.
+    """Return the settings of instances on this machine: those measured here, else the default.
 
     Args:
-        model_folder: in HF format.
-        dtype: the type that is computed in.
-        threads: of an instance.
+        model_folder: the model in HF format.
+        dtype: compute type.
+        threads: CPU threads of an instance.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(_path(model_folder, dtype, threads).read_text())
@@ -175,7 +174,7 @@ SHAPE = (
 
 
 def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions: Sequence[str]) -> str:
-    """Short name of all that step times depend on."""
+    """Return a hash of everything that step times depend on."""
     values = config.get("text_config") or config
     shape = [values.get(name) for name in SHAPE]
     facts = [cpu.name, sorted(cpu.flags), cpu.limits, shape, dtype, threads, *versions]

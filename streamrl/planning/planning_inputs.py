@@ -1,4 +1,4 @@
-"""From files and options to a planning problem: GPUs and prices, links, model, lengths. No torch, no vllm."""
+"""Build a planning problem from files and options: GPUs and prices, links, model, lengths. No torch, no vllm."""
 
 from __future__ import annotations
 
@@ -26,34 +26,38 @@ if TYPE_CHECKING:
     from streamrl.config.run import RunConfig
 
 PAPER_TAIL, PAPER_MODE, PAPER_SPREAD = 0.12, 2200.0, 0.45
-"""Of the lengths that StreamRL (arXiv 2504.15930) describes, mode near 2K and a thin flat tail to 20K: share of the
-tail (from 4,000 tokens), median and spread of log length of the rest. Assumptions; only their shape is published."""
+"""Share of the tail (from 4,000 tokens), and median and spread of log length of the other answers.
+
+They imitate the lengths in StreamRL (arXiv 2504.15930): a mode near 2K and a thin flat tail to 20K. The values are
+assumptions; only the shape is published.
+"""
 PAPER_LIMIT, PAPER_DRAWS = 20_000, 8192
+"""Longest answer in tokens, and number of lengths drawn."""
 SAMPLES, PROMPT_TOKENS = 1024, 512
-"""The paper's batch, and an assumption about its prompts."""
+"""Samples of the paper's batch, and the assumed length of its prompts."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is to be planned, and where it comes from."""
+    """A planning problem, and the sources of its figures."""
 
     problem: Problem
     lengths: str
-    """Where the lengths come from."""
+    """Source of the lengths."""
     algorithm: str
     devices: tuple[Device, ...]
-    """That are offered."""
+    """Devices on offer."""
     prices: tuple[str, ...]
-    """By offer: where its price comes from."""
+    """Source of each offer's price."""
     trains_now: str
     """The site that trains in the cluster file."""
 
 
 def load_devices(path: Path | None) -> dict[str, Device]:
-    """The catalogue, with a user's file on top.
+    """Return the catalogue of devices, overridden by a user's file.
 
     Raises:
-        UserError: the file cannot be read or holds a mistake.
+        UserError: the file cannot be read or is wrong.
     """
     from scheduler.cost.hardware import devices_from, known_devices
 
@@ -68,7 +72,7 @@ def load_devices(path: Path | None) -> dict[str, Device]:
 def offers_of(
     cluster: ClusterConfig, devices: dict[str, Device], cluster_file: Path
 ) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
-    """All GPUs of the cluster file by site, type and price, whatever pool they are in now; where prices come from.
+    """Return all GPUs of the cluster file by site, type and price, whatever their pool, and the prices' sources.
 
     Raises:
         UserError: an unknown GPU type, or a price that is missing or zero.
@@ -116,7 +120,7 @@ def offers_of(
 
 
 def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...]:
-    """Its links."""
+    """Return the cluster's links as routes."""
     from scheduler.capacity.allocation import Route
 
     return tuple(
@@ -126,10 +130,10 @@ def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...
 
 
 def find_model(name: str) -> Transformer:
-    """A model of the table, or of a folder with a config.json.
+    """Return a model from the table, or from a folder with a config.json.
 
     Raises:
-        UserError: there is no such model, or its file is not understood.
+        UserError: there is no such model, or its file cannot be used.
     """
     from scheduler.cost.model_shapes import MODELS, Transformer
 
@@ -149,14 +153,14 @@ def find_model(name: str) -> Transformer:
 
 
 def find_lengths(text: str, samples: int) -> tuple[np.ndarray, str]:
-    """Answer lengths [n] and where they come from.
+    """Return answer lengths [n] and their source.
 
     Args:
         text: the longest answer, such as 20k or 4096 (the paper's shape, scaled to it), or files of past rollouts.
-        samples: of a step.
+        samples: samples of a step.
 
     Raises:
-        UserError: it is neither, or there is nothing usable.
+        UserError: `text` is neither, or there is nothing usable.
     """
     import numpy as np
 
@@ -181,7 +185,7 @@ def find_lengths(text: str, samples: int) -> tuple[np.ndarray, str]:
 
 
 def work_of(run: RunConfig) -> TrainingWork:
-    """What a run's algorithm trains and asks."""
+    """Return the models that a run's algorithm trains and evaluates."""
     from scheduler.cost.training_cost import TrainingWork
 
     algorithm = run.algorithm
@@ -202,7 +206,7 @@ def gather(
     budget: float | None,
     delta_ratio: float | None,
 ) -> Inputs:
-    """A problem; options come before the run file, that before the paper's workload.
+    """Assemble the problem; options override the run file, and that overrides the paper's workload.
 
     Raises:
         UserError: something is missing or wrong.

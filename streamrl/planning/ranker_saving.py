@@ -1,11 +1,12 @@
-"""What dispatching by a ranker's forecasts saves: held-out samples in batches, generated in the simulator.
+"""Simulate how much time dispatching by a ranker's forecasts saves, on batches of held-out samples.
 
-Each batch is dispatched least-loaded, by each kind of forecast, and by the true lengths (the oracle). How much there is
-to save depends on the fleet, so there are three, of instances with the published step times of a 7B model on an H800:
+Each batch is dispatched least-loaded, by each kind of forecast, and by the true lengths (the oracle). The possible
+saving depends on the fleet, so there are three, of instances with the published step times of a 7B model on an H800:
 
-* with slots for all: time is saved by isolating the longest requests, and the very longest one decides;
-* with slots for half of a batch with four samples per prompt: it is saved by starting long requests first, too;
-* with slots for an eighth: nearly all of it is, and one answer that nobody could foresee matters little.
+* with slots for all requests: isolating the longest requests saves time, and the single longest one decides;
+* with slots for half of a batch with four samples per prompt: starting long requests first also saves time;
+* with slots for an eighth: starting long requests first saves nearly all of it, and one unforeseeable answer matters
+  little.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 from scheduler.simulation.saving import Saving, saving
 
 PROMPTS, SAMPLES = 128, 8
-"""A batch: so many prompts, with at most so many samples of each."""
+"""Prompts of a batch, and most samples of each."""
 MIN_PROMPTS = 16
 """Fewest prompts that make a batch."""
 BATCHES = 6
-"""Most batches: one alone is mostly luck, as its longest request decides; some 20 seconds for all in one core."""
+"""Most batches. One alone is mostly luck, as its longest request decides; all take some 20 s on one core."""
 INSTANCES, SLOTS = 4, (256, 64, 16)
-"""Instances of a fleet, and the slots of each, by fleet."""
+"""Instances of a fleet, and the slots of each instance, by fleet."""
 
 
 def dispatch_saving(held: HeldOut, seed: int = 0) -> list[Dispatch]:
-    """Simulates batches of held-out samples under each of their forecasts; nothing with fewer than `MIN_PROMPTS`.
+    """Simulate batches of held-out samples under each kind of forecast; [] with fewer than `MIN_PROMPTS` prompts.
 
-    A kind of forecast that knows nothing of some sample is left out.
+    A kind of forecast that lacks some sample is left out.
 
     Args:
         held: lengths and forecasts of samples.
-        seed: of the choice of prompts and samples.
+        seed: seed for the choice of prompts and samples.
     """
     batches = _batches(held.unit, seed)
     return [_on_fleet(held, batches, slots) for slots in SLOTS] if batches else []
 
 
 def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
-    """All forecasts of all batches on instances with so many slots each."""
+    """Simulate all batches with all forecasts on instances with `slots` slots each."""
     fleet = [SimulatedInstance(f"instance {n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
     sums: dict[str, Saving] = {}
     chosen = np.concatenate(batches)
@@ -64,7 +65,7 @@ def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
 
 
 def _batches(unit: Array, seed: int) -> list[Array]:
-    """Rows of each batch, in a random order; no prompt is in two batches."""
+    """Return the rows of each batch, in random order; no prompt is in two batches."""
     rng = np.random.default_rng(seed)
     units = rng.permutation(np.unique(unit))
     if len(units) < MIN_PROMPTS:
@@ -79,7 +80,7 @@ def _batches(unit: Array, seed: int) -> list[Array]:
 
 
 def _requests(held: HeldOut, quantiles: Array, rows: Array) -> list[SimulatedRequest]:
-    """Samples as requests that carry these forecasts [N, Q]."""
+    """Return samples as requests with these forecasts [N, Q]."""
     return [
         SimulatedRequest(
             str(row),

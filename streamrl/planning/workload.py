@@ -1,4 +1,4 @@
-"""What `streamrl simulate` runs on: drawn lengths, or a recorded run's."""
+"""Workloads of `streamrl simulate`: drawn lengths, or those of a recorded run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be generated, and where its lengths come from."""
+    """Requests to simulate, and the source of their lengths."""
 
     source: str
     batches: list[list[SimulatedRequest]]
-    """Simulated one after the other: a run's steps."""
+    """Batches to simulate one after the other, such as a run's steps."""
     longest: float
     """Most tokens of a request."""
 
     def groups(self, least: int) -> list[list[SimulatedRequest]]:
-        """So many groups or more in order of issue, with ids of their own; batches are repeated where they run out."""
+        """Return at least `least` groups in order of issue, with unique ids; the batches repeat as needed."""
         made: list[list[SimulatedRequest]] = []
         for number in count():
             by_group: dict[str, list[SimulatedRequest]] = {}
@@ -42,15 +42,15 @@ class Workload:
 
 
 def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches: int = 1) -> Workload:
-    """Drawn lengths, in groups of eight.
+    """Draw lengths, in groups of eight requests.
 
     Args:
-        lengths: a distribution, as `--lengths` of `streamrl simulate`.
+        lengths: a distribution, as in `--lengths` of `streamrl simulate`.
         count: requests of a batch.
-        limit: no request is longer.
+        limit: most tokens of a request.
         noise: spread of the forecasts, see `_requests`.
-        seed: of the draws.
-        batches: how many.
+        seed: seed of the draws.
+        batches: number of batches.
 
     Raises:
         UserError: the distribution cannot be read.
@@ -79,16 +79,16 @@ def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches:
 
 
 def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workload:
-    """A run's steps: true lengths, groups and prompts' lengths from its rollouts.
+    """Read a run's steps: true lengths, groups and prompt lengths from its rollouts.
 
     Args:
         trace: a run's folder, its `rollouts`, or one file.
-        ranker: a model's file whose forecasts the requests get; None: their true lengths.
+        ranker: file of the model that forecasts the requests' lengths; None: forecasts are the true lengths.
         noise: spread of the forecasts, see `_requests`.
-        seed: of that spread.
+        seed: seed of that spread.
 
     Raises:
-        UserError: there is nothing to read, or it is not what it should be.
+        UserError: there are no rollouts, or they have the wrong form.
     """
     import numpy as np
     import pyarrow as pa
@@ -142,7 +142,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
 def _requests(
     lengths: np.ndarray, groups: list[str], prompts: list[int], noise: float, longest: float, rng: np.random.Generator
 ) -> list[SimulatedRequest]:
-    """Requests whose forecasts are their true lengths, or log-normal around a value that is off by `noise`."""
+    """Make requests whose forecasts are their true lengths, or log-normal around a value that is off by `noise`."""
     import numpy as np
 
     from scheduler.cost.length_forecast import MIDPOINTS, Forecast
@@ -151,8 +151,8 @@ def _requests(
     if noise:
         levels = np.linspace(-2.2, 2.2, len(MIDPOINTS))
         centres = lengths * np.exp(noise * rng.standard_normal(len(lengths)))
-        told = np.clip(centres[:, None] * np.exp(noise * levels), 1, longest)
-        forecasts = [Forecast(tuple(row)) for row in told.tolist()]
+        quantiles = np.clip(centres[:, None] * np.exp(noise * levels), 1, longest)
+        forecasts = [Forecast(tuple(row)) for row in quantiles.tolist()]
     else:
         forecasts = [Forecast.exactly(length) for length in lengths.tolist()]
     return [

@@ -1,4 +1,4 @@
-"""Figures of the report's sections on evaluation, length audit and schedule; drawn like those of `plots`."""
+"""Figures for the report's sections on evaluation, length audit and schedule, in the style of `plots`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.metrics import MetricsRow
 
 KINDS = ("issued", "finished", "trained", "dropped")
+"""Kinds of samples that a length audit counts."""
 MOST_COLUMNS = 80
-"""Steps side by side in a picture of distributions; more are put together."""
+"""Columns in a picture of distributions; if there are more steps, neighbours share a column."""
 
 
 def evaluation_figure(rows: Sequence[EvaluationRow], top: EvaluationRow) -> Figure:
-    """Rewards and pass@k by version, and the deciding reward of every task; `top` gets a ring."""
+    """Draw rewards and pass@k by version, and each task's main reward; `top` gets a ring."""
     tasks = sorted({task for row in rows for task in row.by_task})
     figure, axes = new(1, 2 if len(tasks) > 1 else 1)
     steps = [row.step for row in rows]
@@ -65,12 +66,12 @@ def _deciding(scores: Scores | None) -> float:
 
 
 def over_steps(audits: Sequence[StepAudit], kind: str) -> npt.NDArray[np.int64]:
-    """Samples of a kind (of `KINDS`) by bucket, shape [buckets]; the audits have the same edges."""
+    """Return the samples of a kind (one of `KINDS`) by bucket, shape [buckets]; all audits have the same edges."""
     return np.sum([getattr(audit, kind) for audit in audits], axis=0, dtype=np.int64)
 
 
 def length_audit_figure(steps: Sequence[int], audits: Sequence[StepAudit]) -> Figure:
-    """All samples by bucket; mean lengths issued and trained; the distribution of both step by step."""
+    """Draw all samples by bucket, mean lengths issued and trained, and the distribution of both by step."""
     figure, axes = new(2, 2, height=5.2)
     bars, means, issued, trained = axes
     edges = audits[0].edges
@@ -105,12 +106,12 @@ def _bucket_names(edges: Sequence[int]) -> list[str]:
 def _distribution(
     axis: Axes, steps: Sequence[int], counts: Sequence[tuple[int, ...]], edges: Sequence[int], colour: str
 ) -> None:
-    """A column per step (or some steps), a row per bucket; the more opaque, the larger the share."""
+    """Draw a column per step (or per few steps) and a row per bucket; opacity grows with the share."""
     columns = np.array_split(np.asarray(counts, dtype=float), min(len(counts), MOST_COLUMNS))
     shares = np.stack([column.sum(axis=0) / max(1.0, column.sum()) for column in columns], axis=1)
     picture = np.empty((*shares.shape, 4))
     picture[..., :3] = to_rgb(colour)
-    # The square root: a rare bucket must still be seen beside a common one.
+    # The square root keeps a rare bucket visible beside a common one.
     picture[..., 3] = np.sqrt(shares / max(shares.max(), 1e-9))
     extent = (steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(shares) - 0.5)
     axis.imshow(picture, aspect="auto", origin="lower", interpolation="nearest", extent=extent)
@@ -120,7 +121,8 @@ def _distribution(
 
 
 def schedule_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Staleness, bubbles, exposed weight sync, importance ratio, effective sample size, and what was cut away."""
+    """Draw staleness, bubbles, exposed weight sync, importance ratio, effective sample size, and masked, truncated
+    and clipped tokens."""
     figure, axes = new(3, 2, height=6.6)
     panels: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("staleness", "weight versions", (("staleness_max", "largest", PINK), ("staleness_mean", "mean", BLUE))),

@@ -1,4 +1,4 @@
-"""The report's sections that check how a run learns: evaluation, length audit, schedule and off-policy."""
+"""Report sections that check how a run learns: evaluation, length audit, schedule and off-policy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from streamrl.run_dir.evaluations import EvaluationRow, Scores, best
 
 
 def evaluation(data: RunData) -> str:
-    """Curves over versions, every evaluation in a row, and the best and newest one by task."""
+    """Show curves over versions, a table of all evaluations, and the best and newest one by task."""
     rows = data.evaluations
     top = best(rows)
     if top is None:
         return ""
     k = max(len(row.overall.pass_at) for row in rows)
     caption = (
-        "Held-out prompts, the same for every version; training goes on meanwhile. Reward: the mean over prompts, of "
-        "one greedy completion each and of the sampled ones. pass@k: the chance that at least one of k sampled "
+        "Held-out prompts, the same for every version; training continues meanwhile. Reward: the mean over prompts, "
+        "of one greedy completion each and of the sampled ones. pass@k: the chance that at least one of k sampled "
         "completions reaches the threshold (unbiased estimate). The ring marks the best version: the highest greedy "
-        "reward (without greedy completions, the highest sampled one), of equals the earliest."
+        "reward (without greedy completions, the highest sampled one); the earliest of equals."
     )
     columns = ["version", "greedy reward", "greedy passes", "sampled reward", "pass@1"]
     columns += [f"pass@{k}"] if k > 1 else []
@@ -61,8 +61,8 @@ def _figures(scores: Scores, k: int) -> list[str]:
 
 
 def length_audit(data: RunData) -> str:
-    """Lengths issued, finished, trained and dropped; a box when trained and issued differ."""
-    # A resumed run may have another token limit: buckets of other edges cannot be added up.
+    """Show lengths issued, finished, trained and dropped, with a warning box when trained and issued differ."""
+    # A resumed run may have another token limit, and buckets with different edges cannot be added up.
     newest = next((row.length_audit for row in reversed(data.rows) if row.length_audit), None)
     if newest is None:
         return ""
@@ -81,7 +81,7 @@ def length_audit(data: RunData) -> str:
         "length when the step ended; finished, trained and dropped count in the step in which it happened. The last "
         "bucket holds completions cut at the token limit. Top right: mean lengths over the newest settled batches "
         "(those in which every sample has been trained or dropped). Below: how the lengths of each step are "
-        "distributed; the darker, the larger the share."
+        "distributed; darker means a larger share."
     )
     parts.append(figure(check_plots.length_audit_figure(steps, audits), "length-audit", caption))
     parts.append(table(("length, tokens", "issued", "finished", "trained", "dropped"), _buckets(audits)))
@@ -126,7 +126,7 @@ def _compared(audit: StepAudit) -> str:
 
 
 def schedule(data: RunData) -> str:
-    """How far off-policy the steps were, and what the schedule cost."""
+    """Show how far off-policy the steps were, and what the schedule cost."""
     rows = data.rows
     if not plots.has(rows, "staleness_mean", "ess_token", "importance_ratio_max"):
         return ""
@@ -147,7 +147,11 @@ def schedule(data: RunData) -> str:
         ("lowest effective sample size", fixed(_lowest(data)), "of the sequences' weights, else of the tokens'"),
         ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "the gradient was not finite"),
         ("groups dropped", _count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
-        ("samples parked", _count(total(row.samples_parked for row in rows)), "taken off an instance to go on later"),
+        (
+            "samples parked",
+            _count(total(row.samples_parked for row in rows)),
+            "preempted, to continue later",
+        ),
         ("weights published", _count(total(row.weight_publications for row in rows)), "versions"),
     ]
     chosen = data.status.schedule_note if data.status else ""

@@ -1,6 +1,4 @@
-"""The launcher's view of a run: a live picture on a terminal, plain lines elsewhere. It only reads the run
-folder.
-"""
+"""The launcher's view of a run: a live picture on a terminal, plain lines elsewhere. It only reads the run folder."""
 
 from __future__ import annotations
 
@@ -26,12 +24,13 @@ from streamrl.run_dir.start_stages import Stage, read_stages
 from streamrl.run_dir.status import RunStatus, read_status
 
 PLAIN_WIDTH = 200
-"""Columns assumed when the output is no terminal: a step's line stays one line in a log."""
+"""Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
 BAD_STATES = frozenset({"failed", "dead", "exited"})
+"""States of a process that get a line at once."""
 
 
 class Follower(Generic[AnyRow]):
-    """Reads a file of rows again only when it has changed."""
+    """Rows of a file, read again only when the file has changed."""
 
     def __init__(self, path: Path, model: type[AnyRow]) -> None:
         self._path, self._model = path, model
@@ -39,7 +38,7 @@ class Follower(Generic[AnyRow]):
         self._rows: list[AnyRow] = []
 
     def rows(self) -> list[AnyRow]:
-        """All rows as they are now."""
+        """Return all current rows."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
@@ -50,18 +49,18 @@ class Follower(Generic[AnyRow]):
 
 
 class PlainLines:
-    """Decides which lines a log gets: what processes do before the first sample, every step once, trouble at once.
+    """The choice of lines for a log: start-up progress, every step once, and trouble at once.
 
-    State in, lines out, no clock and no I/O of its own.
+    State goes in, lines come out; it has no clock and no I/O.
     """
 
     def __init__(self, known: Sequence[MetricsRow], evaluated: Sequence[EvaluationRow] = ()) -> None:
-        """`known`, `evaluated`: rows from before (a resumed run), which are not told again."""
+        """Take the rows of a resumed run, `known` and `evaluated`, which are not shown again."""
         self._told = {(row.step, row.time) for row in known}
         self._told_evaluations = {(row.step, row.time) for row in evaluated}
         self._roles: dict[str, str] = {}
         self._start: StartLines | None = StartLines()
-        """None: the first sample has come."""
+        """None once the first sample has come."""
         self._state = ""
         self._stale_told = 0.0
         self._away: dict[str, float] = {}
@@ -79,14 +78,14 @@ class PlainLines:
         evaluations: Sequence[EvaluationRow] = (),
         stages: Mapping[str, Stage] | None = None,
     ) -> list[str]:
-        """Lines that are new since the last call.
+        """Return the lines that are new since the last call.
 
         Args:
-            status: the run's; None: the controller has not written one yet.
-            rows: of all steps.
+            status: the run's status; None: the controller has not written one yet.
+            rows: metrics of all steps.
             now: unix seconds.
             evaluations: all so far.
-            stages: what each process has last said of its start.
+            stages: the start-up stage that each process last reported.
         """
         doing = present(status, stages or {})
         found: list[str] = []
@@ -115,7 +114,7 @@ class PlainLines:
         return found
 
     def _scaling_lines(self, status: RunStatus) -> list[str]:
-        """Instances that are wanted, that have come, and that have delivered their first sample."""
+        """Report changed targets of pools, and new instances when they are ready and have their first sample."""
         found = []
         wanted, self._wanted = self._wanted, dict(status.scaling.wanted)
         for pool, count in status.scaling.wanted.items():
@@ -129,7 +128,7 @@ class PlainLines:
         return found
 
     def _site_lines(self, status: RunStatus) -> list[str]:
-        """A site that is away, when that is noticed and when it is back."""
+        """Report a site once when it goes silent, and once when it is back."""
         found = []
         for name, site in status.sites.items():
             if site.away and name not in self._away:
@@ -141,7 +140,7 @@ class PlainLines:
         return found
 
     def _bias_lines(self, row: MetricsRow) -> list[str]:
-        """A length bias when it begins and when it has ended: between, its figures are in every row."""
+        """Report a length bias when it begins and when it ends; in between its figures are in every row."""
         warned, self._warned = self._warned, bool(row.length_bias_warning)
         if row.length_bias_warning and not warned:
             return [f"warning: {row.length_bias_warning}"]
@@ -158,9 +157,9 @@ class PlainLines:
     def _start_lines(
         self, status: RunStatus | None, rows: Sequence[MetricsRow], now: float, doing: Mapping[str, Stage]
     ) -> list[str]:
-        """What processes do until the first sample of this start is there."""
+        """Report what the processes do until the first sample since this start."""
         if status is not None and status.state == "starting":
-            self._start = self._start or StartLines()  # everything is started again
+            self._start = self._start or StartLines()  # the run is starting again
         if self._start is None:
             return []
         if status is None or status.state == "starting":
@@ -203,7 +202,7 @@ class PlainLines:
 
 
 class LiveView:
-    """Shows a run while it goes on. Use as a context manager, call `refresh` about twice a second."""
+    """A view of a live run. Use it as a context manager and call `refresh` about twice a second."""
 
     def __init__(
         self,
@@ -212,13 +211,13 @@ class LiveView:
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Reads nothing yet.
+        """Prepare the view; `refresh` draws it.
 
         Args:
             run_dir: the run folder; it may not hold a run yet.
-            plain: lines instead of a picture; default: unless on a terminal.
+            plain: lines instead of a picture; default: lines unless on a terminal.
             console: where to write; default: standard output.
-            clock: unix seconds.
+            clock: returns unix seconds.
         """
         self.run_dir = run_dir
         self._console = console or Console(highlight=False)
@@ -244,7 +243,7 @@ class LiveView:
             self._live = None
 
     def refresh(self) -> RunStatus | None:
-        """Shows what has changed; returns the state read, None before the controller's first sign of life."""
+        """Show what has changed; return the status read, None before the controller has written one."""
         now = self._clock()
         try:
             status = read_status(self.run_dir)
@@ -262,7 +261,7 @@ class LiveView:
         return status
 
     def summary(self) -> None:
-        """Prints the closing summary: what was done, what it measured, and where the results are."""
+        """Print the closing summary: steps done, figures, and where the results are."""
         rows = self._follower.rows()
         try:
             status = read_status(self.run_dir)
@@ -293,11 +292,12 @@ class LiveView:
             self.say(f"  error: {status.error}")
 
     def say(self, line: str) -> None:
+        """Print a line of the launcher."""
         width = None if self._console.is_terminal else PLAIN_WIDTH
         self._console.print(Text(line), soft_wrap=True, width=width)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step, or None."""
+    """Return the checkpoint of the highest step, or None."""
     found = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
     return max(found, key=lambda path: int(path.name[5:]), default=None)

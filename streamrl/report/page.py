@@ -1,5 +1,5 @@
-"""What the report's sections are built from, and its style sheet: one column, light or dark as the reader's system is
-set, printable.
+"""Building blocks of the report's sections, and its style sheet: one column, printable, light or dark as the reader's
+system is set.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from streamrl.report import plots
 
 
 def section(title: str, *parts: str) -> str:
-    """A section with a heading; nothing when all its parts are empty."""
+    """Return a section with a heading; '' when all its parts are empty."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>" if any(parts) else ""
 
 
 def figure(drawn: plots.Figure, name: str, caption: str) -> str:
-    """A plot with its caption; `name` (letters, digits, hyphens) is unique on the page."""
+    """Return a plot with its caption; `name` (letters, digits, hyphens) must be unique on the page."""
     svg = plots.to_svg(drawn, name)
     return f'<figure id="plot-{name}">{svg}<figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of text cells."""
+    """Return a table of text cells."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def note(text: str) -> str:
-    """A small paragraph that says what is shown."""
+    """Return a small explanatory paragraph."""
     return f'<p class="note">{escape(text)}</p>'
 
 
 def warning_box(text: str) -> str:
-    """A paragraph that cannot be overlooked."""
+    """Return a framed warning."""
     return f'<p class="bad box"><strong>{escape(text)}</strong></p>'
 
 

@@ -1,4 +1,4 @@
-"""What the live view and `streamrl status` show: a run's state as rich renderables or plain lines. No I/O."""
+"""A run's state as rich renderables or plain lines, for the live view and `streamrl status`. No I/O."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from streamrl.run_dir.start_stages import Stage
 from streamrl.run_dir.status import RunStatus
 
 SHOWN_STEPS = 6
+"""Newest steps in the table."""
 HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
+"""Newest steps in the reward's sparkline."""
 WAIT_SHOWN_AFTER_S = 5.0
-"""Shorter waits are the ordinary course of a run."""
+"""Seconds after which a wait is shown; shorter ones are normal."""
 ESS_SHOWN_BELOW = 0.999
-"""Effective sample size that is told: above it, all samples weigh the same."""
+"""Effective sample size below which it is shown; above it, all samples weigh the same."""
 
 _COLOURS = {
     "ready": "green",
@@ -45,7 +47,7 @@ def _colour(state: str) -> str:
 
 
 def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
-    """Seconds: the controller's estimate, else the remaining steps at the last five's mean time."""
+    """Return the seconds left: the controller's estimate, else the remaining steps at the last five's mean time."""
     if status.eta_s is not None:
         return status.eta_s
     pace = mean(row.step_time_s for row in rows[-5:])
@@ -53,13 +55,13 @@ def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
 
 
 def stale_message(status: RunStatus, now: float) -> str | None:
-    """What to tell when the controller stopped writing."""
+    """Return a warning if the controller has stopped writing its status, else None."""
     age = status.stale_for(now)
     return None if age is None else f"no update for {duration(age)}: the controller hangs or was killed"
 
 
 def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
-    """Run, model, schedule, state, step, times."""
+    """Return the head of the view: run, model, schedule, state, step and times."""
     ended = status.updated_at if status.final else now
     text = Text()
     text.append(status.run, style="bold")
@@ -79,7 +81,7 @@ def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
 
 
 def step_progress(status: RunStatus) -> Table:
-    """Bars of the samples generated and trained in this step."""
+    """Return progress bars of the samples generated and trained in this step."""
     progress = status.progress
     table = Table.grid(padding=(0, 1))
     for label, done in (("generated", progress.samples_finished), ("trained", progress.samples_trained)):
@@ -91,8 +93,10 @@ def step_progress(status: RunStatus) -> Table:
 
 
 def length_histogram(status: RunStatus) -> Text:
-    """Output lengths finished in this step, as one row of blocks with its scale; above it, on the same scale, what was
-    predicted of all of the step's."""
+    """Return the output lengths finished in this step as a row of blocks with its scale.
+
+    Above it, on the same scale, are the lengths predicted for all samples of the step.
+    """
     lengths, predicted = status.progress.lengths, status.progress.predicted_lengths
     longest = max([*lengths, *predicted], default=0)
     counts, width = histogram(lengths, HISTOGRAM_BINS, longest)
@@ -109,7 +113,7 @@ def length_histogram(status: RunStatus) -> Text:
 
 
 def _blocks(counts: Sequence[int]) -> str:
-    # A bin without samples is blank, so that it is not mistaken for a small one.
+    # A bin without samples stays blank, so that it is not mistaken for a small one.
     return bars([0, *[count or None for count in counts]])[1:]
 
 
@@ -118,7 +122,7 @@ def _median(values: Sequence[int]) -> int:
 
 
 def _grid_of(columns: Sequence[str], left: int) -> Table:
-    """A borderless table with dim headings; the first `left` columns are text, the others numbers."""
+    """Return a borderless table with dim headings; the first `left` columns are text, the others numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
@@ -126,7 +130,7 @@ def _grid_of(columns: Sequence[str], left: int) -> Table:
 
 
 def roles_table(status: RunStatus, now: float) -> Table:
-    """One row per process; fits 76 columns when nothing is said about what a role is doing."""
+    """Return a table with a row per process; it fits 76 columns when no process reports what it is doing."""
     columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB")
     table = _grid_of(columns, left=2)
     table.expand = True
@@ -146,7 +150,7 @@ def roles_table(status: RunStatus, now: float) -> Table:
 
 
 def steps_table(rows: Sequence[MetricsRow]) -> Table:
-    """The last steps' metrics, newest last; times in seconds; fits 76 columns."""
+    """Return a table of the last steps' metrics, newest last; times in seconds; it fits 76 columns."""
     columns = ("step", "reward", "loss", "grad", "len 50/90/max", "time", "gen", "train", "smp/s", "idle g/t")
     table = _grid_of(columns, left=0)
     table.padding = (0, 1, 0, 0)
@@ -168,7 +172,7 @@ def steps_table(rows: Sequence[MetricsRow]) -> Table:
 
 
 def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
-    """The reward over the last steps, with its range."""
+    """Return a sparkline of the reward over the last steps, with its range."""
     rewards = [row.reward_mean for row in rows[-SPARKLINE_STEPS:]]
     present = [reward for reward in rewards if reward is not None]
     if not present:
@@ -181,7 +185,7 @@ def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
 
 
 def waits_text(status: RunStatus, now: float) -> Text:
-    """Waits that have gone on for long, the oldest first: what a stuck run is stuck on."""
+    """Return the longest waits, oldest first: they show what a stuck run is stuck on."""
     long = sorted((wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since)
     lines = [
         f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
@@ -191,7 +195,7 @@ def waits_text(status: RunStatus, now: float) -> Text:
 
 
 def ranker_text(status: RunStatus) -> Text:
-    """How well lengths were predicted, what dispatch does with it, and what that is worth."""
+    """Describe how well lengths are predicted, whether dispatch uses the predictions, and what that saves."""
     ranker, latest = status.ranker, status.latest
     if ranker.recall_at_20 is None and not ranker.trusted:
         return Text("ranker     nothing predicted and finished yet: dispatch by load", style="dim")
@@ -205,8 +209,7 @@ def ranker_text(status: RunStatus) -> Text:
 
 
 def off_policy(row: MetricsRow) -> list[str]:
-    """How stale a step's samples were ('stale mean/max', weight versions), and what is left of them as effective sample
-    size; nothing for a step on policy."""
+    """Return a step's staleness ('stale mean/max', weight versions) and effective sample size; [] if on-policy."""
     parts = []
     if row.staleness_max:
         parts.append(f"stale {fixed(row.staleness_mean, 1)}/{fixed(row.staleness_max, 0)}")
@@ -219,7 +222,7 @@ def off_policy(row: MetricsRow) -> list[str]:
 def run_notes(
     status: RunStatus, rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationRow]
 ) -> list[tuple[str, str, str]]:
-    """(what, text, colour) of each thing to know about the run beside its figures."""
+    """Return (label, text, colour) of each remark on the run that its figures do not show."""
     notes = []
     if status.schedule_note:
         notes.append(("schedule", status.schedule_note, ""))
@@ -239,7 +242,7 @@ def run_notes(
 
 
 def scaling_note(status: RunStatus) -> str:
-    """Pools that are not as they are wanted to be, and what the run's own elasticity says; '' where nothing is."""
+    """Describe the pools that are not at their target size, and the last scaling decision; '' if there is nothing."""
     scaling = status.scaling
     notes = [
         f"{pool}: {scaling.ready.get(pool, 0)} of {wanted} ready"
@@ -250,9 +253,9 @@ def scaling_note(status: RunStatus) -> str:
 
 
 def sites_table(status: RunStatus) -> Table:
-    """Sites behind links."""
+    """Return a table of the sites behind links."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("site", "there and back", "samples under way", "compressed", "clock off", ""):
+    for title in ("site", "round trip", "samples in flight", "compression", "clock offset", ""):
         table.add_column(title)
     for name, site in status.sites.items():
         notes = [f"no sign of it for {site.silent_s:.0f} s"] if site.away else []
@@ -270,7 +273,7 @@ def sites_table(status: RunStatus) -> Table:
 
 
 def start_table(stages: Mapping[str, Stage], now: float) -> Table:
-    """One row per process that starts: what it does, and since when."""
+    """Return a table with a row per starting process: its stage, and for how long."""
     table = _grid_of(("process", "for", "doing"), left=1)
     table.columns[2].justify, table.columns[2].no_wrap = "left", False
     for name, stage in stages.items():
@@ -280,7 +283,7 @@ def start_table(stages: Mapping[str, Stage], now: float) -> Table:
 
 
 def render_start(run: str, stages: Mapping[str, Stage], now: float) -> RenderableType:
-    """The view before the controller has written its first status. `now`: unix seconds."""
+    """Return the view before the controller has written its first status; `now` in unix seconds."""
     elapsed = duration(now - begun_at(stages, now))
     head = Text.assemble((run, "bold"), f"  elapsed {elapsed}; the controller has not reported yet")
     return Panel(Group(head, "", start_table(stages, now)), title="streamrl", border_style="dim", expand=True)
@@ -293,14 +296,14 @@ def render(
     evaluations: Sequence[EvaluationRow] = (),
     stages: Mapping[str, Stage] | None = None,
 ) -> RenderableType:
-    """The whole view.
+    """Return the whole view.
 
     Args:
-        status: the run's.
-        rows: of all steps.
+        status: the run's status.
+        rows: metrics of all steps.
         now: unix seconds.
         evaluations: all so far.
-        stages: what each process has last said of its start.
+        stages: the start-up stage that each process last reported.
     """
     starts = status.state == "starting" and present(status, stages or {})
     status = with_stages(status, stages or {})
@@ -326,7 +329,7 @@ def render(
 
 
 def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: float | None) -> str:
-    """One optimizer step in one line, for logs."""
+    """Describe one optimizer step in one line, for logs."""
     change = ""
     if before is not None and row.reward_mean is not None and before.reward_mean is not None:
         change = f" ({row.reward_mean - before.reward_mean:+.2f})"

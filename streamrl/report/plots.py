@@ -1,8 +1,7 @@
-"""The report's figures, as inline SVG that reads well on a light and on a dark page.
+"""The report's figures, as inline SVG that is legible on light and dark pages.
 
-Text and axes take the page's own colours (CSS `currentColor` and `--grid`), text stays text, and the ids
-inside each SVG get the figure's name in front, so that many of them fit on one page. No pyplot, so no global
-state.
+Text and axes take the page's colours (CSS `currentColor` and `--grid`), text stays text, and the ids inside each SVG
+are prefixed with the figure's name, so that many figures fit on one page. No pyplot, so no global state.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from streamrl.report.timeline import Track, Window
 from streamrl.run_dir.metrics import MetricsRow
 
 WIDTH = 9.0
-"""Inches; the page scales figures to its width."""
+"""Width of a figure in inches; the page scales figures to its own width."""
 
 MOST_POINTS = 2000
 """Newest samples of each kind that a scatter plot shows."""
 
-# Placeholders that no series uses; replaced by CSS in the SVG text.
+# Placeholder colours that no series uses; the SVG text gets CSS in their place.
 _INK = "#010203"
 _GRID = "#040506"
-# Of middle lightness: legible on white and on near-black; the first ones after Okabe and Ito, for
-# colour-blind readers.
+# Medium lightness is legible on white and on near-black; the first colours follow Okabe and Ito, for colour-blind
+# readers.
 COLOURS = ("#2f7ed8", "#e0801f", "#1f9d78", "#c2569b", "#8f7fe0", "#9a8a2e", "#d0483c", "#4fa8c9")
 BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
 
 
 def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; `height` in inches."""
+    """Return a figure and its axes, row by row; `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
     for axis in axes:
@@ -54,7 +53,7 @@ def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, l
 
 
 def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
-    """Names of both axes, and a title."""
+    """Set the names of both axes, and a title."""
     axis.set_xlabel(x, color=_INK, fontsize=9)
     axis.set_ylabel(y, color=_INK, fontsize=9)
     if title:
@@ -62,19 +61,19 @@ def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def legend(axis: Axes, columns: int = 1) -> None:
-    """A legend, if anything has a name."""
+    """Add a legend, if anything has a name."""
     handles, _ = axis.get_legend_handles_labels()
     if handles:
         axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=columns)
 
 
 def ink_text(axis: Axes, text: str) -> None:
-    """A remark in the middle of an empty plot."""
+    """Write a remark in the middle of an empty plot."""
     axis.text(0.5, 0.5, text, color=_INK, ha="center", transform=axis.transAxes, fontsize=9)
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """An `<svg>` element for the page; `name` (letters, digits, hyphens) is unique on it."""
+    """Return an `<svg>` element for the page; `name` (letters, digits, hyphens) must be unique on it."""
     figure.patch.set_alpha(0)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -86,17 +85,17 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
     svg = svg.replace('href="#', f'href="#{name}-')
-    # matplotlib asks for its own font first; the page's is there and matches the text around.
+    # matplotlib names its own font first; the page's font matches the surrounding text.
     return re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", svg)
 
 
 def _values(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
-    """One column, shape [steps], NaN where there is no value."""
+    """Return one column, shape [steps], NaN where there is no value."""
     return np.array([math.nan if (v := getattr(row, name)) is None else v for row in rows], dtype=float)
 
 
 def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
-    """Step numbers, shape [steps]; sets the axis up for whole numbers (also for a single one)."""
+    """Return the step numbers, shape [steps], and set up the axis for whole numbers, even a single one."""
     steps = np.array([row.step for row in rows])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if len(steps) == 1:
@@ -105,7 +104,7 @@ def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
 
 
 def curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str) -> None:
-    """One column of the metrics over the steps; nothing if it has no value."""
+    """Draw one column of the metrics over the steps; nothing if it has no value."""
     values = _values(rows, name)
     if not np.isnan(values).all():
         marker = "o" if len(rows) <= 40 else ""
@@ -113,12 +112,12 @@ def curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour:
 
 
 def has(rows: Sequence[MetricsRow], *names: str) -> bool:
-    """Whether any of these columns has a value in any row."""
+    """Return whether any of these columns has a value in any row."""
     return any(getattr(row, name) is not None for row in rows for name in names)
 
 
 def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Mean reward with its deviation, and the mean of every task."""
+    """Draw the mean reward with its standard deviation, and the mean of every task."""
     tasks = sorted({task for row in rows for task in row.reward_by_task})
     figure, axes = new(1, 2 if tasks else 1)
     mean, std = _values(rows, "reward_mean"), _values(rows, "reward_std")
@@ -141,7 +140,7 @@ def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
 
 
 def length_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Output lengths per step: median, 90th percentile, longest."""
+    """Draw the median, 90th percentile and maximum of the output lengths by step."""
     figure, (axis,) = new(height=2.5)
     for name, label, colour in (
         ("output_length_max", "longest", PINK),
@@ -156,7 +155,7 @@ def length_figure(rows: Sequence[MetricsRow]) -> Figure:
 
 
 def length_histogram_figure(rollouts: RunRollouts) -> Figure:
-    """Output lengths of the whole run by task, and why completions ended."""
+    """Draw the whole run's output lengths by task, and why completions ended."""
     figure, (left, right) = new(1, 2, height=2.9)
     tasks = rollouts.tasks
     longest = int(rollouts.output_length.max())
@@ -182,7 +181,7 @@ def length_histogram_figure(rollouts: RunRollouts) -> Figure:
 
 
 def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figure:
-    """How well lengths were ranked in each step, and every predicted length against what came."""
+    """Draw the ranker's quality by step, and every predicted length against the actual one."""
     figure, (left, right) = new(1, 2)
     for name, label, colour in (
         ("ranker_recall_at_20", "recall of the longest 20 %", BLUE),
@@ -209,7 +208,7 @@ def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figu
 
 
 def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Where a step's time goes, and how long each side stands idle."""
+    """Draw where each step's time goes, and how long either side is idle."""
     figure, (left, right) = new(1, 2)
     for name, label, colour in (
         ("step_time_s", "whole step", COLOURS[4]),
@@ -233,13 +232,13 @@ def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
 
 
 def varies(rows: Sequence[MetricsRow], name: str) -> bool:
-    """Whether a column has different values."""
+    """Return whether a column has different values."""
     values = _values(rows, name)
     return len(np.unique(values[~np.isnan(values)])) > 1
 
 
 def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Both stages beside the number of instances, of a run in which it has changed."""
+    """Draw the times of both stages and the number of instances, for a run in which that number has changed."""
     figure, (left, right) = new(1, 2)
     curve(left, rows, "generate_time_s", "generating", BLUE)
     curve(left, rows, "train_time_s", "training", ORANGE)
@@ -253,7 +252,7 @@ def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
 
 
 def training_figure(rows: Sequence[MetricsRow]) -> Figure:
-    """Loss, gradient norm, entropy, log-probability gap."""
+    """Draw loss, gradient norm, entropy and trainer-generator mismatch."""
     figure, axes = new(2, 2, height=4.4)
     for axis, (name, title, unit), colour in zip(
         axes,
@@ -276,11 +275,11 @@ def training_figure(rows: Sequence[MetricsRow]) -> Figure:
 
 
 def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[str, str]) -> Figure:
-    """A row per track from `window.start` to `window.end`; overlapping bars are stacked inside their row."""
+    """Draw a row per track from `window.start` to `window.end`; overlapping bars are stacked inside their row."""
     names = [track.name for track in tracks]
     figure, (axis,) = new(height=1.1 + 0.42 * len(names))
     for row, track in enumerate(tracks):
-        # Lanes are given among the bars of the window, so that a row is as full as it was then.
+        # Lanes are assigned among the window's bars only, so that a row is as full as it was at that time.
         shown = Track(track.name, 0, [b for b in track.bars if b.end > window.start and b.start < window.end])
         placed = shown.lanes()
         lanes = max((lane for _, lane in placed), default=0) + 1

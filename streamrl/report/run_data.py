@@ -1,6 +1,6 @@
-"""Reads a finished or unfinished run folder for the report: metrics, trace, rollouts, configuration, status.
+"""Read a finished or unfinished run folder for the report: metrics, trace, rollouts, configuration, status.
 
-Every part may be missing; what could not be read is collected in `RunData.notes` and told in the report.
+Every part may be missing; `RunData.notes` collects what could not be read, for the report to show.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from streamrl.run_dir.status import RunStatus, read_status
 from streamrl.run_dir.trace import Event, read_trace, trace_origin
 
 SAMPLES_OF_EACH_KIND = 3
+"""Samples that the report shows under each title."""
 Decode = Callable[[list[int]], str]
 
 _COLUMNS = [
@@ -44,7 +45,7 @@ _TEXT_COLUMNS = ["prompt", "prompt_tokens", "completion", "completion_tokens"]
 
 @dataclass(frozen=True)
 class RunRollouts:
-    """All samples of a run, one entry per sample; of a sample written twice the later one."""
+    """All samples of a run, one entry each; if a sample was written twice, the later one."""
 
     sample_id: npt.NDArray[np.object_]
     group_id: npt.NDArray[np.object_]
@@ -55,13 +56,13 @@ class RunRollouts:
     reward: npt.NDArray[np.float64]
     """NaN where the sample was never scored."""
     reward_error: npt.NDArray[np.object_]
-    """A message, or None."""
+    """Error message, or None."""
     pool: npt.NDArray[np.object_]
     route: npt.NDArray[np.object_]
     predicted_length: npt.NDArray[np.float64]
-    """Tokens, before it was dispatched; NaN where nothing was predicted."""
+    """Predicted before dispatch, in tokens; NaN where nothing was predicted."""
     place: list[tuple[Path, int]] = field(repr=False)
-    """File and row of each sample, to read its text."""
+    """File and row of each sample, for reading its text."""
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -74,7 +75,7 @@ class RunRollouts:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One sample to be read by a person."""
+    """One sample in readable form."""
 
     task: str
     step: int
@@ -88,7 +89,7 @@ class SampleText:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report is made from."""
+    """Everything that a report is made from."""
 
     run_dir: Path
     status: RunStatus | None
@@ -96,15 +97,15 @@ class RunData:
     evaluations: list[EvaluationRow]
     events: list[Event]
     origin: float | None
-    """Unix seconds of the trace's time zero."""
+    """The trace's time zero, in unix seconds."""
     rollouts: RunRollouts | None
     config_text: str | None
     notes: list[str]
-    """What could not be read, one sentence each."""
+    """Remarks on what could not be read, one sentence each."""
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Reads all there is.
+    """Read everything that the folder holds.
 
     Raises:
         UserError: the folder does not exist, or holds none of a run's files.
@@ -144,7 +145,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
             columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
             records = table.read(columns=columns).to_pylist()
         except (pa.ArrowException, OSError) as error:
-            # A killed run leaves the file it was writing without its footer.
+            # A killed run leaves the file that it was writing without a footer.
             notes.append(f"{path.name} could not be read and is left out: {error}.")
             continue
         for index, record in enumerate(records):
@@ -181,15 +182,15 @@ def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
 
 
 def error_counts(rollouts: RunRollouts, most: int = 5) -> list[tuple[str, int]]:
-    """The most frequent reward errors (first line of each) with their counts."""
+    """Return the most frequent reward errors (first line of each) with their counts."""
     messages = [str(text).strip().splitlines()[0] for text in rollouts.reward_error if str(text or "").strip()]
     return Counter(messages).most_common(most)
 
 
 def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
-    """Indices of samples worth reading, by title; each sample once, and each prompt once per title.
+    """Return the indices of samples worth reading, by title; each sample once, and each prompt once per title.
 
-    Among equals the latest steps come first: they show what the run has come to.
+    Among equals the latest steps come first: they show the current state of the policy.
     """
     scored = np.flatnonzero(~np.isnan(rollouts.reward))
     everything = np.arange(len(rollouts))
@@ -218,7 +219,7 @@ def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
 
 
 def read_texts(data: RunData, indices: list[int]) -> dict[int, SampleText]:
-    """Prompts and completions of some samples; None where only token ids exist and no tokenizer does."""
+    """Return prompts and completions of some samples; None where only token ids exist and there is no tokenizer."""
     import pyarrow.parquet as pq
 
     rollouts = data.rollouts
@@ -262,9 +263,9 @@ def _text(record: dict[str, Any], name: str, decode: Callable[[list[int]], str |
 
 
 def _decoder(data: RunData) -> Decode | None:
-    """Function from token ids to text with the run's tokenizer, or None when there is none on this machine.
+    """Return a function from token ids to text with the run's tokenizer, or None if this machine has none.
 
-    The `tokenizers` package is enough for it (part of every transformers installation, loads in no time).
+    The `tokenizers` package suffices; every transformers installation has it, and it loads fast.
     """
     try:
         from tokenizers import Tokenizer
@@ -283,7 +284,7 @@ def _decoder(data: RunData) -> Decode | None:
 
 
 def _model_folder(config_text: str | None) -> Path | None:
-    """The model's folder on this machine as the configuration names it (also an HF id in the cache)."""
+    """Return the model's folder on this machine by the configuration: a path, or a Hugging Face id in the cache."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one self-contained page, finished or not. No script, nothing loaded."""
+"""`report.html`: a finished or unfinished run on one self-contained page, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ from streamrl.run_dir import layout
 TEXT_LIMIT = 4000
 """Characters shown of one prompt or completion."""
 TIMELINE_KINDS = len(plots.COLOURS)
+"""Kinds of work that get a colour in the timeline."""
 OTHER = "other"
+"""Name that the remaining kinds of work share."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `<run_dir>/report.html` in one piece and returns its path.
+    """Write `<run_dir>/report.html` atomically and return its path.
 
     Raises:
         UserError: the folder holds no run.
@@ -58,7 +60,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def build_report(data: RunData, now: float) -> str:
-    """The page's HTML. `now`: unix seconds, for a run that has not ended."""
+    """Return the page's HTML; `now` is the unix time, for a run that has not ended."""
     sections = [_head(data, now)]
     if data.rows:
         sections += [_reward(data), evaluation(data), _lengths(data), length_audit(data), _predictions(data)]
@@ -151,9 +153,10 @@ def _predictions(data: RunData) -> str:
     for route, pool in sorted(set(zip(rollouts.route, rollouts.pool, strict=True))):
         mask = (rollouts.route == route) & (rollouts.pool == pool)
         predicted = rollouts.predicted_length[mask & ~np.isnan(rollouts.predicted_length)]
-        told = fixed(float(predicted.mean()), 0) if len(predicted) else NONE
+        predicted_mean = fixed(float(predicted.mean()), 0) if len(predicted) else NONE
         actual = rollouts.output_length[mask]
-        by_route.append((route, pool, f"{mask.sum():,}", told, fixed(float(actual.mean()), 0), str(actual.max())))
+        actual_mean, longest = fixed(float(actual.mean()), 0), str(actual.max())
+        by_route.append((route, pool, f"{mask.sum():,}", predicted_mean, actual_mean, longest))
     columns = ("route", "pool", "samples", "mean predicted length", "mean actual length", "longest")
     by_prediction = [row for row in data.rows if row.dispatch_by_prediction]
     saved = mean(row.dispatch_saved for row in by_prediction)
@@ -165,7 +168,7 @@ def _predictions(data: RunData) -> str:
 def _step_time(data: RunData) -> str:
     scaled = []
     if plots.varies(data.rows, "instances"):
-        note = "Instances were added or taken away while the run went on: both stages of each step beside their number."
+        note = "Instances were added or removed during the run: the times of both stages, and the number of instances."
         scaled.append(figure(plots.instances_figure(data.rows), "instances", note))
     return section(
         "Step time",
@@ -175,7 +178,7 @@ def _step_time(data: RunData) -> str:
             "Seconds of each step in which samples were being generated, in which the trainer computed, "
             "and in which generation waited for new weights; generation and training may overlap, so these "
             "need not add up to the step. Bubbles: the share of the step in which instances, or the "
-            "trainer, had nothing to do.",
+            "trainer, were idle.",
         ),
         *scaled,
     )
@@ -188,7 +191,7 @@ def _timeline(data: RunData) -> str:
     for track in found:
         for bar in track.bars:
             spent[bar.name] = spent.get(bar.name, 0.0) + bar.end - bar.start
-    # The kinds of work with most time get colours of their own; the rest share one and are called 'other'.
+    # The kinds of work that take most time get their own colours; the others share one, as 'other'.
     ordered = sorted(spent, key=lambda name: -spent[name])
     if len(ordered) > TIMELINE_KINDS:
         ordered = [*ordered[: TIMELINE_KINDS - 1], OTHER]
@@ -221,7 +224,7 @@ def _training(data: RunData) -> str:
             "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the "
             "policy, per completion token. Log-probability gap: mean absolute difference between the "
             "trainer's and the generator's log-probability of the sampled tokens (0 when both compute "
-            "alike, in one type and with the same weights).",
+            "identically, in the same type and with the same weights).",
         ),
     )
 

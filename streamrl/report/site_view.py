@@ -1,4 +1,4 @@
-"""How the launcher of a site that does not train shows it: one line whenever something has changed."""
+"""The launcher's view of a site that does not train: one line whenever something has changed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from streamrl.run_dir.site_status import SiteStatus, read_site
 from streamrl.run_dir.start_stages import read_stages
 
 WAITS_S = 60.0
-"""Longest time between two lines while nothing starts: a site may wait for hours for the trainer's."""
+"""Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""
 TOLD_EVERY_S = 30.0
-"""Time between two lines when nothing changes."""
+"""Most seconds between two lines when nothing changes."""
 
 
 class SiteView:
-    """Tells, line by line, how a site is doing; use as a context manager."""
+    """A site's progress, line by line; use it as a context manager."""
 
     def __init__(self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self.run_dir = run_dir
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._start: StartLines | None = StartLines(WAITS_S)
-        """None: the site has finished its first sample."""
+        """None once the site has sent its first sample."""
         self._told: tuple[object, ...] = ()
         self._told_at = float("-inf")
 
@@ -42,10 +42,10 @@ class SiteView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is held open."""
+        """Do nothing: the view holds nothing open."""
 
     def refresh(self) -> None:
-        """Writes a line if something has changed, or none came for a while."""
+        """Write a line if something has changed, or if there was none for a while."""
         status, now = read_site(self.run_dir), self._clock()
         if self._start is not None and not (status is not None and status.samples_sent):
             for text in self._start.lines(read_stages(self.run_dir), now):
@@ -60,11 +60,11 @@ class SiteView:
             self._console.print(line(status), soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher's own."""
+        """Write a line of the launcher."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def summary(self) -> None:
-        """What the site has done."""
+        """Print how many samples the site has sent and how many bytes of weights it has received."""
         status = read_site(self.run_dir)
         if status is None:
             return
@@ -79,14 +79,14 @@ class SiteView:
 
 
 def line(status: SiteStatus) -> str:
-    """A site's state in one line."""
+    """Describe a site's state in one line."""
     running = sum(one.running for one in status.instances.values())
     speed = sum(one.tokens_per_s for one in status.instances.values())
     parts = [
         f"{status.site}: {status.state}",
         f"{len(status.instances)} instances, {running} running, {speed:.0f} tokens/s",
         f"weights {status.weight_version if status.weight_version is not None else 'none yet'}",
-        f"{status.samples_sent} samples sent, {status.samples_waiting} under way",
+        f"{status.samples_sent} samples sent, {status.samples_waiting} in flight",
     ]
     if status.rtt_ms is not None:
         parts.append(f"{status.rtt_ms:.0f} ms to the trainer's site")

@@ -1,4 +1,4 @@
-"""What is shown between the start of a run and its first sample. Pure: states in, lines out."""
+"""Lines shown between the start of a run and its first sample. Pure: states in, lines out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from streamrl.run_dir.start_stages import READY, WAITING, Stage
 from streamrl.run_dir.status import RunStatus
 
 CHANGES_S = 2.0
-"""Changes that come closer together share a line."""
+"""Seconds within which changes share a line."""
 SILENCE_S = 8.0
-"""A line comes at least this often: with what delays its writer, every 10 s."""
+"""Most seconds between two lines while something starts; with the writer's delays, 10 s."""
 IDLE_STATES = frozenset({"idle", "ready", "running"})
-"""States of a heartbeat that say of nothing that it is being done."""
+"""Heartbeat states in which a process has nothing left to start."""
 PLAIN_STATES = {"stale": "waiting for the first weights", "updating": "loading weights"}
-"""What a reader is told in place of a state's own word."""
+"""Plain words shown in place of a state's name."""
 
 
 def with_stages(status: RunStatus, stages: Mapping[str, Stage]) -> RunStatus:
-    """A status in which each process that has not reported by heartbeat yet says its stage."""
+    """Return a status in which each process without a heartbeat yet shows its start-up stage."""
     roles = {
         name: role.model_copy(update={"detail": stage.text, "since": stage.since})
         if role.state == "starting" and (stage := stages.get(name)) is not None and not stage.ready
@@ -31,7 +31,7 @@ def with_stages(status: RunStatus, stages: Mapping[str, Stage]) -> RunStatus:
 
 
 def present(status: RunStatus | None, stages: Mapping[str, Stage]) -> dict[str, Stage]:
-    """What every process does before the first sample: its stage, or, once it has started, what its heartbeat says."""
+    """Return what each process does before the first sample: its start-up stage, then its heartbeat's state."""
     found = dict(stages)
     for name, role in status.roles.items() if status is not None else ():
         stage = stages.get(name)
@@ -45,56 +45,59 @@ def present(status: RunStatus | None, stages: Mapping[str, Stage]) -> dict[str, 
 
 
 def begun_at(stages: Mapping[str, Stage], otherwise: float) -> float:
-    """When the first process was started; `otherwise` if there is none."""
+    """Return when the first process was started; `otherwise` if there is none."""
     return min((stage.began for stage in stages.values()), default=otherwise)
 
 
 class StartLines:
-    """Decide which lines a log gets from a run's start to its first sample: what has changed, and after some silence
-    who is still at what, and for how long. States in, lines out; no clock and no I/O of its own."""
+    """The choice of lines for a log from a run's start to its first sample.
+
+    A line reports what has changed or, after some silence, what each process is still doing and for how long. States
+    go in, lines come out; it has no clock and no I/O.
+    """
 
     def __init__(self, waits_s: float = SILENCE_S) -> None:
-        """`waits_s`: a line comes at least this often when everybody only waits."""
+        """Take the most seconds between two lines while all processes only wait, `waits_s`."""
         self._waits_s = waits_s
         self._said: dict[str, str] = {}
         self._at = float("-inf")
 
     @property
     def begun(self) -> bool:
-        """Whether anything was said."""
+        """Whether there was a line yet."""
         return bool(self._said)
 
     def lines(self, stages: Mapping[str, Stage], now: float) -> list[str]:
-        """The line that is due at `now` (unix seconds), if one is.
+        """Return the line that is due now, if any.
 
         Args:
-            stages: of all processes that are known, see `present`.
+            stages: the stages of all known processes, see `present`.
             now: unix seconds.
         """
         if not stages:
             return []
         changed = {name: stage for name, stage in stages.items() if self._said.get(name) != stage.text}
-        # one who waited and now waits for fewer is no news by itself: it goes with the next line
+        # A process that waited and now waits for fewer is no news by itself; it joins the next line.
         news = [
             name
             for name, stage in changed.items()
             if not (stage.waits and self._said.get(name, "").startswith(WAITING))
         ]
         if news and now - self._at >= CHANGES_S:
-            told = joined({name: stage.text for name, stage in changed.items()})
+            text = joined({name: stage.text for name, stage in changed.items()})
         elif now - self._at >= (
             SILENCE_S if any(not s.ready and not s.waits for s in stages.values()) else self._waits_s
         ):
-            told = _still(stages, now)
+            text = _still(stages, now)
         else:
             return []
         self._said |= {name: stage.text for name, stage in changed.items()}
         self._at = now
-        return [f"[{duration(now - begun_at(stages, now))}] {told}"]
+        return [f"[{duration(now - begun_at(stages, now))}] {text}"]
 
 
 def _still(stages: Mapping[str, Stage], now: float) -> str:
-    """Who is at work and who waits, each with its time."""
+    """Describe which processes work and which wait, and for how long."""
     since: dict[str, float] = {}
     for stage in stages.values():
         since[stage.text] = min(stage.since, since.get(stage.text, stage.since))
@@ -107,7 +110,7 @@ def _still(stages: Mapping[str, Stage], now: float) -> str:
 
 
 def joined(texts: Mapping[str, str]) -> str:
-    """'a, b: doing this; c: doing that'."""
+    """Group names by text: 'a, b: doing this; c: doing that'."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, text in texts.items():
         names[text].append(name)

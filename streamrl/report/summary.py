@@ -1,4 +1,4 @@
-"""Figures of a whole run from its metrics rows, and how numbers are written for people. Pure functions."""
+"""Figures of a whole run from its metrics rows, and readable formats for numbers. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from streamrl.run_dir.metrics import MetricsRow
 NONE = "-"
 """Shown where a figure does not exist."""
 REWARD_WINDOW = 10
-"""Steps averaged at either end of a run for 'reward first -> last'; less in a run of under 20 steps."""
+"""Steps averaged at either end of a run for 'reward first -> last'; fewer in a run of under 20 steps."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number in about `digits` significant digits, without an exponent where readable; '-' for None."""
+    """Format a number in about `digits` significant digits, without an exponent where readable; '-' for None."""
     if value is None:
         return NONE
     if value == 0:
@@ -30,19 +30,19 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def fixed(value: float | None, decimals: int = 2, sign: bool = False) -> str:
-    """A number with a fixed count of decimals; '-' for None."""
+    """Format a number with a fixed count of decimals; '-' for None."""
     if value is None:
         return NONE
     return f"{value:+.{decimals}f}" if sign else f"{value:.{decimals}f}"
 
 
 def percent(value: float | None) -> str:
-    """A fraction as a percentage; '-' for None."""
+    """Format a fraction as a percentage; '-' for None."""
     return NONE if value is None else f"{100 * value:.0f}%"
 
 
 def duration(seconds: float | None) -> str:
-    """'12s', '5m10s', '3h02m'; '-' for None."""
+    """Format seconds as '12s', '5m10s' or '3h02m'; '-' for None."""
     if seconds is None:
         return NONE
     whole = max(0, round(seconds))
@@ -54,7 +54,7 @@ def duration(seconds: float | None) -> str:
 
 
 def byte_size(count: float | None) -> str:
-    """'312 B', '1.2 MB', ... (powers of ten); '-' for None."""
+    """Format a number of bytes as '312 B', '1.2 MB', ... (powers of ten); '-' for None."""
     if count is None:
         return NONE
     for unit in ("B", "kB", "MB"):
@@ -65,7 +65,7 @@ def byte_size(count: float | None) -> str:
 
 
 def bars(values: Sequence[float | None]) -> str:
-    """One block character per value, from lowest to highest; None is a space, equal values are mid-high."""
+    """Return one block character per value, from lowest to highest; None is a space, equal values are mid-high."""
     present = [value for value in values if value is not None]
     if not present:
         return ""
@@ -81,7 +81,7 @@ def bars(values: Sequence[float | None]) -> str:
 
 
 def histogram(lengths: Sequence[int], bins: int, longest: int = 0) -> tuple[list[int], int]:
-    """Counts in equally wide bins from 0 on, and a bin's width in tokens (the bins reach the maximum, or `longest`)."""
+    """Return counts in equally wide bins from 0 to the maximum (or `longest`), and a bin's width in tokens."""
     top = max([longest, *lengths])
     if not top:
         return [0] * bins, 0
@@ -93,19 +93,19 @@ def histogram(lengths: Sequence[int], bins: int, longest: int = 0) -> tuple[list
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of what is not None; None when nothing is left."""
+    """Return the mean of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present else None
 
 
 def total(values: Iterable[int | None]) -> int | None:
-    """Sum of what is not None; None when nothing is left."""
+    """Return the sum of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return sum(present) if present else None
 
 
 def highest(values: Iterable[float | None]) -> float | None:
-    """Largest of what is not None; None when nothing is left."""
+    """Return the largest of the values that are not None; None if there are none."""
     return max((value for value in values if value is not None), default=None)
 
 
@@ -133,9 +133,9 @@ class RunSummary:
     groups_no_gradient: int | None
     reward_errors: int | None
     prompts_too_long: int | None
-    """The rows count since the run was started, so this is the highest of them."""
+    """The rows count from the run's start, so this is the highest of them."""
     truncated_fraction: float | None
-    """Over all samples."""
+    """Share of all samples."""
     logprob_gap: float | None
     tokens_trained: int | None
     train_tokens_per_s: float | None
@@ -143,12 +143,12 @@ class RunSummary:
     mfu: float | None
     weight_bytes_sent: int | None
     usd: float | None
-    """Over all steps, at the cluster file's prices."""
+    """Cost of all steps, at the cluster file's prices."""
     usd_per_1k_samples: float | None
 
 
 def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
-    """The run's figures; every mean is over the steps that have the value."""
+    """Return the run's figures; every mean is over the steps that have the value."""
     window = max(1, min(REWARD_WINDOW, len(rows) // 2))
     rewards = [row.reward_mean for row in rows]
     timed = [row for row in rows if row.samples_total is not None and row.step_time_s]
@@ -188,7 +188,7 @@ def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
 
 
 def reward_change(summary: RunSummary) -> str:
-    """'0.12 -> 0.48 (+0.36, means of 10 steps)'."""
+    """Describe the reward's change: '0.12 → 0.48 (+0.36, means of 10 steps)'."""
     if summary.reward_first is None or summary.reward_last is None:
         return NONE
     if summary.steps == 1:
@@ -199,14 +199,14 @@ def reward_change(summary: RunSummary) -> str:
 
 
 def share_of(part: int | None, whole: int | None) -> str:
-    """'12 of 80 (15%)'; '-' for None."""
+    """Format a share as '12 of 80 (15%)'; '-' for None."""
     if part is None:
         return NONE
     return f"{part} of {whole} ({100 * part / whole:.0f}%)" if whole else str(part)
 
 
 def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
-    """(what, value) pairs for the closing summary, the report's table and its head."""
+    """Return (label, value) pairs for the closing summary, the report's table and its head."""
     split = (
         f"{fixed(summary.step_time_s, 1)} s (generating {fixed(summary.generate_time_s, 1)}, "
         f"training {fixed(summary.train_time_s, 1)}, "
@@ -232,7 +232,7 @@ def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def trainer_speed(summary: RunSummary) -> str:
-    """'812 tokens/s, 0.65 TFLOP/s, MFU 41%'; MFU where the ranks' peak is known."""
+    """Describe the trainer's speed: '812 tokens/s, 0.65 TFLOP/s, MFU 41%'; MFU only where the ranks' peak is known."""
     if summary.train_tokens_per_s is None:
         return NONE
     words = [f"{summary.train_tokens_per_s:,.0f} tokens/s"]
@@ -241,7 +241,7 @@ def trainer_speed(summary: RunSummary) -> str:
 
 
 def cost(summary: RunSummary) -> list[tuple[str, str]]:
-    """What the run has cost; nothing where the cluster file has no prices."""
+    """Return the run's cost as a (label, value) pair; [] if the cluster file has no prices."""
     if summary.usd is None:
         return []
     each = "" if summary.usd_per_1k_samples is None else f", {summary.usd_per_1k_samples:.4g} per 1,000 samples"

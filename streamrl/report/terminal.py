@@ -1,4 +1,4 @@
-"""What commands print on."""
+"""The console that commands print on, and their tables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 PIPED_WIDTH = 140
+"""Columns assumed when the output is no terminal."""
 
 
 def terminal(piped_width: int = PIPED_WIDTH) -> Console:
-    """The terminal; where there is none, so many columns."""
+    """Return a console; if the output is no terminal, it has `piped_width` columns."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = piped_width
@@ -17,7 +18,7 @@ def terminal(piped_width: int = PIPED_WIDTH) -> Console:
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines, with dim headings."""
+    """Return a table without lines, with dim headings."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for column in columns:
         table.add_column(column)

@@ -1,6 +1,4 @@
-"""Turns trace events into rows of bars for one stretch of a run: a row per instance and one for the trainer.
-Pure.
-"""
+"""Turn trace events into rows of bars for one stretch of a run, one per instance and one for the trainer. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from streamrl.run_dir.trace import Event
 
 @dataclass(frozen=True)
 class Bar:
-    """One span. Times in unix seconds when the trace has an origin, else since its first event."""
+    """One span; times in unix seconds if the trace has an origin, else since its first event."""
 
     name: str
     start: float
     end: float
     overlapping: bool
-    """Whether it is one of several at the same time (a sample on an instance)."""
+    """Whether it may overlap others of its track, as samples on an instance do."""
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Track:
     bars: list[Bar] = field(default_factory=list)
 
     def lanes(self) -> list[tuple[Bar, int]]:
-        """Every bar with the lowest lane in which it overlaps no other."""
+        """Return every bar with the lowest lane in which it overlaps no other."""
         free_at: list[float] = []
         placed = []
         for bar in sorted(self.bars, key=lambda bar: (bar.start, -bar.end)):
@@ -42,7 +40,7 @@ class Track:
 
 
 def tracks(events: Sequence[Event], origin: float | None) -> list[Track]:
-    """All tracks with their finished spans, by sort index; unmatched begins are left out."""
+    """Return all tracks with their finished spans, by sort index; begins without an end are left out."""
     names: dict[int, str] = {}
     order: dict[int, int] = {}
     for event in events:
@@ -79,9 +77,9 @@ class Window:
 
 
 def choose_windows(rows: Sequence[MetricsRow], all_tracks: Sequence[Track], has_origin: bool) -> list[Window]:
-    """The stretches worth showing: a typical step (median time, not the first) and the slowest.
+    """Choose the stretches to show: a typical step (median time, not the first) and the slowest.
 
-    Without steps, or for a trace whose times cannot be compared with the metrics: the whole trace.
+    Without steps, or if the trace's times cannot be compared with the metrics, show the whole trace.
     """
     bars = [bar for track in all_tracks for bar in track.bars]
     if not bars:
@@ -90,7 +88,7 @@ def choose_windows(rows: Sequence[MetricsRow], all_tracks: Sequence[Track], has_
     timed = [row for row in rows if row.step_time_s and has_origin and first < row.time <= last + row.step_time_s]
     if not timed:
         return [Window("the whole run so far", first, last)]
-    # The first step has no step before it whose work it could overlap with, and warms everything up.
+    # The first step warms everything up, and has no earlier step to overlap with.
     pool = timed[1:] or timed
     by_time = sorted(pool, key=lambda row: row.step_time_s or 0.0)
     typical, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]

@@ -1,6 +1,6 @@
-"""From rewards to advantages, before anything reaches the trainer. Pure, float64; an empty input gives an empty output.
+"""Compute advantages from rewards, before samples reach the trainer. Pure, float64; empty inputs give empty outputs.
 
-(GAE needs a critic's values and is the trainer's: streamrl/training/advantages.py.)
+GAE needs a critic's values, so the trainer computes it (streamrl/training/advantages.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 from streamrl.config.algorithm import GroupAdvantage, OverlongConfig
 
 EPSILON = 1e-6
-"""Added to a standard deviation that is divided by."""
+"""Constant added to a standard deviation before dividing by it."""
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal (also when there are none): relative to each other they teach nothing."""
+    """Return whether all rewards are equal (also if there are none), so that they have no relative advantage."""
     return all(reward == rewards[0] for reward in rewards)
 
 
 def group_advantages(rewards: Sequence[float], kind: GroupAdvantage) -> list[float]:
-    """Advantages of a group's samples, relative to each other.
+    """Return the advantages of a group's samples, relative to each other.
 
     With m the group's mean, s its population standard deviation and G its size:
 
@@ -30,11 +30,11 @@ def group_advantages(rewards: Sequence[float], kind: GroupAdvantage) -> list[flo
         leave_one_out  A_i = r_i - mean of the others
                            = G / (G - 1) (r_i - m)             RLOO, arXiv 2402.14740, sec. 3.3
 
-    A group whose rewards are all equal (so also one of a single sample) gets zeros exactly, and so no gradient.
+    A group whose rewards are all equal, such as one of a single sample, gets exact zeros and so no gradient.
 
     Args:
         rewards: one per sample, shape [G].
-        kind: which of the three.
+        kind: one of the three formulas.
     """
     if is_flat(rewards):
         return [0.0] * len(rewards)
@@ -48,17 +48,17 @@ def group_advantages(rewards: Sequence[float], kind: GroupAdvantage) -> list[flo
 
 
 def batch_advantages(groups: Sequence[Sequence[float]], group_baseline: bool) -> list[list[float]]:
-    """Advantages normalised over the whole batch, in the shape of `groups`.
+    """Return advantages normalised over the whole batch, in the shape of `groups`.
 
         A = (r - mean of the batch) / (std of the batch + 1e-6)
 
-    With `group_baseline`, each reward is taken minus its group's mean first; the batch's mean of these is 0 then, and
-    a group whose rewards are all equal gets zeros exactly. Source: REINFORCE++ and REINFORCE++-baseline,
-    arXiv 2501.03262. The std is the population's. Equal rewards throughout give zeros.
+    With `group_baseline`, its group's mean is first subtracted from each reward; their batch mean is then 0, and a
+    group whose rewards are all equal gets exact zeros. Source: REINFORCE++ and REINFORCE++-baseline, arXiv 2501.03262.
+    The std is the population's. If all rewards are equal, all advantages are 0.
 
     Args:
         groups: the rewards of each group's samples.
-        group_baseline: subtract group means.
+        group_baseline: whether to subtract group means.
     """
     if group_baseline:
         centred = [group_advantages(group, "group_mean") for group in groups]
@@ -74,15 +74,15 @@ def batch_advantages(groups: Sequence[Sequence[float]], group_baseline: bool) ->
 
 
 def shaped_reward(reward: float, length: int, max_tokens: int, overlong: OverlongConfig | None) -> float:
-    """The reward minus DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+    """Return the reward minus DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
-    Nothing up to `max_tokens - margin` tokens, then growing linearly to `penalty` at `max_tokens`.
+    The punishment is 0 up to `max_tokens - margin` tokens, then grows linearly to `penalty` at `max_tokens`.
 
     Args:
-        reward: the task's.
+        reward: the task's reward.
         length: tokens of the completion.
         max_tokens: the limit, `sampling.max_tokens`.
-        overlong: margin and penalty; None: the reward as it is.
+        overlong: margin and penalty; None: no punishment.
     """
     if overlong is None:
         return reward
@@ -92,9 +92,9 @@ def shaped_reward(reward: float, length: int, max_tokens: int, overlong: Overlon
 
 
 def effective_sample_size(weight_sum: float, weight_sq_sum: float, n: int) -> float:
-    """Share of `n` weighted samples that they are worth: (sum w)^2 / (n sum w^2), in [0, 1]; 0 without samples.
+    """Return the effective share of `n` weighted samples: (sum w)^2 / (n sum w^2), in [0, 1]; 0 without samples.
 
-    1: all weights are equal. Source: Kish, Survey Sampling (1965).
+    It is 1 if all weights are equal. Source: Kish, Survey Sampling (1965).
 
     Args:
         weight_sum: sum of the importance weights.

@@ -1,10 +1,10 @@
 """The ledger: a durable account (SQLite, WAL) of every sample from issue to training.
 
-    issued -> finished -> scored -> trained          (a resumed run deletes what lies after its checkpoint)
+    issued -> finished -> scored -> trained          (a resumed run deletes everything after its checkpoint)
                                  -> dropped          (dynamic sampling: another group took its place)
 
-A finished sample's tokens are in the ledger from the moment it is acknowledged to its instance until its step's
-Parquet file is written; so whatever dies, an acknowledged sample is on disk.
+The ledger holds a finished sample's tokens from its acknowledgement to the instance until its step's Parquet file is
+written. So an acknowledged sample is always on disk, whatever dies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ledger:
         self._db.executescript(_SCHEMA)
 
     def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
-        """All statements in one transaction."""
+        """Execute all statements in one transaction."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for sql, rows in statements:
@@ -63,14 +63,14 @@ class Ledger:
             raise RunFailed(f"cannot write the ledger {self.path}: {error}") from error
 
     def issue(self, samples: Iterable[tuple[str, str]]) -> None:
-        """Samples, as (sample id, group id), are about to be generated."""
+        """Record samples, as (sample id, group id), that will be generated."""
         rows = list(samples)
         self._write([("INSERT INTO samples (sample_id, group_id, state) VALUES (?, ?, 'issued')", rows)])
 
     def finish(self, samples: list[tuple[Sample, bytes]]) -> set[str]:
-        """Commits finished samples with their content; returns the ids that were news.
+        """Commit finished samples with their content; return the ids that were new.
 
-        A sample that was not issued, or is finished already, changes nothing and is not in the answer.
+        A sample that was not issued, or has already finished, changes nothing and is not returned.
         """
         new = set()
         for sample, _ in samples:
@@ -90,7 +90,7 @@ class Ledger:
         return new
 
     def score(self, scored: list[Scored]) -> None:
-        """Commits rewards."""
+        """Commit rewards."""
         rows = [(item.reward, item.error, item.sample.sample_id) for item in scored]
         sql = "UPDATE samples SET state = 'scored', reward = ?, error = ? WHERE sample_id = ? AND state = 'finished'"
         self._write([(sql, rows)])
@@ -98,10 +98,10 @@ class Ledger:
     def train(
         self, step: int, weight_version: int, groups: list[Group], time: float, dropped: Sequence[Group] = ()
     ) -> None:
-        """Commits that all samples of a step are trained, or dropped (their Parquet file is written by now).
+        """Commit that all samples of a step are trained, or dropped; their Parquet file must already be written.
 
         Raises:
-            RunFailed: a sample was not scored, or was trained before: the account does not balance.
+            RunFailed: a sample was not scored, or was trained before, so the account does not balance.
         """
         trained = [(step, member.sample.sample_id) for group in groups for member in group.members()]
         left_out = [(step, member.sample.sample_id) for group in dropped for member in group.members()]
@@ -124,8 +124,11 @@ class Ledger:
         )
 
     def rewind(self, first_step: int) -> int:
-        """Forgets everything of `first_step` and later, and what no step has trained (resume: it is issued again);
-        returns how many trained samples that undid."""
+        """Forget everything from `first_step` on, and all samples without a step, which a resumed run issues again.
+
+        Returns:
+            Number of trained samples that were undone.
+        """
         undone = self._db.execute(
             "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
         ).fetchone()
@@ -138,25 +141,25 @@ class Ledger:
         return int(undone[0])
 
     def counts(self) -> dict[str, int]:
-        """Samples by state."""
+        """Return the number of samples by state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())
 
     def trained_ids(self) -> list[str]:
-        """Ids of all trained samples, sorted."""
+        """Return the ids of all trained samples, sorted."""
         return [row[0] for row in self._db.execute("SELECT sample_id FROM samples WHERE state = 'trained' ORDER BY 1")]
 
     def close(self) -> None:
-        """Checkpoints the WAL and closes."""
+        """Checkpoint the WAL and close."""
         self._db.close()
 
 
 def pack_content(body: dict[str, Any], arrays: Any) -> bytes:
-    """A sample as bytes, in the wire's own format."""
+    """Return a sample as bytes, in the wire format."""
     frames = encode(Message("sample", "", 0, body, dict(arrays)))
     return bytes(msgpack.packb([bytes(frame) for frame in frames]))
 
 
 def unpack_content(content: bytes) -> tuple[dict[str, Any], Any]:
-    """(body, arrays) of `pack_content`."""
+    """Return (body, arrays) from the bytes of `pack_content`."""
     message = decode(msgpack.unpackb(content))
     return message.body, message.arrays

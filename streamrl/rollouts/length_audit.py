@@ -1,30 +1,30 @@
-"""Does training see the lengths that were generated? A pure account of every sample's way, with a test.
+"""Audit whether training sees the lengths that were generated: a pure account of every sample, with a test.
 
-Dropping what takes long is the classic way to train a model towards short answers without noticing. So each sample is
-followed from issue to its fate:
+Dropping slow samples is the classic way to train a model towards short answers unnoticed. So each sample is followed
+from issue to its end:
 
     issued for batch n -> open (no length yet) -> finished -> trained | dropped
                               `-> dropped while it still ran (counts with the tokens it had)
 
-The samples issued for batch n are *cohort* n. Who was trained in a step says little on its own: where the trainer takes
-what is finished first, the first steps train short completions and the long ones follow, and nothing is lost. And what
-still runs has no length yet, and it is the longest that run longest: comparing trained lengths with the lengths that
-happen to be known would hide just what is looked for. So the comparison is made within *settled* cohorts only, in
-which the fate of every sample is known: those trained against all that were issued, in the same cohorts. A schedule
-that waits gives two equal sets, always. A cohort that has not settled after `window_steps` more batches is taken as it
-is: what of it is still not trained counts as left out (a schedule that puts a prompt off for ever drops it).
+The samples issued for batch n are *cohort* n. The samples trained in one step say little by themselves: if the trainer
+takes what finishes first, the first steps train short completions, the long ones follow, and nothing is lost. Running
+samples have no length yet, and the longest ones run longest, so comparing trained lengths with the lengths known so far
+would hide the very bias. The comparison is therefore made within *settled* cohorts only, in which every sample is
+trained or dropped: those trained against all issued, in the same cohorts. A schedule that waits always gives two equal
+sets. A cohort that has not settled after `window_steps` more batches is taken as it is: whatever is not trained by then
+counts as left out (a schedule that defers a prompt for ever drops it).
 
-What the figures do not say: a sample dropped while it ran had at least the tokens it is counted with, and an overdue
-one that still runs is not counted at all. Both make the bias look *smaller* than it is. A cohort cut short by the end
-of the run is not compared; `unfinished_share` says how much that is.
+Limits of the figures: a sample dropped while it ran would have had at least the tokens it is counted with, and an
+overdue one that still runs is not counted at all. Both make the bias look *smaller* than it is. A cohort cut short by
+the end of the run is not compared; `unfinished_share` is the share of such samples.
 
-The test: samples of one prompt have like lengths and share their fate, so 8 siblings are not 8 observations. One
+The test: samples of one prompt have similar lengths and end together, so 8 siblings are not 8 observations. One
 observation is the mean length of a group's trained part, or of its left-out part; the two-sample Kolmogorov-Smirnov
-test compares the ones with the others. (TrainDone against issued would put the same samples on both sides, and the
-p-value would be none.) It is made after every step, so the level of 0.01 is divided by the looks at one window
-(Bonferroni): in a window of steps without any bias, the chance of a false alarm is at most 1 %. There is a warning when
-that holds *and* the mean trained length differs by more than 5 % from the mean issued length; a tiny difference becomes
-significant in any long run, and is harmless.
+test compares these two kinds. (Trained against issued would have the same samples on both sides, so the p-value would
+be invalid.) The test is made after every step, so the level of 0.01 is divided by the number of tests in a window
+(Bonferroni): in a window of steps without bias, the chance of a false alarm is at most 1 %. A warning needs a
+significant test *and* a mean trained length that differs by more than 5 % from the mean issued length, because in a
+long run even a tiny, harmless difference becomes significant.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from dataclasses import dataclass, field
 import numpy as np
 
 BUCKETS = 12
-"""Between 0 and the token limit; one more holds the completions that reached the limit."""
+"""Buckets between 0 and the token limit; another one holds the completions that reached it."""
 SIGNIFICANT = 0.01
-"""Chance of a false alarm per window of steps; the p-value must be below this over the window's steps."""
+"""Chance of a false alarm per window of steps; the p-value must be below this divided by the window's steps."""
 MATERIAL = 0.05
-"""Relative difference of the means below which a bias is too small to matter."""
+"""Relative difference of the means up to which a bias is too small to matter."""
 FEWEST_GROUPS = 10
-"""Observations on either side below which nothing is claimed."""
+"""Fewest observations on either side for a test."""
 REMEMBERED = 3
-"""Cohorts older than this many windows are forgotten, settled or not."""
+"""Windows after which a cohort is forgotten, settled or not."""
 
 
 @dataclass(frozen=True)
 class LengthComparison:
-    """TrainDone against issued over the newest settled cohorts."""
+    """Comparison of trained and issued lengths over the newest settled cohorts."""
 
     cohorts: int
     """Settled cohorts compared."""
     groups_trained: int
     groups_left_out: int
-    """Groups with samples that were dropped or put off; one of which only a part was is in both counts."""
+    """Groups with samples that were dropped or deferred; a group left out in part is in both counts."""
     mean_issued: float | None
-    """Tokens, over samples; None: no sample has a length."""
+    """Mean tokens of a sample; None: no sample has a length."""
     mean_trained: float | None
     mean_ratio: float | None
     """Mean trained length over mean issued length."""
@@ -72,25 +72,24 @@ class StepAudit:
     """The account of one optimizer step; lengths in tokens."""
 
     edges: tuple[int, ...]
-    """Bucket i holds edges[i] <= length < edges[i + 1]; the last holds what reached the token limit."""
+    """Edges of the buckets: edges[i] <= length < edges[i + 1]; the last holds samples that reached the token limit."""
     issued: tuple[int, ...]
-    """Samples issued for this step's batch, by length, as far as they have one. Shape of this and the next three:
-    [buckets]."""
+    """Samples issued for this step's batch that have a length; shape of this and the next three: [buckets]."""
     finished: tuple[int, ...]
-    """Finished since the step before, whatever they were issued for."""
+    """Samples finished since the previous step, whatever batch they were issued for."""
     trained: tuple[int, ...]
-    """TrainDone in this step, whatever they were issued for."""
+    """Samples trained in this step, whatever batch they were issued for."""
     dropped: tuple[int, ...]
-    """Dropped since the step before; those that still ran with the tokens they had."""
+    """Samples dropped since the previous step; those that still ran count with the tokens they had."""
     drop_reasons: dict[str, int]
     """Samples of `dropped` by reason."""
     open: int
     """Samples issued for this step's batch that have no length yet."""
     unfinished_share: float
-    """Of the samples issued for the newest `window_steps` batches up to this one: neither finished nor dropped."""
+    """Share of the samples issued for the newest `window_steps` batches that have neither finished nor been dropped."""
     comparison: LengthComparison
     warning: str | None
-    """In plain words, when trained and issued differ significantly and materially."""
+    """Message, if trained and issued lengths differ significantly and materially."""
 
 
 @dataclass
@@ -107,14 +106,13 @@ class _Group:
 
     @property
     def lengths(self) -> list[int]:
-        """Of all samples that have one."""
-        # Whichever tells of more samples: what ran when it was dropped never finished, and what has finished may
-        # still wait for its fate.
+        """Lengths of all samples that have one."""
+        # Take the longer list: a sample dropped while it ran never finished, and a finished one may be undecided yet.
         return max([*self.trained, *self.dropped], list(self.finished.values()), key=len)
 
     @property
     def left_out(self) -> list[int]:
-        """Lengths of what was not trained, as far as there are any."""
+        """Known lengths of the samples that were not trained."""
         rest = Counter(self.lengths)
         rest.subtract(self.trained)
         return list(rest.elements())
@@ -125,13 +123,15 @@ class _Group:
 
 
 class LengthAudit:
-    """Takes what happens to samples, gives a `StepAudit` at the end of each step. No I/O, no clock.
+    """An account of samples that gives a `StepAudit` at the end of each step. No I/O, no clock.
 
-    Call `issued`, `finished`, `dropped` as it happens, `trained` for every group of a step's batch, then `end_step`.
+    Call `issued`, `finished` and `dropped` as these happen, `trained` for every group of a step's batch, then
+    `end_step`.
     """
 
     def __init__(self, max_tokens: int, window_steps: int = 20) -> None:
-        """
+        """Start an empty account.
+
         Args:
             max_tokens: the token limit of a completion.
             window_steps: settled cohorts that are compared, and batches after which an unsettled one is overdue.
@@ -141,16 +141,16 @@ class LengthAudit:
         self._groups: dict[str, _Group] = {}
         self._finished: list[int] = []
         self._trained: defaultdict[int, list[int]] = defaultdict(list)
-        """By step: a step's groups may be told before the step before has ended."""
+        """Trained lengths by step; a step's groups may be reported before the previous step has ended."""
         self._dropped: list[tuple[int, int, str]] = []
-        """(step, length, why)."""
+        """Dropped samples: (step, length, reason)."""
 
     def issued(self, step_number: int, group_id: str, size: int) -> None:
-        """A group of `size` samples is issued for batch `step_number`."""
+        """Record that a group of `size` samples is issued for batch `step_number`."""
         self._groups[group_id] = _Group(step_number, size)
 
     def finished(self, sample_id: str, group_id: str, length: int) -> None:
-        """A sample has ended with `length` tokens; told twice, it counts once."""
+        """Record that a sample has ended with `length` tokens; a repeated report counts once."""
         group = self._groups.get(group_id)
         if group is not None:
             if sample_id in group.finished:
@@ -159,16 +159,16 @@ class LengthAudit:
         self._finished.append(length)
 
     def trained(self, step: int, group_id: str, lengths: Sequence[int]) -> None:
-        """Step `step` trains on these samples of a group (one that gives no gradient is trained on, too)."""
+        """Record that step `step` trains on these samples of a group (also if the group gives no gradient)."""
         self._trained[step] += lengths
         if (group := self._groups.get(group_id)) is not None:
             group.trained += lengths
 
     def dropped(self, step: int, group_id: str, lengths: Sequence[int], why: str) -> None:
-        """These samples of a group will never be trained on; one that still ran counts with the tokens it had.
+        """Record that these samples of a group will never be trained; a running one counts with the tokens it had.
 
         Args:
-            step: the optimizer step under way.
+            step: the current optimizer step.
             group_id: the group they belong to.
             lengths: tokens of each.
             why: the reason in a few words, shown in the report.
@@ -178,7 +178,7 @@ class LengthAudit:
             group.dropped += lengths
 
     def end_step(self, step: int) -> StepAudit:
-        """The account of optimizer step `step` (counts from 1), which has just been made."""
+        """Return the account of optimizer step `step` (counts from 1), which has just been made."""
         self._groups = {
             name: group for name, group in self._groups.items() if group.number > step - REMEMBERED * self._window
         }
@@ -242,16 +242,16 @@ class LengthAudit:
 
 
 def bucket_edges(max_tokens: int) -> tuple[int, ...]:
-    """Rising edges from 0: equal ratios up to the limit, and a bucket of its own for completions that reached it.
+    """Return rising edges from 0, in equal ratios up to the limit, and one bucket for completions that reach it.
 
-    Below max_tokens / 64 there is one bucket; from there on each is about 1.5 times as wide as the one before.
+    There is one bucket below max_tokens / 64; each further one is about 1.5 times as wide as the previous.
     """
     inner = np.geomspace(max(1.0, max_tokens / 64), max_tokens, BUCKETS)
     return tuple(sorted({0, *(round(edge) for edge in inner), max_tokens, max_tokens + 1}))
 
 
 def ks_test(some: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Two-sample Kolmogorov-Smirnov test, two-sided: (statistic, p-value), exact where scipy can."""
+    """Return (statistic, p-value) of the two-sided two-sample Kolmogorov-Smirnov test, exact where scipy can."""
     from scipy.stats import ks_2samp  # slow to import, and most runs drop nothing
 
     found = ks_2samp(some, others)
@@ -259,7 +259,7 @@ def ks_test(some: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 
 def warning(comparison: LengthComparison, level: float) -> str | None:
-    """What to tell a person of a comparison; None while p is `level` or more, or the difference does not matter."""
+    """Return a warning about a comparison; None while p is `level` or more, or the difference does not matter."""
     ratio, p_value = comparison.mean_ratio, comparison.p_value
     if ratio is None or p_value is None or p_value >= level or abs(ratio - 1) <= MATERIAL:
         return None

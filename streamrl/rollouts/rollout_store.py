@@ -1,4 +1,4 @@
-"""Rollouts on disk: one Parquet file per optimizer step, one row per sample (columns: the contract's)."""
+"""Rollouts on disk: one Parquet file per optimizer step, one row per sample, with the columns of `SCHEMA`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
         *[(name, pa.float64()) for name in ("t_received", "t_trained")],
     ]
 )
-"""`weight_versions` holds one version per completion token; times are unix seconds."""
+"""Columns of a file; `weight_versions` has one version per completion token, times are unix seconds."""
 
 
 class RolloutStore:
@@ -55,10 +55,10 @@ class RolloutStore:
         return self.directory / f"step_{step:06d}.parquet"
 
     def write(self, step: int, groups: list[Group]) -> Path:
-        """Writes a step's samples; the file appears whole or not at all.
+        """Write a step's samples atomically.
 
         Raises:
-            RunFailed: the disk refused.
+            RunFailed: the file cannot be written.
         """
         rows = [_row(group, sample_id) for group in groups for sample_id in sorted(group.scored)]
         target = self._path(step)
@@ -73,7 +73,7 @@ class RolloutStore:
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
-        """Some columns of the newest samples, whole steps, at least `most` if there are as many; oldest first."""
+        """Return columns of the newest samples, oldest first: as few whole steps as have at least `most` samples."""
         steps: list[list[dict[str, Any]]] = []
         count = 0
         for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):
@@ -84,7 +84,7 @@ class RolloutStore:
         return [row for step in reversed(steps) for row in step]
 
     def rewind(self, first_step: int) -> None:
-        """Deletes the files of `first_step` and later."""
+        """Delete the files from `first_step` on."""
         for path in self.directory.glob("step_*.parquet"):
             if int(path.stem.split("_")[1]) >= first_step:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Seeds of tasks and completions, all made from the run's."""
+"""Seeds of tasks and completions, all derived from the run's seed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def derive_seed(seed: int, key: str) -> int:
-    """The seed of one thing in a run: below 2**31, so that adding any item number stays a valid numpy seed."""
+    """Derive a seed for `key` from the run's; it is below 2**31, so adding any item number gives a valid numpy seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:4], "little") >> 1

@@ -1,4 +1,4 @@
-"""The records that walk from prompt to gradient: request, sample, group."""
+"""Records on the way from prompt to gradient: request, sample, group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
-    """Raises ValueError unless all have one shape [C]."""
+    """Check that all arrays have the same shape [C].
+
+    Raises:
+        ValueError: they do not.
+    """
     shapes = {array.shape for array in arrays}
     if len(shapes) != 1 or arrays[0].ndim != 1:
         raise ValueError(f"sample {sample_id!r:.99}: tokens, logprobs and versions differ in shape: {shapes}")
@@ -23,15 +27,15 @@ def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
 
 @dataclass(frozen=True)
 class PartialSample:
-    """What a request had produced when it was taken off an instance; it goes on from there on another."""
+    """Tokens of a request that was preempted; it continues from them on another instance."""
 
     sample_id: str
     completion_tokens: IntArray
     """Sampled token ids, shape [C]."""
     logprobs: FloatArray
-    """Shape [C], as in `Sample`."""
+    """Log-probabilities as in `Sample`, shape [C]."""
     token_versions: IntArray
-    """Shape [C], as in `Sample`."""
+    """Weight versions as in `Sample`, shape [C]."""
     t_dispatched: float
     """Unix seconds at which its first instance took it."""
     t_first_token: float
@@ -42,7 +46,7 @@ class PartialSample:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One completion to be generated."""
+    """A request for one completion."""
 
     sample_id: str
     group_id: str
@@ -52,11 +56,11 @@ class SampleRequest:
     t_queued: float
     """Unix seconds at which the controller issued it."""
     temperature: float | None = None
-    """Of the sampling; 0: greedy; None: the run's."""
+    """Sampling temperature; 0: greedy; None: the run's."""
     pause_at: int | None = None
-    """Tokens, those that it has included, at which it is to be parked; None: it may run to its end."""
+    """Total number of tokens at which it will be parked; None: it may run to its end."""
     kept: PartialSample | None = None
-    """What was produced of it before it was taken off an instance."""
+    """Tokens produced before it was preempted."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,14 @@ class Sample:
     t_first_token: float
     t_finished: float
     text: str = ""
-    """Decoded completion, without special tokens: what the reward sees."""
+    """Decoded completion, without special tokens, as the reward gets it."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
 
     @property
     def output_length(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return len(self.completion_tokens)
 
 
@@ -109,7 +113,7 @@ class Group:
 
     group_id: str
     step: int
-    """Optimizer step (1-based) that it was issued for; once it is taken, the one that trains on it."""
+    """Optimizer step (1-based) that it was issued for; once it is taken, the step that trains on it."""
     prompt_index: int
     prompt_id: str
     task: str
@@ -119,27 +123,29 @@ class Group:
     size: int
     reward_input: dict[str, Any] = field(default_factory=dict)
     issued_under: int = 0
-    """Weight version that every instance served when it was issued."""
+    """Policy version at issue: the weight version that every instance served then."""
     predicted_rank: float | None = None
-    """Place of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
+    """Rank of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
     predicted_length: float | None = None
     """Expected tokens of one completion."""
     forecast: Forecast | None = None
-    """Of one completion's length, what dispatch goes by; None: there is no prediction, or it is not trusted."""
+    """Forecast of one completion's length, for dispatch; None: there is none, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
     reference_logprobs: dict[str, FloatArray] = field(default_factory=dict)
-    """Of those samples for which the trainer has computed them while the group waited, each [C], under the frozen
-    reference at the sampling temperature."""
+    """Log-probabilities under the frozen reference at the sampling temperature, each [C].
+
+    Only samples for which the trainer has computed them while the group waited have an entry.
+    """
     t_trained: float | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether every sibling has its reward."""
+        """Whether every sample has its reward."""
         return len(self.scored) == self.size
 
     def members(self) -> list[Scored]:
-        """Scored samples in the order of their ids (not of arrival), so that training does not depend on it."""
+        """Return the scored samples in the order of their ids, so that training does not depend on their arrival."""
         return [self.scored[sample_id] for sample_id in sorted(self.scored)]
 
     @property

@@ -1,4 +1,4 @@
-"""The `checkpoints/` folder: `step_<n>` is complete or does not exist; `best.json` names the best one so far."""
+"""The `checkpoints/` folder: `step_<n>` is complete or absent; `best.json` names the best one so far."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ BEST_FILE = "best.json"
 
 
 class CheckpointFolder:
-    """Names, completes and prunes checkpoints; step n means n optimizer steps done.
+    """Names, completes and prunes checkpoints; step n means n completed optimizer steps.
 
-    The newest `keep` stay, and the best one, however old. An evaluation ends after its checkpoint was written, so a
-    checkpoint whose evaluation is still under way (`pending`) stays too until a later commit.
+    The newest `keep` checkpoints stay, and the best one, however old. An evaluation ends after its checkpoint was
+    written, so a checkpoint whose evaluation is still in flight (`pending`) also stays until a later commit.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return the folder of a step's checkpoint."""
         return self.directory / f"step_{step}"
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step."""
+        """Return the step of the newest complete checkpoint; None: there is none."""
         steps = self._steps()
         return steps[-1] if steps else None
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write a checkpoint into; a left-over of a crash is removed."""
+        """Create an empty folder to write a checkpoint into; remove what a crash has left there."""
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
     def commit(self, step: int, keep: int, best: int | None = None, pending: Collection[int] = ()) -> Path:
-        """Gives a written checkpoint its name and deletes those that are no longer needed.
+        """Give a written checkpoint its final name, and delete those that are no longer needed.
 
         Args:
             step: the checkpoint that `begin` was called for.
-            keep: newest checkpoints that stay.
-            best: step of the best checkpoint, which stays too; default: the one that `mark_best` recorded.
-            pending: steps that are being evaluated: one of them may turn out to be the best.
+            keep: number of newest checkpoints that stay.
+            best: step of the best checkpoint, which also stays; default: the one recorded by `mark_best`.
+            pending: steps whose evaluations are in flight; one of them may turn out to be the best.
         """
         target = self.path(step)
         shutil.rmtree(target, ignore_errors=True)
@@ -58,7 +58,7 @@ class CheckpointFolder:
         return target
 
     def mark_best(self, step: int, score: float) -> None:
-        """Records the best step and its score in `best.json`, in one piece; its checkpoint may still be being written.
+        """Record the best step and its score in `best.json` atomically; its checkpoint may still be incomplete.
 
         Raises:
             OSError: the file cannot be written.
@@ -67,7 +67,7 @@ class CheckpointFolder:
         replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
 
     def best(self) -> tuple[int, float] | None:
-        """(step, score) of the best checkpoint as recorded; None if there is no record, or no such checkpoint."""
+        """Return (step, score) of the recorded best checkpoint; None if there is no record or no such checkpoint."""
         try:
             found = json.loads((self.directory / BEST_FILE).read_text())
             step, score = int(found["step"]), float(found["score"])

@@ -1,11 +1,11 @@
-"""Two files in a site's folder, between its service and whoever starts its processes.
+"""Two files in a site's folder through which its service and its launcher communicate.
 
-    instances.json   the service: which instances are to run now
-    processes.json   the launcher: which processes of the site it has started, and how those that ended did
+    instances.json   written by the service: the instances that should run now
+    processes.json   written by the launcher: the processes it has started, and how those that ended did
 
-Both are replaced in one piece, so a reader never meets half of one. They outlive either process: whoever comes back
-finds what the other has written. A process of an instance has a number: a higher one asks for a new process in place
-of the one before.
+Both are replaced atomically, so a reader never sees half of one. They outlive both processes: a restarted one finds
+what the other has written. Processes of an instance are numbered; a higher number requests a new process in place of
+the previous one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from streamrl.run_dir import layout
 
 @dataclass(frozen=True)
 class WantedInstance:
-    """An instance that is to run."""
+    """An instance that should run."""
 
     name: str
     process: int = 1
     """Number of its process."""
     leaving: bool = False
-    """It gives back what it has, and then ends by itself."""
+    """Whether it is leaving: it returns its requests, then ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class StartedProcess:
     role: str
     pid: int
     process: int = 1
-    """Of an instance: see `WantedInstance`."""
+    """Number of an instance's process (see `WantedInstance`)."""
     exit_code: int | None = None
-    """None: it lives; negative: ended by that signal."""
+    """Exit code; None while it lives; negative: ended by that signal."""
     last_words: str = ""
-    """Of one that has ended."""
+    """Last words of a process that has ended."""
     node: str = ""
-    """Where it is; '': on the launcher's machine."""
+    """Address of its node; '': the launcher's machine."""
 
 
 def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
-    """Replaces the service's file.
+    """Replace the service's file.
 
     Raises:
         OSError: it cannot be written.
@@ -58,13 +58,13 @@ def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
 
 
 def read_wanted(folder: Path) -> list[WantedInstance] | None:
-    """What the service wants; None: it has not said so yet."""
+    """Read the instances that the service requests; None: it has not written them yet."""
     found = _read(folder / layout.WANTED_INSTANCES)
     return None if found is None else [WantedInstance(**one) for one in found]
 
 
 def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
-    """Replaces the launcher's file.
+    """Replace the launcher's file.
 
     Raises:
         OSError: it cannot be written.
@@ -73,17 +73,17 @@ def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
 
 
 def read_started(folder: Path) -> list[StartedProcess]:
-    """What the launcher has started; empty before it has said so."""
+    """Read the processes that the launcher has started; empty before it has written them."""
     return [StartedProcess(**one) for one in _read(folder / layout.PROCESSES) or []]
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:
-    """Folders of all sites of a run that are on this machine, by name; the run's own is called ''."""
+    """Return the folders of a run's sites on this machine, by name; the run's own is called ''."""
     return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob("sites/*/"))}
 
 
 def forget(folder: Path) -> None:
-    """Deletes what an earlier launch has left."""
+    """Delete the files of an earlier launch."""
     for name in (layout.WANTED_INSTANCES, layout.PROCESSES):
         (folder / name).unlink(missing_ok=True)
 

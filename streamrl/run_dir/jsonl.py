@@ -1,6 +1,6 @@
-"""Files of one JSON object per line that only ever grow: how rows are written, read, and taken back on resume.
+"""Append-only files of one JSON object per line: writing, reading, and rewinding on resume.
 
-A killed run may leave a cut last line: readers skip it and the writer removes it before it appends.
+A killed run may leave a cut last line: readers skip it, and the writer removes it before appending.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 
 def finite(value: Any) -> Any:
-    """The same value with NaN and infinities replaced by None, at any depth of dicts, lists and tuples."""
+    """Replace NaN and infinities by None, at any depth of dicts, lists and tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -28,7 +28,7 @@ def finite(value: Any) -> Any:
 
 
 class Row(BaseModel):
-    """One line. Unknown keys are errors when a row is made; NaN and infinities become None."""
+    """Base of the rows of a file; unknown keys are errors when a row is made, NaN and infinities become None."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,7 +42,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def _parse(model: type[AnyRow], line: bytes) -> AnyRow | None:
-    """The row of one line, or None for a cut or foreign line. Keys of a newer version are dropped."""
+    """Parse one line; None for a cut or foreign line. Keys of a newer version are dropped."""
     try:
         values = json.loads(line)
         return model(**{key: item for key, item in values.items() if key in model.model_fields})
@@ -51,7 +51,7 @@ def _parse(model: type[AnyRow], line: bytes) -> AnyRow | None:
 
 
 def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
-    """All whole rows of a file in order; an absent file has none, unreadable lines are skipped."""
+    """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -64,15 +64,15 @@ def _encode(row: Row) -> bytes:
 
 
 class RowWriter(Generic[AnyRow]):
-    """Appends rows; each one is on its way to the file before `append` returns. One writer per file."""
+    """The writer of rows, each handed to the system before `append` returns; one per file."""
 
     def __init__(self, path: Path, model: type[AnyRow], step_of: Callable[[AnyRow], int]) -> None:
-        """Opens (or makes) the file and removes a last line that was cut by a kill.
+        """Open or create the file, and remove a last line that was cut by a kill.
 
         Args:
             path: the file.
-            model: what its rows are.
-            step_of: the optimizer step that a row belongs to, for `rewind`.
+            model: type of its rows.
+            step_of: function that returns the optimizer step of a row, for `rewind`.
         """
         self.path = path
         self._model, self._step_of = model, step_of
@@ -84,13 +84,13 @@ class RowWriter(Generic[AnyRow]):
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: AnyRow) -> None:
-        """Writes one row. Raises OSError (a full disk)."""
+        """Write one row; raise OSError if the disk is full."""
         self._file.write(_encode(row))
 
     def rewind(self, step: int) -> int:
-        """Drops the rows after `step` (a run resumed from that checkpoint does them again); returns how many.
+        """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.
 
-        The file is replaced in one piece: a kill leaves the old or the new one.
+        The file is replaced atomically: a kill leaves the old or the new one.
         """
         rows = read_rows(self.path, self._model)
         kept = [row for row in rows if self._step_of(row) <= step]
@@ -102,7 +102,7 @@ class RowWriter(Generic[AnyRow]):
         return len(rows) - len(kept)
 
     def close(self) -> None:
-        """Ends writing."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The run folder: the name of everything in it, but for the resolved configuration (`config.load.RESOLVED_NAME`).
+"""The names of everything in the run folder, except the resolved configuration (`config.load.RESOLVED_NAME`).
 
 A site that does not train has a folder of the same kind, without what the controller writes. `--emulate` puts the other
 sites' folders into `sites/` of the trainer's.
@@ -19,7 +19,7 @@ LEDGER = "ledger.sqlite"
 ROLLOUTS = "rollouts"
 """Folder: one Parquet file per optimizer step."""
 REPLICAS = "replicas.json"
-"""How many instances each pool is to have."""
+"""Target number of instances of each pool."""
 
 # written by the trainer
 CHECKPOINTS = "checkpoints"

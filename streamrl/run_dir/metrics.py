@@ -1,7 +1,6 @@
-"""`metrics.jsonl`: one row per optimizer step, written by the controller and read by everything that shows a
-run.
+"""`metrics.jsonl`: one row per optimizer step, written by the controller and read by all that shows a run.
 
-The file only ever grows, except when a run is resumed from an older checkpoint (`RowWriter.rewind`).
+The file only grows, except when a run is resumed from an older checkpoint (`RowWriter.rewind`).
 """
 
 from __future__ import annotations
@@ -15,51 +14,68 @@ from streamrl.run_dir.jsonl import Row, RowWriter, read_rows
 
 
 class MetricsRow(Row):
-    """What was measured in one optimizer step; None where there is no figure. Unknown keys are errors."""
+    """The measurements of one optimizer step; None where there is no figure. Unknown keys are errors."""
 
-    step: int = Field(ge=1, description="optimizer steps completed, with this one (the first row is 1)")
+    step: int = Field(ge=1, description="optimizer steps completed, including this one (the first row is 1)")
     time: float = Field(description="unix seconds at which the step ended")
     step_time_s: float | None = Field(None, description="wall time since the previous step ended")
-    generate_time_s: float | None = Field(None, description="time in which at least one sample was being generated")
-    train_time_s: float | None = Field(None, description="time in which the trainer computed")
-    instances: float | None = Field(None, description="vLLM instances that could work, mean over the step")
-    bubble_fraction_generation: float | None = Field(None, description="share of the step instances stood idle")
-    bubble_fraction_training: float | None = Field(None, description="share of the step the trainer stood idle")
+    generate_time_s: float | None = Field(None, description="time during which at least one sample was being generated")
+    train_time_s: float | None = Field(None, description="time during which the trainer computed")
+    instances: float | None = Field(None, description="available vLLM instances, mean over the step")
+    bubble_fraction_generation: float | None = Field(None, description="share of the step in which instances were idle")
+    bubble_fraction_training: float | None = Field(None, description="share of the step in which the trainer was idle")
     samples_per_s: float | None = Field(None, description="trained samples per second of the step")
     tokens_per_s: float | None = Field(None, description="generated tokens per second of the step")
     reward_mean: float | None = None
-    reward_std: float | None = Field(None, description="deviation of the rewards over the step's samples")
+    reward_std: float | None = Field(None, description="standard deviation of the rewards over the step's samples")
     loss: float | None = None
-    grad_norm: float | None = Field(None, description="before clipping")
-    entropy: float | None = Field(None, description="nats per completion token under the policy")
+    grad_norm: float | None = Field(None, description="gradient norm before clipping")
+    entropy: float | None = Field(None, description="entropy of the policy, nats per completion token")
     output_length_mean: float | None = None
     output_length_p50: float | None = None
     output_length_p90: float | None = None
     output_length_max: float | None = None
-    staleness_mean: float | None = Field(None, description="weight versions between sampling and training")
+    staleness_mean: float | None = Field(
+        None, description="mean number of weight versions between sampling and training"
+    )
     staleness_max: float | None = None
-    logprob_gap_mean: float | None = Field(None, description="mean |trainer - generator| log-probability, nats")
-    importance_ratio_max: float | None = Field(None, description="largest trainer/generator probability of a token")
-    weight_version: int | None = Field(None, description="version that this step made")
-    weight_bytes_sent: int | None = Field(None, description="of weights, received by all sites in this step")
+    logprob_gap_mean: float | None = Field(
+        None, description="trainer-generator mismatch: mean |difference| of log-probabilities, nats"
+    )
+    importance_ratio_max: float | None = Field(
+        None, description="largest trainer/generator probability ratio of a token"
+    )
+    weight_version: int | None = Field(None, description="weight version that this step made")
+    weight_bytes_sent: int | None = Field(None, description="bytes of weights received by all sites in this step")
     weight_transfer_s: float | None = Field(
-        None, description="from a version's announcement until a site had it verified, the longest; none: none came"
+        None,
+        description="longest time from a version's announcement until a site had verified it; none: no new version",
     )
     usd: float | None = Field(
-        None, description="all processes' time and links' traffic at the cluster file's prices; none: it has none"
+        None, description="cost of processes and link traffic at the cluster file's prices; none: it has no prices"
     )
     usd_per_1k_samples: float | None = None
-    weight_sync_exposed_s: float | None = Field(None, description="time lost to new weights: made, loaded, waited for")
-    ranker_recall_at_20: float | None = Field(None, description="of the longest 20 %; None until there is a ranker")
-    ranker_kendall_tau: float | None = Field(None, description="predictions against lengths; None until there are any")
+    weight_sync_exposed_s: float | None = Field(
+        None, description="time lost to new weights: making, loading and waiting for them"
+    )
+    ranker_recall_at_20: float | None = Field(
+        None, description="recall of the longest 20 % of outputs; None until there is a ranker"
+    )
+    ranker_kendall_tau: float | None = Field(
+        None, description="Kendall tau of predicted and true lengths; None until there are predictions"
+    )
 
-    dispatch_by_prediction: bool | None = Field(None, description="predictions were trusted, dispatch went by them")
+    dispatch_by_prediction: bool | None = Field(
+        None, description="whether predictions were trusted and used for dispatch"
+    )
     dispatch_saved: float | None = Field(
         None,
         description="share of least-loaded's generation time saved, simulated from the step's lengths and the "
         "instances' measured step times",
     )
-    dispatch_captured: float | None = Field(None, description="the same as a share of what known lengths would save")
+    dispatch_captured: float | None = Field(
+        None, description="dispatch_saved as a share of what known lengths would save"
+    )
     groups_total: int | None = None
     groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
     samples_total: int | None = None
@@ -68,46 +84,54 @@ class MetricsRow(Row):
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
     learning_rate: float | None = None
     clip_fraction: float | None = Field(None, description="share of tokens whose ratio was clipped")
-    kl_mean: float | None = Field(None, description="nats per token to the reference; None without one")
+    kl_mean: float | None = Field(
+        None, description="KL divergence to the reference, nats per token; None without a reference"
+    )
     tokens_trained: int | None = None
     train_tokens_per_s: float | None = Field(
-        None, description="tokens of packed rows, prompts too, per second of micro-batches and optimizer step"
+        None, description="tokens of packed rows, including prompts, per second of micro-batches and optimizer step"
     )
     train_tflops: float | None = Field(
-        None, description="10^12 operations of forward and backward passes in each of these seconds, all ranks together"
+        None, description="10^12 operations per second in forward and backward passes, all ranks together"
     )
     mfu: float | None = Field(
-        None, description="the same as a share of the ranks' dense bf16 peak; none: the peak is not known, as on CPUs"
+        None, description="train_tflops as a share of the ranks' dense bf16 peak; none: the peak is unknown, as on CPUs"
     )
     reward_by_task: dict[str, float | None] = Field(default_factory=dict)
     output_length_by_task: dict[str, float | None] = Field(default_factory=dict)
-    process_memory_gb: float | None = Field(None, description="GiB over all of the run's processes")
+    process_memory_gb: float | None = Field(None, description="memory of all of the run's processes, GiB")
 
-    importance_ratio_mean: float | None = Field(None, description="over the step's tokens; about 1 when all is well")
+    importance_ratio_mean: float | None = Field(
+        None, description="mean importance ratio over the step's tokens; about 1 when all is well"
+    )
     ess_token: float | None = Field(None, description="effective sample size of the tokens' weights as a share, 0 to 1")
-    ess_sequence: float | None = Field(None, description="the same of the sequences' weights")
+    ess_sequence: float | None = Field(None, description="effective sample size of the sequences' weights as a share")
     masked_fraction: float | None = Field(
         None, description="share of tokens left out of the loss as too far off-policy"
     )
     truncated_weight_fraction: float | None = Field(None, description="share of tokens whose weight was cut to its cap")
-    value_loss: float | None = Field(None, description="of the critic; None without one")
-    explained_variance: float | None = Field(None, description="of the returns, by the critic; 1 is all of it")
-    step_skipped: bool | None = Field(None, description="the optimizer did not step, because a gradient was not finite")
-    groups_dropped: int | None = Field(None, description="groups that were generated, or begun, and never trained")
-    samples_parked: int | None = Field(None, description="samples taken off their instance to go on later")
+    value_loss: float | None = Field(None, description="loss of the critic; None without a critic")
+    explained_variance: float | None = Field(
+        None, description="share of the returns' variance that the critic explains; None without a critic"
+    )
+    step_skipped: bool | None = Field(
+        None, description="whether the optimizer step was skipped because a gradient was not finite"
+    )
+    groups_dropped: int | None = Field(None, description="groups generated, or begun, but never trained")
+    samples_parked: int | None = Field(None, description="samples preempted to continue later")
     weight_publications: int | None = Field(None, description="weight versions published in this step")
     length_audit: StepAudit | None = Field(None, description="lengths issued, finished, trained and dropped")
-    length_bias_warning: str | None = Field(None, description="set when trained and issued lengths differ")
+    length_bias_warning: str | None = Field(None, description="warning, set when trained and issued lengths differ")
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """All whole rows of a metrics file in order; an absent file has none, unreadable lines are skipped."""
+    """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""
     return read_rows(path, MetricsRow)
 
 
 class MetricsWriter(RowWriter[MetricsRow]):
-    """Appends metrics rows. One writer per file."""
+    """The writer of metrics rows; one per file."""
 
     def __init__(self, path: Path) -> None:
-        """Opens (or makes) the file and removes a last line that was cut by a kill."""
+        """Open or create the file, and remove a last line that was cut by a kill."""
         super().__init__(path, MetricsRow, lambda row: row.step)

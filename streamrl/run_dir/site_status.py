@@ -1,4 +1,4 @@
-"""`site.json`: what the service of a site that does not train knows right now."""
+"""`site.json`: the current state of a site that does not train, written by its service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.run_dir.status import ABSENT_AFTER_S, StatusModel
 
 
 class SiteInstance(StatusModel):
-    """One instance, as its heartbeat said."""
+    """One instance, as of its last heartbeat."""
 
     state: str = "starting"
     running: int = 0
@@ -23,31 +23,31 @@ class SiteInstance(StatusModel):
 
 
 class SiteStatus(StatusModel):
-    """A whole file; times are unix seconds of this site's clock."""
+    """The content of `site.json`; times are unix seconds of this site's clock."""
 
     site: str
     updated_at: float
     state: str
-    trainer_silent_s: float = Field(description="since the controller's last sign of life")
+    trainer_silent_s: float = Field(description="seconds since the controller's last sign of life")
     rtt_ms: float | None = None
     clock_offset_s: float | None = Field(None, description="the controller's clock minus this site's")
     weight_version: int | None = None
-    weight_bytes: int = Field(0, description="received since the start")
+    weight_bytes: int = Field(0, description="bytes of weights received since the start")
     samples_sent: int = 0
-    samples_waiting: int = Field(0, description="finished, and not yet committed by the controller")
-    sample_bytes: int = Field(0, description="sent since the start")
-    compression: float | None = Field(None, description="raw bytes for one that was sent; none: not compressed")
+    samples_waiting: int = Field(0, description="samples finished, but not yet committed by the controller")
+    sample_bytes: int = Field(0, description="bytes of samples sent since the start")
+    compression: float | None = Field(None, description="raw bytes per byte sent; none: not compressed")
     congested: bool = False
     instances: dict[str, SiteInstance] = Field(default_factory=dict)
 
     @property
     def away(self) -> bool:
-        """Whether the trainer's site is out of reach."""
+        """Whether the trainer's site is unreachable."""
         return self.trainer_silent_s > ABSENT_AFTER_S
 
 
 def write_site(run_dir: Path, values: dict[str, Any]) -> None:
-    """Replaces the file.
+    """Replace the file.
 
     Raises:
         pydantic.ValidationError: a value that does not fit `SiteStatus`.
@@ -58,7 +58,7 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
 
 
 def read_site(run_dir: Path) -> SiteStatus | None:
-    """The newest state; None before the first."""
+    """Read the newest state; None before the first."""
     try:
         return SiteStatus.model_validate_json((run_dir / layout.SITE_STATUS).read_bytes())
     except (FileNotFoundError, ValidationError):

@@ -1,8 +1,7 @@
-"""`status.json`: the run's state right now. The controller replaces it about twice a second; everyone else
-reads it.
+"""`status.json`: the current state of the run, replaced by the controller about twice a second.
 
-Both directions pass through the same models, so that a status that a reader could not show is refused where
-it is written, and a reader never meets half a file (the file is replaced in one piece).
+Writer and readers use the same models, so a status that a reader could not show is refused when it is written. The file
+is replaced atomically, so a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -19,38 +18,40 @@ from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.metrics import MetricsRow
 
 STALE_AFTER_S = 10.0
-"""The controller writes every half second: twenty missed updates are no hiccup."""
+"""Age in seconds at which a status is stale: the controller has missed twenty updates."""
 
 RunState = Literal["starting", "running", "stopping", "done", "interrupted", "failed"]
 FINAL_STATES: frozenset[str] = frozenset({"done", "interrupted", "failed"})
 
 
 class StatusModel(BaseModel):
-    """Values do not change after reading; keys of a newer version are ignored."""
+    """Base of the status models: values are read-only, keys of a newer version are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class RoleStatus(StatusModel):
-    """One process."""
+    """The state of one process."""
 
     role: Literal["controller", "trainer", "service", "instance", "rewards"]
     state: str
     detail: str = ""
-    since: float = Field(description="unix seconds at which it got into this state")
+    since: float = Field(description="unix seconds at which it entered this state")
     pid: int | None = None
     memory_gb: float | None = None
-    silent_s: float | None = Field(None, description="since its last sign of life; none: it speaks to another process")
+    silent_s: float | None = Field(
+        None, description="seconds since its last sign of life; none: it reports to another process"
+    )
     running: int | None = Field(None, description="requests being worked on")
     waiting: int | None = Field(None, description="requests in its queue")
     tokens_per_s: float | None = None
     weight_version: int | None = None
-    dtype: str = Field("", description="the type that it computes in; '': it does not compute, or has not said it yet")
+    dtype: str = Field("", description="its compute type; '': it does not compute, or has not reported it yet")
     dtype_why: str = ""
 
 
 class StepProgress(StatusModel):
-    """The step under way."""
+    """The progress of the current step."""
 
     groups_total: int = 0
     groups_complete: int = 0
@@ -58,14 +59,16 @@ class StepProgress(StatusModel):
     samples_finished: int = 0
     samples_trained: int = 0
     tokens_generated: int = 0
-    lengths: list[int] = Field(default_factory=list, description="output lengths finished in this step, tokens")
+    lengths: list[int] = Field(
+        default_factory=list, description="output lengths of the samples finished in this step, tokens"
+    )
     predicted_lengths: list[int] = Field(
-        default_factory=list, description="what was predicted of each of this step's samples"
+        default_factory=list, description="predicted lengths of this step's samples, tokens"
     )
 
 
 class WaitStatus(StatusModel):
-    """One registered wait."""
+    """A registered wait of a process."""
 
     owner: str
     waiting_for: str
@@ -74,66 +77,70 @@ class WaitStatus(StatusModel):
 
 
 class RankerStatus(StatusModel):
-    """How far output lengths can be told before; over the newest steps."""
+    """The quality of the length predictions over the newest steps."""
 
     trusted: bool = False
     recall_at_20: float | None = None
     kendall_tau: float | None = None
-    note: str = Field("", description="the newest change of trust, and what follows")
+    note: str = Field("", description="newest change of trust and its consequence")
 
 
 ABSENT_AFTER_S = 10.0
-"""A site that has been silent for this long is shown as away, and gets no new work as long as another one can."""
+"""Seconds of silence after which a site counts as away; it gets no new work while another site can take it."""
 
 
 class RemoteSite(StatusModel):
-    """A site that generates behind a link, as the controller sees it."""
+    """A generating site behind a link, as the controller sees it."""
 
-    silent_s: float = Field(description="since its service's last sign of life")
+    silent_s: float = Field(description="seconds since its service's last sign of life")
     rtt_ms: float | None = None
-    clock_offset_s: float | None = Field(None, description="this site's clock minus its clock, before correction")
-    samples_waiting: int = Field(0, description="finished there, and not yet committed here")
-    compression: float | None = Field(None, description="raw bytes of samples for one that is sent")
+    clock_offset_s: float | None = Field(
+        None, description="clock of the trainer's site minus that of the site, before correction"
+    )
+    samples_waiting: int = Field(0, description="samples finished there, but not yet committed here")
+    compression: float | None = Field(None, description="raw bytes of samples per byte sent")
     congested: bool = False
     weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
 
     @property
     def away(self) -> bool:
-        """Whether it is out of reach."""
+        """Whether the site is unreachable."""
         return self.silent_s > ABSENT_AFTER_S
 
 
 class ComingInstance(StatusModel):
-    """An instance that was added to the running job; times are unix seconds, None: not yet."""
+    """An instance added to the running job; times are unix seconds, None: not yet."""
 
     instance: str
     asked_at: float
-    ready_at: float | None = Field(None, description="it holds the weights that are served")
-    first_sample_at: float | None = Field(None, description="its first sample is in the ledger")
+    ready_at: float | None = Field(None, description="time at which it had loaded the current weights")
+    first_sample_at: float | None = Field(None, description="time at which its first sample was in the ledger")
 
 
 class ScalingStatus(StatusModel):
-    """How many instances each pool has; pools are named site/pool."""
+    """The instances of each pool; pools are named site/pool."""
 
     wanted: dict[str, int] = Field(default_factory=dict)
     ready: dict[str, int] = Field(default_factory=dict)
-    there: dict[str, int] = Field(default_factory=dict, description="with those that are coming or leaving")
-    coming: list[ComingInstance] = Field(default_factory=list, description="the newest ones that were added")
-    note: str = Field("", description="what the run's own elasticity has last decided, or watches")
+    there: dict[str, int] = Field(
+        default_factory=dict, description="instances including those that are starting or leaving"
+    )
+    coming: list[ComingInstance] = Field(default_factory=list, description="instances added most recently")
+    note: str = Field("", description="last decision, or current observation, of the run's elasticity")
 
 
 class RunStatus(StatusModel):
-    """A whole status file; times are unix seconds."""
+    """The content of `status.json`; times are unix seconds."""
 
     run: str
     state: RunState
     step: int = Field(ge=0, description="optimizer steps completed")
-    steps: int = Field(ge=0, description="optimizer steps wanted")
+    steps: int = Field(ge=0, description="optimizer steps in total")
     started_at: float
     updated_at: float
     eta_s: float | None = None
     schedule: str = ""
-    schedule_note: str = Field("", description="what the schedule has chosen by itself, and why; the newest choice")
+    schedule_note: str = Field("", description="newest automatic choice of the schedule, and why")
     model: str = ""
     hardware: str = ""
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
@@ -147,7 +154,7 @@ class RunStatus(StatusModel):
 
     @property
     def types(self) -> str:
-        """What trainer and instances compute in: 'float32', or 'trainer bfloat16, instances float32'."""
+        """Compute types of trainer and instances: 'float32', or 'trainer bfloat16, instances float32'."""
         of_role: dict[str, set[str]] = {}
         for one in self.roles.values():
             if one.dtype:
@@ -159,7 +166,7 @@ class RunStatus(StatusModel):
 
     @property
     def why_types(self) -> str:
-        """Why these: what was measured, by process; processes of one cause are named together."""
+        """Reasons for the compute types, with processes of the same reason grouped."""
         causes: dict[str, list[str]] = {}
         for name, one in self.roles.items():
             if one.dtype:
@@ -168,17 +175,17 @@ class RunStatus(StatusModel):
 
     @property
     def final(self) -> bool:
-        """Whether the run has ended, well or not."""
+        """Whether the run has ended, successfully or not."""
         return self.state in FINAL_STATES
 
     def stale_for(self, now: float) -> float | None:
-        """Seconds since the last update when that is too long for a run that has not ended, else None."""
+        """Return the seconds since the last update if that is too long for a live run, else None."""
         age = now - self.updated_at
         return age if not self.final and age > STALE_AFTER_S else None
 
 
 def write_status(run_dir: Path, status: dict[str, Any]) -> None:
-    """Replaces the status file; NaN and infinities become null.
+    """Replace the status file; NaN and infinities become null.
 
     Raises:
         pydantic.ValidationError: a value that does not fit `RunStatus`.
@@ -190,10 +197,10 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """The run's state as last written.
+    """Read the run's state as last written.
 
     Raises:
-        UserError: the folder does not exist, holds no run, or its status file is not one.
+        UserError: the folder does not exist or holds no run, or its status file is invalid.
     """
     path = run_dir / layout.STATUS
     try:
@@ -212,6 +219,6 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def _known_runs(parent: Path) -> str:
-    """'; there are: ...' with the run folders in `parent`, newest first, or nothing."""
+    """Return '; there are: ...' with the run folders in `parent`, newest first, or ''."""
     found = sorted(parent.glob(f"*/{layout.STATUS}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return "; there are: " + ", ".join(str(path.parent) for path in found[:5]) if found else ""

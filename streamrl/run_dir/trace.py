@@ -1,17 +1,16 @@
-"""`trace.json`: what every instance and the trainer did when, in the Chrome trace format that Perfetto opens.
+"""`trace.json`: a timeline of every instance and the trainer, in the Chrome trace format that Perfetto opens.
 
-The file is a JSON array with one event per line, each written at once, so a killed run leaves a file that
-still opens: the format makes the closing bracket optional, and the comma is written *before* an event, never
-after the last one. Opening an existing file for a resumed run cuts a half-written event and the bracket and
-goes on with the same origin.
+The file is a JSON array with one event per line, each written at once, so a killed run leaves a file that still opens:
+the format makes the closing bracket optional, and the comma is written *before* an event. Reopening the file for a
+resumed run cuts a half-written event and the bracket, and keeps the origin.
 
-Times go in as unix seconds and are stored as microseconds since `origin`: by default the moment in which the
-file was made, or the first event's start if that is earlier. Perfetto drops events at negative times, so an
-event that starts before the origin is clipped to it.
+Times are passed as unix seconds and stored as microseconds since `origin`: by default the creation of the file, or the
+first event's start if that is earlier. Perfetto drops events at negative times, so an event that starts before the
+origin is clipped to it.
 
-Events on one track must not overlap, or must nest; for those that do overlap (samples of an instance)
-`async_span` writes begin/end pairs. Perfetto groups such pairs by *name*, so the track is put in front of the
-name: keep `name` to the kind of thing ('sample') and put what tells them apart in the arguments.
+Events on one track must be disjoint or nested; for those that overlap (samples of an instance) `async_span` writes
+begin/end pairs. Perfetto groups such pairs by *name*, so the name is prefixed with the track: let `name` be the kind of
+event ('sample') and put the rest into the arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Event = dict[str, Any]
 
 
 def _scan(content: str) -> tuple[list[Event], int]:
-    """Whole events of a trace, and the offset after the last whole one (after '[' if there is none)."""
+    """Return the complete events of a trace, and the offset after the last one (after '[' if there is none)."""
     start = content.find("[")
     if start < 0:
         return [], 0
@@ -53,7 +52,7 @@ def _scan(content: str) -> tuple[list[Event], int]:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Events of a trace file, also without the closing bracket or with a cut last event. Absent: none."""
+    """Read the events of a trace file, even without the closing bracket or with a cut last event; none if missing."""
     try:
         return _scan(path.read_text())[0]
     except FileNotFoundError:
@@ -61,7 +60,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def trace_origin(events: list[Event]) -> float | None:
-    """Unix seconds of time zero of a trace that `TraceWriter` wrote; None for others and for an empty one."""
+    """Return time zero (unix seconds) of a trace written by `TraceWriter`; None for others and for an empty one."""
     for event in events:
         if event.get("name") == "process_name":
             value = event.get("args", {}).get(_ORIGIN_KEY)
@@ -70,14 +69,14 @@ def trace_origin(events: list[Event]) -> float | None:
 
 
 class TraceWriter:
-    """Writes a trace as it happens. One writer per file."""
+    """The writer of a trace, event by event; one per file."""
 
     def __init__(self, path: Path, origin: float | None = None) -> None:
-        """Opens a new or an existing file.
+        """Open a new or existing file.
 
         Args:
-            path: the trace file; what it holds is kept.
-            origin: unix seconds of a new file's time zero (the run's start); default: now.
+            path: the trace file; existing events are kept.
+            origin: time zero of a new file (the run's start), unix seconds; default: now.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._tracks: dict[str, int] = {}
@@ -102,7 +101,7 @@ class TraceWriter:
                 self._tracks[event["args"]["name"]] = event["tid"]
 
     def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
-        """One piece of work (unix seconds) on a track where spans nest or do not overlap."""
+        """Write a piece of work (unix seconds) on a track whose spans nest or do not overlap."""
         ts = self._microseconds(start)
         duration = max(0, self._microseconds(end) - ts)
         event = {
@@ -117,20 +116,20 @@ class TraceWriter:
         self._write(event)
 
     def async_span(self, track: str, name: str, start: float, end: float, id: str | int, **args: Any) -> None:
-        """One of several pieces of work at a time on a track; `id` is unique among those under way on it."""
+        """Write one of several concurrent pieces of work on a track; `id` is unique among those in flight on it."""
         begin = self._microseconds(start)
         common = {"name": f"{track} {name}", "cat": track, "id": str(id), "pid": PID, "tid": self._tid(track)}
         self._write(common | {"ph": "b", "ts": begin, "args": args})
         self._write(common | {"ph": "e", "ts": max(begin, self._microseconds(end)), "args": {}})
 
     def counter(self, track: str, name: str, time: float, values: Mapping[str, float]) -> None:
-        """Numbers that are drawn as curves over time, e.g. running and waiting requests of an instance."""
+        """Write numbers to be drawn as curves over time, e.g. running and waiting requests of an instance."""
         ts = self._microseconds(time)
         event = {"name": f"{track} {name}", "ph": "C", "ts": ts, "pid": PID, "tid": self._tid(track)}
         self._write(event | {"args": dict(values)})
 
     def close(self) -> None:
-        """Writes the closing bracket; a later writer takes it away again."""
+        """Write the closing bracket, which a later writer removes."""
         if not self._file.closed:
             self._file.write(b"\n]\n")
             self._file.close()
@@ -145,7 +144,7 @@ class TraceWriter:
 
     def _microseconds(self, moment: float) -> int:
         if self._origin is None:
-            # Spans are written when they have ended, so the first one written need not be the first in time.
+            # Spans are written when they end, so the first one written need not be the first in time.
             self._origin = min(moment, self._made) if self._wanted_origin is None else self._wanted_origin
             args = {"name": "streamrl", _ORIGIN_KEY: self._origin}
             self._write({"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": args})

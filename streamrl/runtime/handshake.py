@@ -1,4 +1,4 @@
-"""What the sites of a run must agree on before one is let in: the files that it was started with, and the tokenizer."""
+"""The handshake between sites: a site is admitted only if its configuration files and tokenizer match."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streamrl.config.run import RunConfig
 from streamrl.machine.model_files import resolve_model
 
 OWN_RUN_KEYS = ("name", "steps", "ranker.path", "model.path")
-"""Of the run file, what each site may have differently: where things lie, and what only the trainer's site uses."""
+"""Keys of the run file that may differ between sites: local paths, and what only the trainer's site uses."""
 OWN_CLUSTER_KEYS = ("security.keys", "emulation")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 MOST_NAMED = 5
 
 
 def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
-    """What a site sends with its hello: flat keys and plain values."""
+    """Return what a site sends with its hello: flat keys and plain values."""
     values = {
         **_flat("cluster", cluster.model_dump(mode="json"), OWN_CLUSTER_KEYS),
         **_flat("run", run.model_dump(mode="json"), OWN_RUN_KEYS),
@@ -35,11 +35,11 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
 
 
 def disagreement(here: Mapping[str, Any], there: object) -> str | None:
-    """The first differences between two sites' agreements, in words; None: there is none.
+    """Describe the first differences between two sites' agreements; None if they are equal.
 
     Args:
-        here: this site's.
-        there: what the other one sent, whatever it is.
+        here: this site's agreement.
+        there: what the other site sent; anything that is not a dict is a disagreement.
     """
     if not isinstance(there, dict):
         return "it does not say what it was started with"

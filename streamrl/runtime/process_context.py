@@ -1,4 +1,4 @@
-"""What every process of a run starts from: its run folder, the resolved configuration and the addresses."""
+"""The context that every process of a run starts from: run folder, resolved configuration and addresses."""
 
 from __future__ import annotations
 
@@ -26,87 +26,87 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """ZeroMQ addresses of a run's hubs, as the processes of one site use them."""
+    """ZeroMQ addresses of a run's hubs, as seen by the processes of one site."""
 
     controller: str
-    """At the trainer's site, where its own processes reach it; elsewhere, where that site does."""
+    """Address at which this site's processes reach the controller."""
     publisher: str
     services: dict[str, str]
-    """Where its own instances reach it, by site."""
+    """Address at which a site's instances reach its service, by site."""
     nccl_port: int = 0
     """Rendezvous port of the NCCL weight path."""
     controller_outside: str = ""
-    """At the trainer's site: what the controller listens on for other sites; '': there are none."""
+    """Address on which the controller listens for other sites (trainer's site only); '': there are none."""
     publisher_outside: str = ""
     relay_outside: str = ""
-    """At another site: what its relay listens on for sites that get weights from it; '': it serves none."""
+    """Address on which this site's weight relay listens for other sites; '': it serves none."""
     relays: dict[str, str] = field(default_factory=dict)
-    """Where this site reaches the relays of others, by site."""
+    """Address at which this site reaches another site's relay, by site."""
 
     def save(self, run_dir: Path) -> None:
-        """Writes them where the run's processes look."""
+        """Write the addresses into the run folder."""
         (run_dir / layout.ADDRESSES).write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(run_dir: Path) -> Addresses:
-        """Reads them."""
+        """Read the addresses from a run folder."""
         return Addresses(**json.loads((run_dir / layout.ADDRESSES).read_text()))
 
 
 @dataclass(frozen=True)
 class RoleContext:
-    """Everything that a role is given."""
+    """Everything a role is given at its start."""
 
     name: str
     site: str
     run_dir: Path
     cluster: ClusterConfig
     run: RunConfig
-    """In a process that computes, `model.dtype` is the type that it computes in."""
+    """The run file; in a process that computes, `model.dtype` is its compute type."""
     addresses: Addresses
     resume: bool
     as_written: RunConfig | None = None
-    """The run file before `model.dtype: auto` was decided, which all sites have alike; None: nothing was decided."""
+    """The run file before `model.dtype: auto` was resolved, the same at all sites; None: nothing was resolved."""
     type_choice: TypeChoice | None = None
-    """Of a process that computes."""
+    """Compute type of this process and the reason for it; None: it does not compute."""
 
     @staticmethod
     def load(name: str, site: str, run_dir: Path, resume: bool) -> RoleContext:
-        """Reads a run folder. `site` '': the trainer's."""
+        """Read the context from a run folder; `site` '' means the trainer's."""
         cluster, run = load_resolved(run_dir)
         addresses = Addresses.load(run_dir)
         return RoleContext(name, site or cluster.trainer_site, run_dir, cluster, run, addresses, resume)
 
     def computing(self) -> RoleContext:
-        """Decide `model.dtype` for the device of this process; loads torch."""
+        """Resolve `model.dtype` for the device of this process; imports torch."""
         choice = choose_in_process(self.run.model, self.cluster.hardware == "cuda")
         log.info("computes in %s", choice)
         return self.computing_in(choice)
 
     def computing_in(self, choice: TypeChoice) -> RoleContext:
-        """The same, with a type that was decided for it."""
+        """Return this context with a compute type that has been chosen already."""
         written = self.as_written or self.run
         return replace(self, run=with_type(written, choice), as_written=written, type_choice=choice)
 
     def say(self, stage: str) -> None:
-        """Say what this process does while it starts (see `run_dir/start_stages.py`)."""
+        """Record what this process does while it starts (see `run_dir/start_stages.py`)."""
         start_stages.say(self.run_dir, self.name, stage)
 
     @cached_property
     def agreement(self) -> dict[str, Any]:
-        """What this process was started with, for other sites to compare; reads the tokenizer's files, once."""
+        """Configuration and tokenizer checksums that other sites compare with theirs; read once."""
         return agreement(self.cluster, self.as_written or self.run)
 
     def pool(self, name: str) -> GenerationPool:
-        """Of this site."""
+        """Return a generation pool of this site by name."""
         return next(pool for pool in self.cluster.sites[self.site].generation if pool.name == name)
 
     @property
     def wire_type(self) -> ComputeType:
-        """The type that versions of the weights are published in.
+        """The type in which weight versions are published.
 
         Raises:
-            ValueError: this process neither computes nor knows it from the files.
+            ValueError: the type is not in the files, and this process does not compute.
         """
         asked = (self.as_written or self.run).model.dtype
         computed = self.type_choice.dtype if self.type_choice else None
@@ -114,14 +114,14 @@ class RoleContext:
 
     @property
     def type_told(self) -> dict[str, str]:
-        """What this process's heartbeats say of the type that it computes in."""
+        """Compute type and reason, as this process's heartbeats report them."""
         return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
 
     def engine_choice(self, pool: GenerationPool) -> EngineChoice:
-        """vLLM's settings of a pool's instances on this machine's CPU.
+        """Return the vLLM settings of a pool's instances on this machine's CPU.
 
         Raises:
-            UserError: the model is not there.
+            UserError: the model is missing.
         """
         return chosen_settings(Path(resolve_model(self.run.model.path)), self.run.model.dtype, pool.threads)
 
@@ -132,44 +132,45 @@ class RoleContext:
 
     @property
     def weights_folder(self) -> Path:
-        """Where all processes of this site find versions of the weights."""
+        """Folder in which all processes of this site find weight versions."""
         return layout.weights_folder(self.run_dir, self.one_machine)
 
     @property
     def remote(self) -> bool:
-        """Whether this site is another than the trainer's."""
+        """Whether this is not the trainer's site."""
         return self.site != self.cluster.trainer_site
 
     @property
     def link(self) -> SiteLink | None:
-        """Between this site and the trainer's; None: it is the same."""
+        """Link between this site and the trainer's; None at the trainer's site."""
         return self.cluster.link(self.site)
 
     @property
     def startup_s(self) -> float:
-        """How long others may take to start: other sites as long as they may be away."""
+        """Seconds that others may take to start; with several sites at least `absence_s`."""
         limit_s = self.run.deadlines.startup_s
         return max(limit_s, self.cluster.absence_s) if self.cluster.remote_sites else limit_s
 
     @property
     def near(self) -> Flow:
-        """To peers of the same site: who is silent there is judged by the fleet (instances) or by the launcher."""
+        """Flow settings within the site, without a silence limit: the fleet watches instances, the launcher the
+        rest."""
         return Flow(lost_after_s=math.inf)
 
     def far(self, link: SiteLink, message_bytes: int) -> Flow:
-        """To peers behind a link.
+        """Return the flow settings to peers behind a link.
 
         Args:
-            link: which.
-            message_bytes: of the usual large message.
+            link: the link to the peers.
+            message_bytes: size of a typical large message.
         """
         return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
 
     def server_security(self) -> ServerSecurity | None:
-        """What this site lets other sites in by; None: the cluster file has encryption: none.
+        """Load the keys by which this site admits others; None with `encryption: none`.
 
         Raises:
-            UserError: a key is missing, or others can read the secret one.
+            UserError: a key is missing, or other users can read the secret key.
         """
         security = self.cluster.security
         if security.encryption == "none":
@@ -178,13 +179,13 @@ class RoleContext:
         return ServerSecurity.load(Path(security.keys), self.site, others)
 
     def client_security(self, server: str | None = None) -> ClientSecurity | None:
-        """What this site connects to another one with; None: unencrypted, or inside a site.
+        """Load the keys with which this site connects to another; None if unencrypted or inside a site.
 
         Args:
             server: the other site; None: the trainer's.
 
         Raises:
-            UserError: a key is missing, or others can read the secret one.
+            UserError: a key is missing, or other users can read the secret key.
         """
         security = self.cluster.security
         if not self.remote or security.encryption == "none":

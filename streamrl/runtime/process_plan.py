@@ -1,4 +1,4 @@
-"""Turns a cluster and a run into the list of processes to start: pure, so `--dry-run` shows what launch does."""
+"""The list of processes to start for a cluster and a run; pure, so `--dry-run` shows exactly what launch does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from streamrl.config.run import RunConfig
 Role = Literal["controller", "trainer", "service", "instance", "rewards"]
 
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""OpenMP threads sleep at barriers, after some microseconds. Spinning ones made a 2-thread trainer 7 x slower beside
-two busy instances on two cores, because whoever waits takes the core from whoever is waited for; ones that sleep ten
-times sooner made it a fifth slower while it had the cores for itself."""
+"""Environment that makes OpenMP threads sleep at barriers after some microseconds. Spinning threads made a 2-thread
+trainer 7 x slower beside two busy instances on two cores, because they held the cores that the others needed; sleeping
+ten times sooner cost a fifth of the speed when the trainer had the cores to itself."""
 
 KEPT_HEAP = {
     "MALLOC_ARENA_MAX": "1",
@@ -25,30 +25,30 @@ KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": f"{1 << 40}",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""glibc keeps the memory of tensors that are freed. Given back to the system, as large blocks are by default, every
-page of the next tensor is made anew and cleared: a quarter of a CPU trainer's time. One heap, because those of further
-threads cannot hold large blocks; of huge pages, where the system has them, which are made 512 x more rarely and found
-faster (another twelfth)."""
+"""Environment that makes glibc keep the memory of freed tensors. By default large blocks return to the system, and
+every page of the next tensor must be allocated and cleared again: a quarter of a CPU trainer's time. There is one heap,
+because the heaps of further threads cannot hold large blocks. Huge pages, where available, need 512 x fewer page faults
+and are looked up faster (another twelfth)."""
 
 ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's library starts its threads as it is loaded, and an instance's process is to have one until it has forked its
-engine (`generation/instance/engine.py`)."""
+"""Environment that keeps OpenBLAS to one thread. It starts its threads when loaded, and an instance's process must be
+single-threaded until it has forked its engine (`generation/instance/engine.py`)."""
 
 CORES = "STREAMRL_CORES"
-"""Environment variable: numbers of the CPU cores that a process is pinned to, with commas."""
+"""Environment variable: comma-separated numbers of the CPU cores that a process is pinned to."""
 
 MEETING, NODE = "{meeting}", "{node}"
-"""In a command: where the nodes of a trainer, or of an instance, meet (host:port), known once they have been found; and
-an instance's number of a node."""
+"""Placeholders in a command, filled in once the nodes are known: the rendezvous (host:port) of a trainer's or an
+instance's nodes, and the number of the node."""
 
 STARTER = "STREAMRL_PARENT"
-"""Environment variable: id of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
+"""Environment variable: PID of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
 PROCESS = "STREAMRL_PROCESS"
-"""Environment variable: number of an instance's process (`run_dir/instance_files.py`)."""
+"""Environment variable: generation number of an instance's process (`run_dir/instance_files.py`)."""
 
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
-"""Some of reasoning-gym's questions depend on the order of sets of strings: the process that asks and the one that
-verifies must agree, and a resumed run must ask the same."""
+"""Environment that fixes Python's string hashes. Some reasoning-gym questions depend on the order of sets of strings:
+the processes that ask and verify must agree, and a resumed run must ask the same questions."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,27 @@ class ProcessSpec:
     """One operating-system process (for the trainer: torch's elastic launcher, which starts its ranks)."""
 
     name: str
-    """Unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here'."""
+    """Name, unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here'."""
     role: Role
     site: str
     pool: str | None
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 1
-    """CPU threads the process (each of its ranks) computes with."""
+    """CPU threads with which the process (each of its ranks) computes."""
     ranks: int = 1
-    """Processes with that many threads each: those of the trainer that it starts, the workers of an instance."""
+    """Computing processes inside it: the trainer ranks it starts, or the workers of an instance."""
     nodes: int = 1
-    """That one instance is spread over: its command is run on each."""
+    """Nodes that one instance spans; its command runs on each."""
     cores: tuple[int, ...] = ()
-    """CPU cores that it is pinned to; (): any."""
+    """CPU cores the process is pinned to; (): any."""
     gpu: str = "cpu"
     gpu_ids: tuple[int, ...] = ()
-    """CUDA devices of this machine that the process sees (hardware: cuda)."""
+    """CUDA devices of its machine that the process sees (hardware: cuda)."""
     price_per_hour: float = 0.0
     """USD per hour for the whole process."""
     index: int = 0
-    """Of an instance: its number within its pool; of the trainer: of its node."""
+    """Number of an instance within its pool, or of a trainer's node."""
 
 
 def plan_processes(
@@ -86,17 +86,17 @@ def plan_processes(
     sites: Collection[str] | None = None,
     folders: Mapping[str, Path] | None = None,
 ) -> list[ProcessSpec]:
-    """Processes of a run in the order in which they are started.
+    """List the processes of a run in start order.
 
-    CUDA devices are numbered in order at each site: the trainer's ranks first, then those of every instance that a pool
-    may have; colocated ones share them.
+    Each site numbers its CUDA devices in order: the trainer's ranks first, then every instance that a pool may have;
+    colocated instances share the trainer's.
 
     Args:
         cluster: the resolved cluster file.
         run: the resolved run file.
         run_dir: the run's folder.
-        sites: only those of these sites; None: of all.
-        folders: of sites that have one of their own.
+        sites: the sites to include; None: all.
+        folders: folders of the sites that have their own, by site.
     """
     specs: list[ProcessSpec] = []
     if sites is None or cluster.trainer_site in sites:
@@ -108,18 +108,20 @@ def plan_processes(
 
 
 def usd_per_hour(specs: Iterable[ProcessSpec]) -> float:
-    """Of all processes, by the cluster file's prices."""
+    """Sum the prices of all processes, by the cluster file."""
     return sum(spec.price_per_hour for spec in specs)
 
 
 def instance_name(site: str, pool: str, index: int) -> str:
-    """Unique in the run."""
+    """Return an instance's name, unique in the run."""
     return f"{site}-{pool}-{index}"
 
 
 def possible_instances(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
-    """All instances that a site may have, those that a run begins with and those that it may be scaled to. Each has
-    its devices, so that none moves to others when the number changes."""
+    """List all instances that a site may have, at the start or after scaling.
+
+    Each has devices of its own, so that none changes devices when the number changes.
+    """
     cuda, site = cluster.hardware == "cuda", cluster.sites[site_name]
     of_trainer = site.trainer.ranks if site.trainer and run.schedule.name != "colocated" else 0
     gpus_taken = itertools.count(of_trainer)
@@ -136,7 +138,7 @@ def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
 
 
 def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
-    """Controller and trainer."""
+    """List the processes of the trainer's site: controller and trainer."""
     cuda, home = cluster.hardware == "cuda", cluster.trainer_site
     controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
     trainer = cluster.sites[home].trainer
@@ -180,7 +182,7 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
 
 
 def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
-    """A site's service, instances and reward workers."""
+    """List a site's service, instances and reward workers."""
     site = cluster.sites[site_name]
     specs: list[ProcessSpec] = []
     if site.generation:
@@ -226,7 +228,7 @@ def _instance(
 
 
 def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
-    """CPU cores of a pool's instance: its own share if there are enough for all, else all of the pool's."""
+    """Return an instance's CPU cores: its own share if the pool has enough for all, else all of the pool's."""
     cores = tuple(pool.cores or ())
     if len(cores) < pool.most_replicas * pool.threads:
         return cores

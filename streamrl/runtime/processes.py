@@ -1,4 +1,4 @@
-"""Processes of one host: ends that follow each other, and whether they can see each other."""
+"""Processes of one host: linking their lifetimes, and telling whether they share a host."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """From now on this process gets a signal when the thread that started it ends, however that ends (Linux only;
-    elsewhere nothing happens). One that ended before this was called is not noticed."""
+    """Ask the kernel to signal this process when the thread that started it ends, for whatever reason.
+
+    Linux only; a no-op elsewhere. A parent that ended before the call is not noticed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def start_warden(starters: Sequence[int]) -> None:
-    """From now on this process, and all of its process group if that is its own, ends within `ENDS_WITHIN_S` of the
-    death of one of its starters, whatever it is doing then; and what is left of the group ends after it.
+    """Start a warden that ends this process within `ENDS_WITHIN_S` of the death of any starter, whatever it is doing.
+
+    If this process leads a process group, the whole group ends with it; what is left of the group is ended after it.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the warden cannot be started.
     """
     command = [sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), *map(str, starters)]
     null = subprocess.DEVNULL
@@ -40,7 +43,7 @@ def start_warden(starters: Sequence[int]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -48,8 +51,10 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_all_with(starter: int) -> None:
-    """From now on, this process and all that it has started are killed when another one has ended: for processes that
-    have threads and nothing to close."""
+    """Kill this process and all that it has started once another process has ended.
+
+    For processes that have threads and nothing to close.
+    """
     threading.Thread(target=_kill_after, args=(starter,), name="starter", daemon=True).start()
 
 
@@ -63,8 +68,10 @@ def _kill_after(starter: int) -> None:
 
 @functools.cache
 def this_host() -> str:
-    """Tells hosts, and containers, apart: equal where a process can open what another one has open, through /proc. ""
-    where that cannot be known."""
+    """Return an identifier of this host or container; '' if it cannot be determined.
+
+    It is equal for two processes that can open each other's files through /proc.
+    """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,4 +1,4 @@
-"""How often a process that dies is started again. Pure."""
+"""The budget of restarts for a process that dies; pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from streamrl.config.run import RecoveryConfig
 
 MOST_DOUBLINGS = 60
-"""Of a pause, which is longer than any by then; a float holds no more than 1023."""
+"""Most doublings of a pause, longer than any limit by then; a float overflows at 1024."""
 
 
 @dataclass(frozen=True)
 class RestartBudget:
-    """So many within a window, each after a longer pause."""
+    """A number of restarts within a time window, each after a longer pause."""
 
     restarts: int = 5
-    """Within `window_s`; 0: never."""
+    """Restarts allowed within `window_s`; 0: none."""
     window_s: float = 600.0
     first_pause_s: float = 1.0
-    """Before the first one; twice as long before each further one of the window."""
+    """Seconds before the first restart; doubled for each further one within the window."""
     longest_pause_s: float = 60.0
 
     @staticmethod
     def of(config: RecoveryConfig) -> RestartBudget:
-        """The run file's."""
+        """Return the budget of the run file."""
         return RestartBudget(config.restarts, config.window_s, config.pause_s, config.longest_pause_s)
 
     def after_death(self, deaths: list[float], now: float) -> float | None:
-        """When to start again, or None if the budget is used up.
+        """Return when to restart the process, or None if the budget is used up.
 
         Args:
-            deaths: times of death so far, seconds on the caller's clock; `now` is added, what is too old removed.
-            now: of this one.
+            deaths: times of earlier deaths, seconds on the caller's clock; updated in place (`now` added, old ones
+                removed).
+            now: time of this death.
         """
         deaths[:] = [*(then for then in deaths if now - then < self.window_s), now]
         if len(deaths) > self.restarts:

@@ -1,7 +1,7 @@
-"""How the processes of a run are connected: plainly inside a site; encrypted, measured and patient over a link.
+"""Connections between the processes of a run: plain inside a site; encrypted, measured and patient over a link.
 
-Only the trainer's site is connected to. Its controller and its publisher each have two addresses: one for the processes
-of their own site, one for those of others, who are let in by their keys and by what they were started with.
+Other sites connect to the trainer's site. Its controller and publisher each have two addresses: one for their own site,
+one for other sites, which are admitted by their keys and by the files they were started with.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
-"""Names of the hubs of the trainer's site."""
+"""Hub names at the trainer's site."""
 OPERATOR = "operator"
-"""How the names of commands begin that a person gives a running job; they come and go."""
+"""Name prefix of the connections of operator commands (`streamrl scale`), which come and go."""
 BATCH_BYTES = 256 * 1024
-"""Largest batch of samples that goes over a link."""
+"""Largest batch of samples sent over a link."""
 CHUNK_S = 0.25
-"""A chunk of weights takes a link no longer than this, so that a sample behind it does not wait long."""
+"""Longest time for which one chunk of weights occupies a link, so that samples behind it do not wait long."""
 MIN_CHUNK_BYTES = 64 * 1024
 
 
 def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
-    """A connection of a site's process to controller or publisher; not yet connected."""
+    """Create a connection from a site's process to the controller or publisher; not yet connected."""
     link = context.link
     about: dict[str, Any] = {"site": context.site}
     if link is None:
@@ -39,24 +39,24 @@ def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
 
 
 async def connect_home(context: RoleContext, link: Link, address: str) -> None:
-    """Connects what `to_home` has made.
+    """Connect a link made by `to_home`.
 
     Raises:
         DeadlineExpired: no answer in time.
-        Refused: the trainer's site does not let this one in.
-        UserError: a key is missing, or others can read the secret one.
+        Refused: the trainer's site does not admit this one.
+        UserError: a key is missing, or other users can read the secret key.
     """
     await link.connect(address, context.startup_s, context.client_security())
 
 
 def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -> Hub:
-    """A hub of the trainer's site, not yet bound.
+    """Create a hub of the trainer's site; not yet bound.
 
     Args:
-        context: of the process.
+        context: the process's context.
         name: CONTROLLER or PUBLISHER.
-        waits: where its waits are registered.
-        near: flow to processes of its own site.
+        waits: registry for the hub's waits.
+        near: flow settings to processes of its own site.
     """
 
     def far(link: SiteLink) -> Flow:
@@ -68,7 +68,7 @@ def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -
 
 
 def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
-    """The hub at which other sites get weights from this one, which does not train; not yet bound."""
+    """Create the hub at which other sites fetch weights from this site, which does not train; not yet bound."""
 
     def far(link: SiteLink) -> Flow:
         return context.far(link, weight_chunk(context, link))
@@ -85,7 +85,7 @@ def _hub(
     far: Callable[[SiteLink], Flow],
     others: Collection[str],
 ) -> Hub:
-    """A hub that lets in processes of other sites that are in the plan and were started with the same files."""
+    """Create a hub that admits other sites' processes if they are in the plan and were started with the same files."""
     sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
     mine = context.agreement if others else {}
 
@@ -107,35 +107,35 @@ def _hub(
 
 
 def bind_home(context: RoleContext, hub: Hub, address: str, outside: str) -> None:
-    """Opens a hub of the trainer's site to its own processes and, if there are any, to other sites."""
+    """Open a hub of the trainer's site to its own processes and, if there are any, to other sites."""
     hub.bind(address)
     if outside:
         bind_outside(context, hub, outside)
 
 
 def bind_outside(context: RoleContext, hub: Hub, address: str) -> None:
-    """Opens a hub to other sites that have their keys.
+    """Open a hub to other sites, which prove themselves by their keys.
 
     Raises:
         RunFailed: the address cannot be bound.
-        UserError: a key is missing, or others can read the secret one.
+        UserError: a key is missing, or other users can read the secret key.
     """
     hub.bind_outside(address, context.server_security())
 
 
 def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
-    """Bytes of weights in one message."""
+    """Return the size of one message of weights, in bytes."""
     most = int(context.run.weights.chunk_mb * 2**20)
     return most if link is None else int(min(most, max(MIN_CHUNK_BYTES, link.bytes_per_s * CHUNK_S)))
 
 
 async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
-    """Connects what `to_relay` has made; raises as `connect_home`."""
+    """Connect a link made by `to_relay`; raises like `connect_home`."""
     await link.connect(context.addresses.relays[site], context.startup_s, context.client_security(site))
 
 
 def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
-    """A connection to the relay of another site that does not train either; not yet connected."""
+    """Create a connection to the weight relay of another generating site; not yet connected."""
     link = context.cluster.link_between(context.site, site)
     assert link is not None
     about = {"site": context.site, "agreement": context.agreement}

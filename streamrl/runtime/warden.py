@@ -1,15 +1,15 @@
-"""A small process beside another one, which sees to it that nothing is left of that one when it has to end.
+"""The warden: a small process beside another one that makes sure nothing of that one outlives its starters.
 
     python -I -S warden.py WATCHED STARTER...
 
-It waits, without using any time, until one of the processes that it is told has ended, however that ended. If that is
-one of the starters, it tells the watched process to stop, and kills it if it does not; when the watched process has
-ended, it kills what is left in its process group, such as vLLM's engine. A thread of the watched process could not do
-that: it would stand still where that is stopped or holds Python's lock, and vLLM's engine can only be forked from a
-process that has no other thread. Signals of the system at a parent's death (`processes.end_with_parent`) come sooner,
-but a process may be deaf to them, or be in a call that does not return.
+It sleeps until the watched process or one of the starters has ended, for whatever reason. If a starter ended, it sends
+the watched process SIGTERM, and SIGKILL if that does not help. Once the watched process has ended, it kills what is
+left in its process group, such as vLLM's engine. A thread of the watched process could not do this: it would stand
+still when the process is stopped or holds Python's lock, and vLLM's engine can only be forked from a single-threaded
+process. The kernel's signal at a parent's death (`processes.end_with_parent`) comes sooner, but a process may ignore it
+or be in a call that does not return.
 
-This file is run as it is, with nothing but the standard library.
+This file is run as a script and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import time
 from collections.abc import Iterable, Sequence
 
 ENDS_WITHIN_S = 10.0
-"""Seconds after a starter's death, however it died, by which nothing that it started is left."""
+"""Seconds after a starter's death within which everything it started has ended."""
 STOP_S = 6.0
-"""The part of them that the watched process has to end by itself."""
+"""Seconds of these that the watched process has to end by itself."""
 AFTER_S = 2.0
-"""The part of them for what it leaves behind: multiprocessing's resource tracker gives shared memory back."""
+"""Seconds of these for its leftovers: multiprocessing's resource tracker frees shared memory."""
 LOOK_S = 0.1
 SELDOM_S = 1.0
-"""Between looks where the system cannot tell that a process has ended (it is not Linux)."""
+"""Seconds between polls on systems that cannot report the end of a process (not Linux)."""
 
 
 def wait_for_an_end(pids: Sequence[int], limit_s: float | None = None) -> int | None:
-    """Waits until one of some processes has ended; returns its id, or None once the limit is over."""
+    """Wait until one of these processes has ended; return its PID, or None once the limit is over."""
     if not hasattr(os, "pidfd_open"):
         return _look_for_an_end(pids, limit_s)
     with contextlib.ExitStack() as held:
@@ -67,12 +67,12 @@ def _look_for_an_end(pids: Iterable[int], limit_s: float | None) -> int | None:
 
 
 def watch(watched: int, starters: Sequence[int]) -> None:
-    """Returns when nothing is left of the watched process."""
+    """Watch a process and its starters; return when nothing is left of the watched process."""
     gone = wait_for_an_end([watched, *starters])
     if gone != watched:
         with contextlib.suppress(ProcessLookupError):
             os.kill(watched, signal.SIGTERM)
-            os.kill(watched, signal.SIGCONT)  # one that is stopped would not hear of it
+            os.kill(watched, signal.SIGCONT)  # a stopped process handles SIGTERM only after SIGCONT
             if wait_for_an_end([watched], STOP_S) is None:
                 os.kill(watched, signal.SIGKILL)
                 wait_for_an_end([watched], AFTER_S)

@@ -1,6 +1,6 @@
-"""Finds the answer inside a completion: pure functions, one per value of a task's `answer` key.
+"""Extraction of the answer from a completion: pure functions, one per value of a task's `answer` key.
 
-Each returns None when there is no answer, which scores 0: a verifier never sees an empty string.
+Each returns None if there is no answer, which scores 0: a verifier never sees an empty string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER = re.compile(
 
 
 def tagged(completion: str) -> str | None:
-    """Text of the last complete <answer>...</answer>, stripped.
+    """Return the text of the last complete <answer>...</answer>, stripped.
 
     >>> tagged("<answer>3</answer> no: <answer> 4 </answer>")
     '4'
@@ -32,7 +32,7 @@ def tagged(completion: str) -> str | None:
 
 
 def last_number(completion: str) -> str | None:
-    """The last integer or decimal, as plain text: no thousands commas, no leading plus, no trailing period.
+    """Return the last integer or decimal as plain text: no thousands commas, no leading plus, no trailing period.
 
     >>> last_number("So 1,230 + 4 = 1,234.")
     '1234'
@@ -47,13 +47,13 @@ def last_number(completion: str) -> str | None:
 
 
 def last_line(completion: str) -> str | None:
-    """The last line that is not blank, stripped."""
+    """Return the last line that is not blank, stripped."""
     lines = completion.strip().splitlines()
     return lines[-1].strip() if lines else None
 
 
 def full(completion: str) -> str | None:
-    """The whole completion, stripped."""
+    """Return the whole completion, stripped."""
     return completion.strip() or None
 
 

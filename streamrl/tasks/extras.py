@@ -9,10 +9,10 @@ from streamrl.errors import UserError
 
 
 def import_extra(module: str, what_for: str) -> ModuleType:
-    """Imports a package of the `tasks` extra.
+    """Import a package of the `tasks` extra.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the package cannot be imported.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Reads prompts and answers from JSONL, Parquet or Hugging Face data sets, and says where a file is wrong."""
+"""Reading of prompts and answers from JSONL, Parquet or Hugging Face data sets, with precise error locations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TaskRow:
 
     prompt: str
     answer: Any
-    """Reference answer (str, int, float, bool, list, dict); None when the task has no answer column."""
+    """Reference answer (str, int, float, bool, list, dict); None if the task has no answer column."""
 
 
 def load_rows(task: FileTask) -> list[TaskRow]:
-    """All rows, in the file's order.
+    """Read all rows, in the file's order.
 
     Raises:
         UserError: missing or empty file, missing column, null or wrong type (with file and line or row).
@@ -146,7 +146,7 @@ def _row(task: FileTask, where: str, record: dict[str, Any]) -> TaskRow:
 
 
 def plain(value: Any) -> Any:
-    """A value in the types that the wire carries. Dates, decimals and integers beyond 64 bits become text.
+    """Convert a value to types that messages can carry; dates, decimals and integers beyond 64 bits become text.
 
     Raises:
         TypeError: bytes, or a number that is not finite.

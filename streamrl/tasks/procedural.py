@@ -1,13 +1,13 @@
-"""A reasoning-gym task as a sequence of items that can be read in any order and in any process.
+"""Reasoning-gym tasks as sequences of items that can be read in any order and in any process.
 
 Items come in chunks of `CHUNK`: chunk c is the data set with seed `base + c * CHUNK` and that many items.
 Nearly all data sets draw item i from `Random(seed + i)`, so this is one unbroken sequence without repeats;
 the few that prepare every item when they are made (acre, gsm_symbolic) prepare one chunk at a time.
 
-Prompt source and reward workers each build the data set for themselves and exchange item numbers only:
-metadata may hold tuples, sets, fractions or numpy values that no wire format keeps exactly. The question's
-checksum travels along, because some data sets (ransom_note, isomorphic_strings, polynomial_multiplication)
-depend on Python's string hashing: processes that are to see the same items need the same PYTHONHASHSEED.
+The prompt source and the reward workers each build the data set and exchange item numbers only: metadata may hold
+tuples, sets, fractions or numpy values that no wire format keeps exactly. The question's checksum is sent along,
+because some data sets (ransom_note, isomorphic_strings, polynomial_multiplication) depend on Python's string hashing:
+processes that must see the same items need the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from streamrl.tasks.extras import import_extra
 
 CHUNK = 1000
 CACHED_CHUNKS = 4
-CACHED_ENTRIES = 64  # a group's samples are scored one after another: their entry is made once
+CACHED_ENTRIES = 64  # a group's samples are scored one after another, from one cached entry
 
 
 class ProceduralItems:
-    """Items of one reasoning-gym task. `config.size` makes it finite (then it is repeated in epochs)."""
+    """The items of one reasoning-gym task; `config.size` makes them finite (then they repeat in epochs)."""
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
-        """Checks name and settings, and makes the first item.
+        """Check name and settings, and make the first item.
 
         Raises:
             UserError: no such data set, or it refuses its settings.
@@ -48,7 +48,7 @@ class ProceduralItems:
         self._name = task.name
         self._config = {name: value for name, value in task.config.items() if name != "size"}
         self.count: int | None = _checked_size(task)
-        """Different items there are; None: no end."""
+        """Number of different items; None: unlimited."""
         self._chunk = lru_cache(CACHED_CHUNKS)(self._make_chunk)
         self.entry = lru_cache(CACHED_ENTRIES)(self._make_entry)
         _check_names(task)
@@ -62,18 +62,18 @@ class ProceduralItems:
             raise UserError(f"task {task.key!r}: reasoning-gym's {task.name} does not ask in text")
 
     def question(self, index: int) -> str:
-        """What item `index` asks."""
+        """Return the question of item `index`."""
         return str(self.entry(index)["question"])
 
     def reward_input(self, index: int) -> dict[str, Any]:
-        """What a reward worker needs to find the item again."""
+        """Return what a reward worker needs to find the item again."""
         return {"index": index, "check": _checksum(self.question(index))}
 
     def score(self, answer: str | None, reward_input: dict[str, Any]) -> float:
-        """The verifier's reward of an answer, usually in [0, 1]; no answer gets 0.
+        """Return the verifier's reward of an answer, usually in [0, 1]; no answer gets 0.
 
         Raises:
-            RuntimeError: this process sees another question under that number than the one that asked it.
+            RuntimeError: the item's question differs from the one in the process that issued the prompt.
         """
         entry = self.entry(reward_input["index"])
         if _checksum(entry["question"]) != reward_input["check"]:
@@ -106,7 +106,8 @@ class ProceduralItems:
 
 @contextlib.contextmanager
 def _seeded_globals(seed: int) -> Iterator[None]:
-    """Some items of list_functions and codeio draw from the global generators: seeded here, then put back."""
+    """Seed the global random generators, from which some items of list_functions and codeio draw; restore them
+    after."""
     before, before_numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -149,6 +150,6 @@ def _check_names(task: ReasoningGymTask) -> None:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """' (did you mean ...?)', or nothing when no name is close."""
+    """Return ' (did you mean ...?)', or '' if no name is close."""
     close = difflib.get_close_matches(name, known, n=3)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,17 +1,17 @@
-"""Scores completions in worker processes, so that a reward that hangs or crashes costs one recorded error.
+"""The reward pool: scores completions in worker processes, so that a hang or crash costs one recorded error only.
 
-Each worker builds the `Scorer` once, then takes one completion at a time. What ends a scoring:
+Each worker builds the `Scorer` once, then takes one completion at a time. A scoring ends in one of these ways:
 
     it returns               -> its reward
     it raises                -> 0.0 and the exception as the error
     it exceeds the limit     -> the worker is killed and replaced; 0.0 and 'timed out after 20 s'
     its worker dies          -> the worker is replaced; 0.0 and how it died ('SIGSEGV', 'exit code 3')
-    the pool itself breaks   -> a new pool, and the same completion again, at most `ATTEMPTS` times (pebble
-                                gives up when a worker dies that had nothing to do, as at its start)
+    the pool itself breaks   -> a new pool scores the completion again, at most `ATTEMPTS` times (pebble gives up
+                                when an idle worker dies, as at its start)
 
-The limit counts scoring alone: a worker takes a completion only after it has started, and a completion waits
-here, not in the pool, until a worker is free. Workers are spawned, not forked: the parent has threads and
-sockets. They die with the parent, however it dies, and once started write to a log file, never to the terminal.
+The limit covers scoring alone: a worker takes a completion only after it has started, and a completion waits here, not
+in the pool, until a worker is free. Workers are spawned, not forked, because the parent has threads and sockets. They
+die with the parent, for whatever reason, and once started write to a log file, never to the terminal.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from streamrl.runtime.processes import end_with_parent
 
 ATTEMPTS = 3
 RESTART_S = 60.0
-"""Longest that a replaced worker may take to start, in seconds (importing a verifier takes 1-5)."""
+"""Seconds that a replaced worker may take to start (importing a verifier takes 1-5)."""
 LONGEST_END_S = 10.0
-"""`close` waits that long, in seconds: pebble gives a worker that ignores SIGTERM 3 s each before SIGKILL."""
+"""Seconds for which `close` waits: pebble gives each worker that ignores SIGTERM 3 s before SIGKILL."""
 LONGEST_ERROR = 300
-"""Characters of an error that are kept in the rollout row; the traceback is in the log."""
+"""Most characters of an error in the rollout row; the traceback is in the log."""
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,15 @@ class RewardResult:
     """Outcome of scoring one completion."""
 
     reward: float
-    """Finite; 0.0 when there is an error."""
+    """Finite reward; 0.0 if there is an error."""
     error: str | None
-    """Why there is no reward, in one line; None: there is one."""
+    """Cause of a missing reward, in one line; None: there is a reward."""
     seconds: float
-    """Time in the verifier; if its worker died, the time until that was noticed."""
+    """Seconds in the verifier; if its worker died, seconds until that was noticed."""
 
 
 class RewardPool:
-    """Reward workers of a site. Used from one event loop; `start` first, `close` last."""
+    """The reward workers of a site. Use it from one event loop; `start` first, `close` last."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class RewardPool:
         timeout_s: float = 20.0,
         log_file: Path | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Prepare the pool; no worker starts yet.
 
         Args:
             tasks: the run's tasks.
             seed: the run's seed.
-            workers: processes.
-            timeout_s: limit for one reward in seconds.
-            log_file: where the workers' output is appended (None: discarded).
+            workers: number of worker processes.
+            timeout_s: time limit of one reward in seconds.
+            log_file: file to which the workers' output is appended; None: discarded.
         """
         self._log_file = str(log_file.absolute()) if log_file is not None else os.devnull
         self._initargs = (list(tasks), seed, self._log_file, os.getpid())
@@ -91,11 +91,11 @@ class RewardPool:
         self._closed = False
 
     async def start(self, timeout_s: float = 120.0) -> None:
-        """Starts the workers and waits until one is ready to score (the others follow on their own).
+        """Start the workers and wait until one is ready to score (the others follow on their own).
 
         Raises:
             UserError: a reward function or a task is wrong.
-            RunFailed: no worker came up within `timeout_s` seconds, or they die at their start.
+            RunFailed: no worker is ready within `timeout_s` seconds, or the workers die at their start.
         """
         try:
             problem = await self._run(_startup_problem, limit_s=timeout_s, restart_s=0.0)
@@ -107,12 +107,12 @@ class RewardPool:
             raise UserError(problem)
 
     async def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> RewardResult:
-        """Scores a completion; never raises for what the verifier does.
+        """Score a completion; errors of the verifier become part of the result.
 
-        Waits for a free worker, then at most the time limit (and a worker's restart).
+        It waits for a free worker, then at most the time limit (and a worker's restart).
 
         Raises:
-            RuntimeError: the pool is or gets closed.
+            RuntimeError: the pool is closed.
         """
         async with self._slots:
             began = time.monotonic()
@@ -135,7 +135,7 @@ class RewardPool:
             return RewardResult(0.0, error, time.monotonic() - began)
 
     def close(self) -> None:
-        """Ends all workers at once, also those that hang; every `score` that waits raises RuntimeError."""
+        """End all workers at once, even those that hang; every waiting `score` raises RuntimeError."""
         self._closed = True
         for future in list(self._waiting):
             future.cancel()
@@ -146,21 +146,21 @@ class RewardPool:
         self._ending.clear()
 
     async def _run(self, function: Callable[..., Any], *args: Any, limit_s: float, restart_s: float) -> Any:
-        """Runs a function in a worker.
+        """Run a function in a worker.
 
         Raises:
             TimeoutError: it ran for more than `limit_s`.
             ProcessExpired: its worker died.
-            BrokenProcessPool: the pool gave up, or no answer within both times; the next call makes another.
+            BrokenProcessPool: the pool gave up, or did not answer within both limits; the next call makes a new pool.
         """
         pool = self._live_pool()
         try:
             future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=limit_s))
-        except RuntimeError as error:  # it broke since we looked
+        except RuntimeError as error:  # it broke since the check
             raise BrokenProcessPool(str(error)) from error
         self._waiting.add(future)
         try:
-            # pebble keeps the limit; this deadline is for a worker that never gets ready
+            # pebble enforces the limit; this deadline is for a worker that never becomes ready
             done, _ = await asyncio.wait({future}, timeout=limit_s + restart_s)
         finally:
             self._waiting.discard(future)
@@ -181,7 +181,7 @@ class RewardPool:
         if self._pool is not None and not self._pool.active:
             self._discard(self._pool)
         if self._pool is None:
-            # workers make the same items as a prompt source that runs with the same value (see `procedural`)
+            # with the same hash seed as the prompt source, workers make the same items (see `procedural`)
             os.environ.setdefault("PYTHONHASHSEED", "0")
             self._pool = ProcessPool(
                 max_workers=self._workers,
@@ -192,7 +192,7 @@ class RewardPool:
         return self._pool
 
     def _discard(self, pool: ProcessPool) -> None:
-        """Ends a pool's workers, without waiting for that."""
+        """End a pool's workers in the background."""
         if pool is not self._pool:
             return
         self._pool = None
@@ -218,7 +218,7 @@ def _how_it_died(exit_code: int) -> str:
 
 @dataclass
 class _Worker:
-    """What a worker process keeps between completions: pebble hands a task nothing but its arguments."""
+    """State of a worker process between completions: pebble passes a task nothing but its arguments."""
 
     scorer: Any = None
     problem: str | None = "the worker was not started"
@@ -228,14 +228,14 @@ _worker = _Worker()
 
 
 def _start_worker(tasks: list[Task], seed: int, log_file: str, parent: int) -> None:
-    """First thing in every worker. Keeps a failure for `_startup_problem`; raised, nobody would see it."""
+    """Initialise a worker; keep a failure for `_startup_problem`, because an exception here would be lost."""
     _die_with(parent)
     _write_to(log_file)
-    # pebble's own handler runs Python code, which a verifier that hangs in C would never reach
+    # pebble's own handler runs Python code, which would never run while a verifier hangs in C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _make_every_exit_visible()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = "1"  # before numpy is imported: a worker is one core
+        os.environ[name] = "1"  # before numpy is imported: one core per worker
     try:
         from streamrl.tasks.rewards import Scorer
 
@@ -252,13 +252,13 @@ def _startup_problem() -> str | None:
 
 
 def _score(task: str, completion: str, reward_input: dict[str, Any]) -> tuple[float, str | None, float]:
-    """Reward, error, seconds. Exceptions become text here, for some cannot be sent to another process."""
+    """Return (reward, error, seconds); exceptions become text, as some cannot be sent to another process."""
     began = time.perf_counter()
     try:
         if _worker.problem is not None:
             raise UserError(_worker.problem)
         reward, error = _worker.scorer.score(task, completion, reward_input), None
-    except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like another
+    except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like any other
         seconds = time.perf_counter() - began
         traceback.print_exc()
         return 0.0, _one_line(raised), seconds
@@ -274,17 +274,17 @@ def _one_line(error: BaseException) -> str:
 
 
 def _die_with(parent: int) -> None:
-    """Linux: this process is killed when the parent's thread that started it ends, however it ends.
+    """Let the kernel kill this process when the parent's thread that started it ends (Linux).
 
-    Elsewhere an idle worker still ends, when it finds its pipe closed.
+    Elsewhere an idle worker ends when it finds its pipe closed.
     """
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the signal was set up
         os._exit(1)
 
 
 def _write_to(log_file: str) -> None:
-    """Points standard output and error at the log, also for C code and for processes that a reward starts."""
+    """Redirect standard output and error to the log, also for C code and for processes that a reward starts."""
     descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -293,7 +293,7 @@ def _write_to(log_file: str) -> None:
 
 
 def _make_every_exit_visible() -> None:
-    """pebble takes exit code 0 for a worker that was done, and waits out the limit for what it scored."""
+    """Turn exit code 0 into an error: pebble takes it for a finished worker, and waits out the limit."""
     worker, leave = os.getpid(), os._exit
 
     def visible_exit(status: int) -> None:

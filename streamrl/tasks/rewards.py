@@ -1,6 +1,6 @@
-"""Scores one completion: reasoning-gym's verifier, math-verify, exact match, tests, or a user's function.
+"""The scorers of completions: reasoning-gym's verifier, math-verify, exact match, tests, or a user's function.
 
-This runs inside a reward worker (see `reward_pool`): it may hang or crash, and holds no defence against that.
+They run inside a reward worker (see `reward_pool`), because they may hang or crash.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Score = Callable[[str, dict[str, Any]], Any]
 
 
 class RewardFunction(Protocol):
-    """Signature of a user's reward, `reward: my_module:my_function` in the run file."""
+    """The signature of a user's reward, `reward: my_module:my_function` in the run file."""
 
     def __call__(self, completion: str, *, prompt: str, answer: Any) -> float:
-        """The completion's reward: any finite number.
+        """Return the completion's reward: any finite number.
 
         Args:
             completion: text of the completion, without special tokens.
@@ -41,10 +41,10 @@ class RewardFunction(Protocol):
 
 
 class Scorer:
-    """Verifiers of all tasks of a run, ready to use: slow imports and building are done once, here."""
+    """The verifiers of all tasks of a run; slow imports and construction happen once, here."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        """Imports and builds every verifier.
+        """Import and build every verifier.
 
         Raises:
             UserError: a reward function cannot be imported or called, or a task's settings are wrong.
@@ -55,7 +55,7 @@ class Scorer:
         }
 
     def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> float:
-        """The reward of a completion of `task`; `reward_input` is the prompt's.
+        """Return the reward of a completion of `task`; `reward_input` is that of its prompt.
 
         Raises:
             KeyError: no such task.
@@ -94,7 +94,7 @@ def _file_score(task: FileTask) -> Score:
 
 
 def math_verify_score(completion: str, answer: Any) -> float:
-    r"""1.0 if the completion's final expression equals the reference, else 0.0.
+    r"""Return 1.0 if the completion's final expression equals the reference, else 0.0.
 
     The reference is a number, LaTeX with or without dollars ('\frac{1}{2}', '$x^2$'), or a solution that
     ends with '#### 72' as in GSM8K.
@@ -112,23 +112,23 @@ def math_verify_score(completion: str, answer: Any) -> float:
 
 
 def exact_match_score(completion: str, answer: Any) -> float:
-    """1.0 if the text in the last <answer> tag (or else the whole completion) is the reference, else 0.0.
+    """Return 1.0 if the text of the last <answer> tag (else the whole completion) is the reference, else 0.0.
 
-    Surrounding white space does not count.
+    Surrounding white space is ignored.
     """
     found = tagged(completion) if "<answer>" in completion else full(completion)
     return float(found is not None and found == _as_text(answer).strip())
 
 
 def _as_text(answer: Any) -> str:
-    """A number as one would write it: Parquet's 72.0 is '72'."""
+    """Write a value as text; whole floats lose their decimals, as Parquet's 72.0 means '72'."""
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
     return str(answer)
 
 
 def load_function(spec: str, whose: str) -> RewardFunction:
-    """Imports `module:function`, from the current folder too.
+    """Import `module:function`, also from the current folder.
 
     Raises:
         UserError: it cannot be imported, or cannot be called as a `RewardFunction`.

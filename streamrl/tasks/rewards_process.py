@@ -1,4 +1,4 @@
-"""The rewards process of a site: scores completions in worker processes with a time limit each."""
+"""The rewards process of a site: scores completions in worker processes, each with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamrl.transport.endpoint import Link
 
 
 class RewardWorker:
-    """Wires a `RewardPool` to the controller."""
+    """Connects a `RewardPool` to the controller."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
@@ -34,10 +34,10 @@ class RewardWorker:
         self.scoring = 0
         self.scored = 0
         self._life = 0
-        """Of the controller."""
+        """Number of controller restarts seen so far."""
 
     async def run(self) -> None:
-        """Serves until the process is ended."""
+        """Score completions until the process is stopped."""
         limits = self.context.run.deadlines
         waits = WaitRegistry(self.context.name)
         try:
@@ -67,7 +67,7 @@ class RewardWorker:
             self.pool.close()
 
     def _new_controller(self, link: Link) -> None:
-        """Rewards of samples that an earlier one has sent are of no use: it may make them again, and otherwise."""
+        """Drop rewards requested by an earlier controller: the new one may regenerate those samples differently."""
         self._life += 1
         link.forget_sent()
 

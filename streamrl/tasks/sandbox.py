@@ -1,7 +1,7 @@
-"""Runs code that a model wrote, inside the sandbox that the run file configures, against tests.
+"""Tests of model-written code inside the sandbox that the run file configures.
 
-What isolates is the sandbox's own program (bubblewrap, nsjail, a container); this module only starts it, gives it the
-code, and ends it. Beside that: a limit of time, of memory and of file sizes, an empty environment, a folder of its own.
+The isolation is up to the sandbox program (bubblewrap, nsjail, a container); this module starts it, passes it the code,
+and ends it. It also limits time, memory and file sizes, and provides an empty environment and a separate folder.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from streamrl.runtime.processes import end_with_parent
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 MOST_FILE_BYTES = 16 * 2**20
 MOST_OUTPUT = 64 * 1024
-"""Bytes that are read of what the program prints."""
+"""Most bytes of the program's output that are read."""
 DRIVER = """
 import json, sys
-told = json.loads(sys.stdin.read())
+given = json.loads(sys.stdin.read())
 space = {"__name__": "__main__"}
-exec(compile(told["code"], "completion", "exec"), space)
-exec(compile(told["tests"], "tests", "exec"), space)
-print("\\n" + told["word"], flush=True)
+exec(compile(given["code"], "completion", "exec"), space)
+exec(compile(given["tests"], "tests", "exec"), space)
+print("\\n" + given["word"], flush=True)
 """
-"""Who leaves early (sys.exit, os._exit) does not print the word, which the code does not know."""
+"""Python program that runs the code and its tests. A program that exits early (sys.exit, os._exit) does not print the
+secret word, which it does not know."""
 
 
 def code_of(completion: str) -> str:
-    """The program in a completion: its last fenced block, or all of it if there is none.
+    """Return the program in a completion: its last fenced block, or all of it if there is none.
 
     >>> code_of("Use this:\\n```python\\nx = 1\\n```\\nDone.")
     'x = 1\\n'
@@ -46,22 +47,22 @@ def code_of(completion: str) -> str:
 
 
 def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
-    """Whether the program of a completion gets through tests, within the limits.
+    """Whether the program of a completion passes its tests within the limits.
 
     Args:
         completion: the model's text.
-        tests: Python that raises if something is wrong (`assert add(1, 2) == 3`); it sees the program's names.
-        sandbox: what it runs in.
+        tests: Python that raises on failure (`assert add(1, 2) == 3`); it sees the program's names.
+        sandbox: the sandbox to run in.
 
     Raises:
-        FileNotFoundError: the sandbox's own program is not there.
+        FileNotFoundError: the sandbox program does not exist.
     """
     word = secrets.token_hex(16)
-    told = json.dumps({"code": code_of(completion), "tests": tests, "word": word})
+    given = json.dumps({"code": code_of(completion), "tests": tests, "word": word})
     command = [*sandbox.command, sys.executable, "-I", "-c", DRIVER]
 
     def limit() -> None:
-        end_with_parent(signal.SIGKILL)  # a worker that is killed cannot end it
+        end_with_parent(signal.SIGKILL)  # a killed worker cannot end it
         resource.setrlimit(resource.RLIMIT_AS, (sandbox.memory_mb << 20, sandbox.memory_mb << 20))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -79,7 +80,7 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
         )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(told.encode(), timeout=sandbox.seconds)
+                process.communicate(given.encode(), timeout=sandbox.seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which prompt is number i of a run: a function of the tasks, the seed and i, so a resumed run asks the same.
+"""The numbered prompts of a run: prompt i depends on the tasks, the seed and i only, so a resumed run repeats them.
 
     index i --mix--> (task, its k-th prompt) --order--> (epoch, item)
 
@@ -29,24 +29,23 @@ HALF = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and what is needed to score its completions."""
+    """One prompt, with the input for scoring its completions."""
 
     prompt_id: str
-    """'task/item'. A file's item is its row (from 0); reasoning-gym's is the number that its random generator
-    starts from, so that an id means one question also in runs with other seeds (while the task's settings
-    are the same)."""
+    """Prompt id, 'task/item'. A file's item is its row (from 0); reasoning-gym's is the seed of its random generator,
+    so that an id means the same question in runs with other seeds (as long as the task's settings are the same)."""
     task: str
     """Key of the task."""
     text: str
     """The user's message: the question and, on a line of its own, the task's suffix."""
     epoch: int
-    """How often this prompt has been used before (0: first time)."""
+    """Number of earlier uses of this prompt (0: first time)."""
     reward_input: dict[str, Any]
-    """What the verifier needs besides the completion; str, int, float, bool, None, list and dict only."""
+    """Input of the verifier besides the completion; str, int, float, bool, None, list and dict only."""
 
 
 def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
-    """Which task prompt `index` belongs to, and how many prompts that task had before: (task, k).
+    """Return (task, k): the task of prompt `index`, and how many prompts that task had before.
 
     Task t's k-th prompt is due at time (k + 1/2) / weight[t]; prompts come in the order of these times (ties:
     first task first). So every stretch of the run holds each task in its share, to within about one prompt:
@@ -64,13 +63,13 @@ def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
 
 
 class FileItems:
-    """Items of a file task, held in memory."""
+    """The items of a file task, held in memory."""
 
     def __init__(self, task: FileTask) -> None:
-        """Reads the file.
+        """Read the file.
 
         Raises:
-            UserError: see `load_rows`.
+            UserError: the file or a row is wrong (see `load_rows`).
         """
         self._rows = load_rows(task)
         self._suffix = task.suffix
@@ -78,20 +77,20 @@ class FileItems:
         self.count: int | None = len(self._rows)
 
     def question(self, index: int) -> str:
-        """Prompt of row `index`."""
+        """Return the prompt of row `index`."""
         return self._rows[index].prompt
 
     def reward_input(self, index: int) -> dict[str, Any]:
-        """The user's message and the reference answer, as a reward function receives them."""
+        """Return the user's message and the reference answer, as a reward function receives them."""
         row = self._rows[index]
         return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
 
 
 class PromptSource:
-    """Prompts of a run by number. Reads every file when made; nothing is kept between calls but caches."""
+    """The prompts of a run by number. It reads every file once, and keeps only caches between calls."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        """Opens every task.
+        """Open every task.
 
         Raises:
             UserError: a task's file or settings are wrong; the message names file and line or row.
@@ -106,7 +105,7 @@ class PromptSource:
         self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt number `index` (from 0) of the run; any order, any number of times.
+        """Return prompt number `index` (from 0) of the run; in any order, any number of times.
 
         Raises:
             RunFailed: reasoning-gym could not make the item.
@@ -137,5 +136,5 @@ class PromptSource:
 
 
 def with_suffix(question: str, suffix: str) -> str:
-    """The user's message: the suffix goes on a line of its own."""
+    """Return the user's message: the question, with the suffix on a line of its own."""
     return f"{question}\n{suffix}" if suffix else question

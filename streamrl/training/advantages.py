@@ -11,7 +11,7 @@ from streamrl.training.losses import sequence_lengths
 def token_rewards(
     scores: torch.Tensor, sequence_ids: torch.Tensor, penalties: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reward of each token, [N]: minus its penalty, and at a sequence's last token plus the sequence's score.
+    """Return the reward of each token, [N]: minus its penalty, plus the sequence's score at its last token.
 
     Args:
         scores: [N], each sequence's score repeated for its tokens.
@@ -26,26 +26,26 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, sequence_ids: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), both [N].
+    """Return (advantages, returns), both [N].
 
         delta_t = r_t + gamma V_{t+1} - V_t        V behind a sequence's last token is 0
         A_t     = delta_t + gamma lam A_{t+1}
         R_t     = A_t + V_t
 
-    Source: arXiv 1506.02438, eq. 16. A completion cut by the token limit ends like any other: its reward says what it
-    was worth, nothing is expected beyond it. Advantages are not whitened over the batch: that needs all of them before
-    the first gradient, and training starts on the first group.
+    Source: arXiv 1506.02438, eq. 16. A completion cut by the token limit ends like any other: its reward is its whole
+    worth, and nothing is expected beyond it. Advantages are not whitened over the batch, as that needs all of them
+    before the first gradient, while training starts with the first group.
 
     Args:
         rewards: [N].
-        values: [N], V_t is the value before token t is chosen.
+        values: [N]; V_t is the value before token t is chosen.
         sequence_ids: [N].
         gamma: discount.
         lam: lambda.
     """
     advantages = rewards + gamma * torch.where(_is_last(sequence_ids), 0.0, values.roll(-1)) - values
-    # A_t is the sum of (gamma lam)^k delta_{t+k} over the rest of its sequence. Sums over twice as many terms are made
-    # of two sums, so that log2(longest) operations on the whole row do, not one per token.
+    # A_t is the sum of (gamma lam)^k delta_{t+k} over the rest of its sequence. Two sums make one of twice as many
+    # terms, so log2(longest) operations on the whole row suffice instead of one per token.
     terms, decay = 1, gamma * lam
     longest = int(sequence_lengths(sequence_ids).max()) if len(rewards) else 0
     while terms < longest:
@@ -58,7 +58,7 @@ def gae(
 
 
 def _is_last(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """[N] bool: whether the next token is another sequence's, or there is none."""
+    """Return [N] bool: whether a token is the last of its sequence."""
     last = torch.ones_like(sequence_ids, dtype=torch.bool)
     last[:-1] = sequence_ids[1:] != sequence_ids[:-1]
     return last

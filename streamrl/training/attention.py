@@ -1,8 +1,7 @@
-"""Attention over packed groups: causal inside a prompt, and completion -> (its prompt, itself).
+"""Attention over packed groups: prompts are causal, and a completion sees its prompt and itself.
 
-Registered with transformers' attention interface, so any decoder model that uses it (Llama, Qwen, Mistral, ...)
-runs packed without a patch. Cost is sum_i C_i (P + C_i) per group instead of the (P + sum C_i)^2 of one masked
-row.
+It is registered with transformers' attention interface, so any decoder model that uses it (Llama, Qwen, Mistral, ...)
+runs packed without a patch. The cost is sum_i C_i (P + C_i) per group instead of the (P + sum C_i)^2 of one masked row.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from streamrl.training.plain_attention import PlainAttention, visible
 SHARED_PREFIX = "streamrl_shared_prefix"
 
 PLAIN_SCORES = 2**23
-"""A CPU computes rows whose groups have up to so many attention scores each (32 MB in fp32, for a moment) with
-`PlainAttention`."""
+"""Most attention scores of a group (32 MB in fp32, for a moment) for which a CPU uses `PlainAttention`."""
 
 RowLengths = tuple[int, ...]
 
@@ -35,14 +33,14 @@ def shared_prefix_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a packed row (signature of transformers' attention functions).
+    """Compute the attention of a packed row, with the signature of transformers' attention functions.
 
     Args:
         module: the attention layer.
         query: [1, H, T, D].
         key: [1, H_kv, T, D]; H is a multiple of H_kv (grouped-query attention).
         value: [1, H_kv, T, D].
-        attention_mask: unused, the layout says it all.
+        attention_mask: unused; the layout replaces it.
         scaling: softmax scale (default 1 / sqrt(D)).
         dropout: must be 0; RL training evaluates the policy that generated.
         kwargs: must hold `layout`, the `GroupLayout`s of the row.
@@ -60,7 +58,7 @@ def shared_prefix_attention(
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
         answers = slice(prompt.stop, group.stop)
-        # a prompt is a completion without a prompt
+        # a prompt is treated as a completion without a prompt
         outputs.append(_prefix_attention(q[:, prompt], k[:, prompt], v[:, prompt], 0, (group.prompt_length,), scale))
         if group.completion_lengths:
             whole = slice(prompt.start, answers.stop)
@@ -75,15 +73,15 @@ def shared_prefix_attention(
 def _prefix_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: int, lengths: RowLengths, scale: float
 ) -> torch.Tensor:
-    """Attention of sequences that lie one behind the other and share a prefix.
+    """Compute the attention of consecutive sequences that share a prefix.
 
     Args:
         query: [H, T, D], T = sum(lengths).
         key: [H_kv, prefix + T, D].
         value: [H_kv, prefix + T, D].
-        prefix: tokens that every sequence sees.
-        lengths: of the sequences.
-        scale: of the scores.
+        prefix: number of tokens that every sequence sees.
+        lengths: lengths of the sequences.
+        scale: scale of the scores.
 
     Returns:
         [T, H, D].
@@ -101,14 +99,17 @@ def _prefix_attention(
 
 
 def _scores(group: GroupLayout) -> int:
-    """Of one query head, computed for a group's largest part; padding is computed, too."""
+    """Return the scores that one query head computes for the larger part of a group, padding included."""
     longest = max(group.completion_lengths, default=0)
     answers = len(group.completion_lengths) * longest * (group.prompt_length + longest)
     return max(group.prompt_length**2, answers)
 
 
 def _pad(x: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
-    """[H, prefix + sum(lengths), D] -> [G, H, prefix + max(lengths), D], the prefix in every row, zeros behind."""
+    """Pad sequences with zeros, each with the prefix in front.
+
+    [H, prefix + sum(lengths), D] -> [G, H, prefix + max(lengths), D].
+    """
     heads, _, width = x.shape
     out = x.new_zeros(len(lengths), heads, prefix + max(lengths), width)
     out[:, :, :prefix] = x[:, :prefix]
@@ -118,7 +119,7 @@ def _pad(x: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
 
 
 def _unpad(grad: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
-    """The transpose of `_pad`: [G, H, prefix + max(lengths), D] -> [H, prefix + sum(lengths), D]."""
+    """Apply the transpose of `_pad`: [G, H, prefix + max(lengths), D] -> [H, prefix + sum(lengths), D]."""
     parts = [row[:, prefix : prefix + length] for row, length in zip(grad, lengths, strict=True)]
     if prefix:
         parts.insert(0, grad[:, :, :prefix].sum(0))
@@ -126,17 +127,17 @@ def _unpad(grad: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor
 
 
 class Padded(torch.autograd.Function):
-    """`_pad` with a gradient that is one copy (indexing's would be a scatter)."""
+    """`_pad` with a gradient that is one copy; that of indexing would be a scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, prefix: int, lengths: RowLengths) -> torch.Tensor:
-        """[H, prefix + T, D] -> [G, H, prefix + C, D]."""
+        """Pad: [H, prefix + T, D] -> [G, H, prefix + C, D]."""
         ctx.shape = prefix, lengths
         return _pad(x, prefix, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Sums the prefix's gradient over the sequences."""
+        """Sum the prefix's gradient over the sequences."""
         return _unpad(grads[0], *ctx.shape), None, None
 
 
@@ -145,13 +146,13 @@ class Unpadded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, lengths: RowLengths) -> torch.Tensor:
-        """[G, H, C, D] -> [H, T, D]."""
+        """Remove the padding: [G, H, C, D] -> [H, T, D]."""
         ctx.lengths = lengths
         return _unpad(x, 0, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Zero where there was padding."""
+        """Pad the gradient with zeros."""
         return _pad(grads[0], 0, ctx.lengths), None
 
 

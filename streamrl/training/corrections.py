@@ -1,4 +1,4 @@
-"""Off-policy corrections: how far samples are trusted that another policy drew. Pure; nothing here has a gradient.
+"""Off-policy corrections: weights of samples that another policy drew. Pure; nothing here has a gradient.
 
 The weight of a token is w = pi_target / pi_generator, or its sequence's (see `importance_weights`).
 """
@@ -15,30 +15,30 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class Correction(NamedTuple):
-    """Corrected weights."""
+    """Importance weights after correction."""
 
     weights: torch.Tensor
-    """[N]."""
+    """Corrected weights, [N]."""
     masked: torch.Tensor
-    """[N] bool: tokens whose weight the mask has set to 0."""
+    """Tokens whose weight the mask has set to 0, [N] bool."""
     truncated: torch.Tensor
-    """[N] bool: tokens whose weight was above the cap."""
+    """Tokens whose weight was above the cap, [N] bool."""
 
 
 @torch.no_grad()
 def importance_weights(log_weights: torch.Tensor, sequence_ids: torch.Tensor, level: Level) -> torch.Tensor:
-    """w of each token, [N], from l = log pi_target - log pi_generator.
+    """Return w of each token, [N], from l = log pi_target - log pi_generator.
 
         token      w_t = exp(l_t)
         sequence   w_t = exp(sum of l over the sequence): unbiased, of high variance
         geometric  w_t = exp(mean of l over the sequence)
 
-    Logs are cut to +-20 (`LOG_RATIO_LIMIT`) after summing.
+    Logs are clamped to +-20 (`LOG_RATIO_LIMIT`) after summing.
 
     Args:
         log_weights: [N].
         sequence_ids: [N].
-        level: what one weight is for.
+        level: the unit that gets one weight.
     """
     match level:
         case "token":
@@ -54,16 +54,16 @@ def importance_weights(log_weights: torch.Tensor, sequence_ids: torch.Tensor, le
 def correct(
     weights: torch.Tensor, correction: Literal["none", "truncate", "mask"], low: float, high: float
 ) -> Correction:
-    """Truncates or masks importance weights.
+    """Truncate or mask importance weights.
 
     truncate: min(w, high), truncated importance sampling (Ionides 2008; between generator and trainer: AReaL,
     arXiv 2505.24298). mask: w within [low, high], 0 outside (IcePop, ring-1T, arXiv 2510.18855).
 
     Args:
         weights: [N].
-        correction: what to do.
-        low: least weight that the mask lets through.
-        high: cap, or the largest weight that the mask lets through.
+        correction: kind of correction.
+        low: least weight that the mask keeps.
+        high: cap, or the largest weight that the mask keeps.
     """
     none = torch.zeros_like(weights, dtype=torch.bool)
     match correction:

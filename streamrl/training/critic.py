@@ -1,4 +1,4 @@
-"""The critic of PPO: a language model whose head is one number, the value of the text so far."""
+"""The critic of PPO: a language model whose head gives one number, the value of the text so far."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from streamrl.training.tensor_parallel import whole
 
 
 class Critic(nn.Module):
-    """Packed batch in, one value per completion token out.
+    """A value model: packed batch in, one value per completion token out.
 
-    The value of token t is read where the token is predicted (`source_index`), that is before it is chosen. The head
-    starts at 0, so a fresh critic says 0 everywhere and the first advantages come from the rewards alone.
+    The value of token t is read where the token is predicted (`source_index`), before it is chosen. The head starts at
+    0, so a fresh critic gives 0 everywhere and the first advantages come from the rewards alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -25,17 +25,17 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Values [N], fp32."""
+        """Return the values [N], fp32."""
         hidden = self.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
         ).last_hidden_state[0]
-        # a product with a vector: FSDP warns of outputs that are views, such as the one column of a matrix
+        # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
         values: torch.Tensor = (hidden[batch.source_index] @ whole(self.head.weight)[0]).float()
         return values
 
 
 def load_critic(path: str, gradient_checkpointing: bool = False) -> Critic:
-    """Loads an HF model's trunk in fp32 and gives it a value head of zeros.
+    """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
     Args:
         path: folder or hub id.

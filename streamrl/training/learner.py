@@ -1,7 +1,7 @@
-"""A model sharded over the ranks (FSDP2), with its AdamW where it learns. Every method is a collective.
+"""A model sharded over the ranks (FSDP2), with AdamW if it is trained. Every method is a collective.
 
-One rank that computes in the type of its master weights (fp32) has nothing to share and nothing to convert: its model
-stays as it is, because FSDP would hold every weight and every gradient twice and copy both in each step.
+A single rank that computes in the type of its master weights (fp32) has nothing to share or convert. Its model is not
+wrapped, because FSDP would hold every weight and gradient twice and copy both in each step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Model = TypeVar("Model", Policy, Critic)
 
 
 def compute_type(run: RunConfig) -> torch.dtype:
-    """The type that forward and backward passes use.
+    """Return the type that forward and backward passes use.
 
     Raises:
-        ValueError: `model.dtype: auto` has not been decided for this process (`streamrl.machine.compute_type`).
+        ValueError: `model.dtype: auto` has not been resolved for this process (`streamrl.machine.compute_type`).
     """
     if run.model.dtype == "auto":
         raise ValueError("model.dtype: auto has to be decided before anything computes")
@@ -36,7 +36,7 @@ def compute_type(run: RunConfig) -> torch.dtype:
 
 
 def agreed_type(dtype: str) -> str:
-    """The type that all ranks compute in: what each has decided for its device, fp32 where they differ."""
+    """Return the type that all ranks compute in: the one that each has chosen, or fp32 if they differ."""
     chosen: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(chosen, dtype)
     return dtype if len(set(chosen)) == 1 else "float32"
@@ -44,21 +44,24 @@ def agreed_type(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks divide a model, and the work on it: copies x shards x layers = all ranks, the last one adjacent."""
+    """The division of a model and its work among the ranks: copies x shards x layers = all ranks.
+
+    Ranks that share layers are adjacent.
+    """
 
     copies: int = 1
-    """Sharded copies of the model (HSDP). Gradients are reduced inside a copy first, and between copies only what each
-    rank holds."""
+    """Sharded copies of the model (HSDP). Gradients are reduced inside a copy first, then each rank's part between
+    copies."""
     layers: int = 1
     """Ranks that share each layer (tensor parallel) and work on the same micro-batches."""
 
     @property
     def workers(self) -> int:
-        """Ranks, or groups of them, that work on micro-batches of their own."""
+        """Number of ranks, or groups of ranks, with their own micro-batches."""
         return dist.get_world_size() // self.layers
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """With the dimensions copies, shards, layers."""
+        """Return the device mesh with the dimensions copies, shards, layers."""
         shape = self.copies, self.workers // self.copies, self.layers
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "layers"))
         if self.layers > 1:
@@ -71,17 +74,17 @@ class Division:
 def shard(
     model: Model, run: RunConfig, device: torch.device, trainable: bool, division: Division | None = None
 ) -> Model:
-    """FSDP2, where it has work: each decoder layer is a unit, the rest is the root's. Master weights stay fp32.
+    """Shard a model by FSDP2, if needed: each decoder layer is a unit, the rest is the root. Master weights stay fp32.
 
     Args:
-        model: loaded, fp32.
-        run: for its compute type.
-        device: this rank's.
-        trainable: else it is frozen.
-        division: among the ranks; None: fully sharded over all.
+        model: the loaded model, in fp32.
+        run: the run's configuration, for its compute type.
+        device: this rank's device.
+        trainable: whether the model is trained; else it is frozen.
+        division: division among the ranks; None: fully sharded over all.
 
     Raises:
-        RunFailed: its layers cannot be shared.
+        RunFailed: the layers cannot be shared among ranks.
     """
     model.to(device)
     if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
@@ -100,7 +103,7 @@ def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, d
     of_data = mesh["copies", "shards"] if division.copies > 1 else mesh["shards"]
     several = mesh["shards"].size() > 1
     for unit in (*trunk.layers, model):
-        # with one rank there is nothing to free: keep the compute copy over forward, backward and micro-batches
+        # a single rank frees nothing by resharding: keep the compute copy over forward, backward and micro-batches
         fully_shard(unit, mesh=of_data, mp_policy=precision, reshard_after_forward=several)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -108,8 +111,11 @@ def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, d
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the layers' compute copies: parameters are the sharded fp32 ones again, with the reduced gradients, and
-    the next forward makes its copies from updated weights."""
+    """Free the layers' compute copies.
+
+    The parameters are the sharded fp32 ones again, with the reduced gradients, and the next forward pass copies the
+    updated weights.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -117,7 +123,7 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gives `target` the weights of `source`, shard by shard; both are the same model, sharded alike."""
+    """Copy the weights of `source` to `target`, shard by shard; both are the same model, sharded identically."""
     reshard(source)
     reshard(target)
     for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
@@ -130,13 +136,13 @@ class Learner(Generic[Model]):
     def __init__(
         self, model: Model, lr: float, run: RunConfig, device: torch.device, division: Division | None = None
     ) -> None:
-        """Shards the model.
+        """Shard the model and make its optimizer.
 
         Args:
-            model: loaded, fp32.
-            lr: learning rate to begin with.
-            run: betas, weight decay and the like are `optimizer`'s.
-            device: this rank's.
+            model: the loaded model, in fp32.
+            lr: initial learning rate.
+            run: the run's configuration; `optimizer` has the other options of AdamW.
+            device: this rank's device.
             division: see `shard`.
         """
         self.division = division or Division()
@@ -152,9 +158,9 @@ class Learner(Generic[Model]):
         )
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Adds the gradient of a summed loss; the last of a batch reduces gradients over ranks.
+        """Add the gradient of a summed loss; `is_last` marks the last micro-batch of a batch.
 
-        With several ranks every micro-batch reduces, which keeps the gradient sharded; with one, only the last does.
+        With several ranks every micro-batch reduces its gradient, which keeps it sharded; with one, only the last does.
         """
         if self.division.workers == 1 and isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
@@ -163,17 +169,17 @@ class Learner(Generic[Model]):
             reshard(self.model)
 
     def update(self, normalizer: float, lr: float, skip: bool) -> float:
-        """Divides the accumulated gradient by the normalizer, clips, updates, and clears it.
+        """Divide the accumulated gradient by the normalizer, clip it, update the weights, and clear the gradient.
 
         Args:
-            normalizer: of the whole batch, over all ranks.
+            normalizer: normalizer of the whole batch, over all ranks.
             lr: learning rate of this update.
-            skip: throw the gradient away; weights and optimizer state stay as they are.
+            skip: discard the gradient; weights and optimizer state stay unchanged.
 
         Returns:
             The L2 norm of the divided gradient, before clipping.
         """
-        # FSDP has averaged the workers' sums: times workers it is the batch's sum
+        # FSDP has averaged the workers' sums, so multiplying by their number gives the batch's sum
         scale = self.division.workers / normalizer
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -187,12 +193,12 @@ class Learner(Generic[Model]):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def state(self, prefix: str) -> dict[str, Any]:
-        """Weights as `<prefix>model` and AdamW's state as `<prefix>optimizer`, sharded, for torch's checkpoints."""
+        """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
 
     def restore(self, prefix: str, state: dict[str, Any]) -> None:
-        """Takes what `state` gave."""
+        """Restore what `state` returned."""
         set_state_dict(
             self.model,
             self.optimizer,

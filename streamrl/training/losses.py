@@ -1,9 +1,9 @@
-"""Losses of tokens: pure functions of log-probabilities, advantages and values, any float type.
+"""Token losses: pure functions of log-probabilities, advantages and values, for any float type.
 
-A batch is a row of N tokens in which each sequence lies whole, one after the other; `sequence_ids` [N] tells them apart
-(0, 0, 0, 1, 1, 2, ...). Every loss is one value per token. What a batch adds to the gradient is the *sum* of its token
-losses times `token_weights`, and the optimizer step divides by the whole batch's normalizer
-(`streamrl.rollouts.micro_batch.loss_normalizer`): so the gradient does not depend on how the batch was cut.
+A batch is a row of N tokens made of whole sequences, one after the other; `sequence_ids` [N] separates them
+(0, 0, 0, 1, 1, 2, ...). Every loss is one value per token. A micro-batch adds to the gradient that of the *sum* of its
+token losses times `token_weights`, and the optimizer step divides by the whole batch's normalizer
+(`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not depend on how the batch was split.
 """
 
 from __future__ import annotations
@@ -15,43 +15,45 @@ import torch
 from streamrl.config.algorithm import AggregationKind, KLEstimator
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut to +-20 before exp: e^20 = 5e8 is far beyond every clip, and its square still fits float32. Beyond
-it a ratio is constant, without a gradient."""
+"""Bound of log-ratios, which are clamped before exp: e^20 = 5e8 is far beyond every clip, and its square fits float32.
+
+Beyond the bound a ratio is constant, without a gradient.
+"""
 
 
 class TokenLoss(NamedTuple):
-    """A policy loss."""
+    """A policy loss by token."""
 
     loss: torch.Tensor
-    """[N], with gradient."""
+    """Loss, [N], with gradient."""
     clipped: torch.Tensor
-    """[N] bool: tokens whose ratio the clip has changed (for `clip` and `sequence_clip`: which lose their gradient)."""
+    """Tokens whose ratio the clip has changed, [N] bool; with `clip` and `sequence_clip` they have no gradient."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The log-ratio within +-`LOG_RATIO_LIMIT`."""
+    """Clamp the log-ratio to +-`LOG_RATIO_LIMIT`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_lengths(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Tokens of each sequence, [S] int64."""
+    """Return the number of tokens of each sequence, [S] int64."""
     return torch.bincount(sequence_ids)
 
 
 def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Sum of each sequence's values: [N] -> [S]."""
+    """Sum each sequence's values: [N] -> [S]."""
     return values.new_zeros(len(sequence_lengths(sequence_ids))).index_add(0, sequence_ids, values)
 
 
 def sequence_means(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Mean of each sequence's values: [N] -> [S]."""
+    """Average each sequence's values: [N] -> [S]."""
     return sequence_sums(values, sequence_ids) / sequence_lengths(sequence_ids)
 
 
 def clip_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_ratio).
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(log_ratio).
 
-    Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; different distances up and down from DAPO,
+    Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; separate distances up and down: DAPO,
     arXiv 2503.14476, eq. 8.
 
     Args:
@@ -69,9 +71,9 @@ def clip_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float
 def sequence_clip_loss(
     log_ratio: torch.Tensor, advantages: torch.Tensor, sequence_ids: torch.Tensor, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    """`clip_loss` with one ratio per sequence, s = exp(mean of its tokens' log_ratio), the same loss at each token.
+    """Return `clip_loss` with one ratio per sequence, s = exp(mean of its tokens' log_ratio), equal for its tokens.
 
-    With aggregation `sequence` it is GSPO's objective (arXiv 2507.18071, eq. 5-7).
+    With aggregation `sequence` this is GSPO's objective (arXiv 2507.18071, eq. 5-7).
 
     Args:
         log_ratio: [N], with gradient.
@@ -86,9 +88,10 @@ def sequence_clip_loss(
 def detached_clip_loss(
     logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p, where sg stops the gradient: every token keeps one.
+    """Return -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p, where sg stops the gradient.
 
-    Source: CISPO, arXiv 2506.13585, eq. 4-5 (there without a lower bound: clip_low = 1).
+    Every token keeps its gradient through log p. Source: CISPO, arXiv 2506.13585, eq. 4-5 (there without a lower bound:
+    clip_low = 1).
 
     Args:
         logprobs: [N], with gradient.
@@ -103,7 +106,7 @@ def detached_clip_loss(
 
 
 def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-    """-A log p: the plain policy gradient (Williams 1992; for language models arXiv 2402.14740, eq. 6).
+    """Return -A log p, the plain policy gradient (Williams 1992; for language models arXiv 2402.14740, eq. 6).
 
     Args:
         logprobs: [N], with gradient.
@@ -113,10 +116,10 @@ def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLos
 
 
 def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """KL(policy || reference) estimated at each sampled token, [N].
+    """Estimate KL(policy || reference) at each sampled token, [N].
 
     With d = logp - logp_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html).
-    As a loss on samples of the policy, k1 has gradient 0 in expectation and k2 that of the KL itself
+    As a loss on samples of the policy, k1 has gradient 0 in expectation, and k2 the gradient of the KL itself
     (arXiv 2506.09477).
 
     Args:
@@ -135,10 +138,10 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estima
 
 
 def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-    """(V - R)^2 / 2 of each token, [N] (PPO, arXiv 1707.06347, eq. 9).
+    """Return (V - R)^2 / 2 of each token, [N] (PPO, arXiv 1707.06347, eq. 9).
 
-    PPO's clipping of V around its old value is left out: a batch takes one step of the critic, and during it the old
-    value is the current one, so that nothing would ever be clipped.
+    PPO's clipping of V around its old value is left out: the critic takes one step per batch, during which the old
+    value is the current one, so it would never clip.
 
     Args:
         values: [N], with gradient.
@@ -148,13 +151,15 @@ def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
 
 
 def token_weights(sequence_ids: torch.Tensor, aggregation: AggregationKind, dtype: torch.dtype) -> torch.Tensor:
-    """Weight of each token's loss in the batch's sum, [N]: 1 over its sequence's length for `sequence` (GRPO,
-    arXiv 2402.03300, eq. 3), else 1 (DAPO, arXiv 2503.14476, eq. 8; Dr. GRPO, arXiv 2503.20783).
+    """Return the weight of each token's loss in the batch's sum, [N].
+
+    For `sequence` it is 1 over its sequence's length (GRPO, arXiv 2402.03300, eq. 3), else 1 (DAPO, arXiv 2503.14476,
+    eq. 8; Dr. GRPO, arXiv 2503.20783).
 
     Args:
         sequence_ids: [N].
         aggregation: how the batch's tokens are averaged.
-        dtype: of the result.
+        dtype: type of the result.
     """
     if aggregation == "sequence":
         return 1.0 / sequence_lengths(sequence_ids).to(dtype)[sequence_ids]

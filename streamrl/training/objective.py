@@ -1,4 +1,4 @@
-"""One micro-batch's objective: surrogate, off-policy correction, KL term and aggregation put together. Pure."""
+"""Objective of one micro-batch: surrogate, off-policy correction, KL term and aggregation combined. Pure."""
 
 from __future__ import annotations
 
@@ -24,57 +24,59 @@ from streamrl.training.losses import (
 
 @dataclass
 class MicroStats:
-    """Sums over the tokens of one micro-batch; adding those of all micro-batches and ranks gives the batch's. Keys that
-    end in `_max` are maxima instead."""
+    """Sums over the tokens of one micro-batch; those of all micro-batches and ranks add up to the batch's.
+
+    Fields that end in `_max` are maxima instead.
+    """
 
     tokens: int = 0
     row_tokens: int = 0
-    """With prompts, each counted once for all completions that share it in a row."""
+    """Tokens with prompts; a prompt counts once for all completions that share it in a row."""
     flops: float = 0.0
-    """Operations of the forward and backward passes, recomputed ones aside (0: the cost model does not know the
+    """Operations of the forward and backward passes, without recomputation (0: the cost model does not know the
     model's kind)."""
     sequences: int = 0
     """Sequences with at least one token."""
     loss_sum: float = 0.0
-    """The policy's loss as it is differentiated: over the batch's normalizer it is the batch's loss."""
+    """The policy's loss as differentiated; divided by the batch's normalizer it is the batch's loss."""
     clipped: float = 0.0
     """Tokens whose ratio the clip has changed."""
     kl_sum: float = 0.0
-    """KL estimate to the reference, not weighted (0 without one)."""
+    """Unweighted KL estimate to the reference (0 without one)."""
     entropy_sum: float = 0.0
     entropy_tokens: int = 0
     gap_sum: float = 0.0
-    """|trainer log-prob - generator log-prob|."""
+    """Trainer-generator mismatch: |trainer log-prob - generator log-prob|."""
     ratio_sum: float = 0.0
     """The surrogate's ratio of each token: trainer / generator, or trainer / proximal."""
     ratio_max: float = 0.0
-    """Largest trainer / generator of a token (at most e^20)."""
+    """Largest ratio trainer / generator of a token (at most e^20)."""
     weight_sum: float = 0.0
-    """w = trainer / generator of each token, whatever the correction."""
+    """Weight w = trainer / generator of each token, whatever the correction."""
     weight_sq_sum: float = 0.0
     seq_weight_sum: float = 0.0
-    """Product of w over a sequence's tokens, its log cut to +-20; summed over sequences."""
+    """Product of w over a sequence's tokens, its log clamped to +-20; summed over sequences."""
     seq_weight_sq_sum: float = 0.0
     masked: float = 0.0
     """Tokens whose weight a mask has set to 0."""
     truncated: float = 0.0
     """Tokens whose weight was above the cap."""
     value_loss_sum: float = 0.0
-    """The critic's loss as it is differentiated (this and the following: 0 without a critic)."""
+    """The critic's loss as differentiated (this and the fields below: 0 without a critic)."""
     value_sq_error_sum: float = 0.0
-    """(return - value)^2; with the two below: explained variance = 1 - mean of this / variance of the returns."""
+    """Squared error (return - value)^2: explained variance = 1 - mean of this / variance of the returns."""
     return_sum: float = 0.0
     return_sq_sum: float = 0.0
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and what is reported with it."""
+    """A loss and its statistics."""
 
     loss_sum: torch.Tensor
-    """Scalar with gradient."""
+    """Summed loss, a scalar with gradient."""
     sums: dict[str, torch.Tensor]
-    """Scalars without gradient, by their names in `MicroStats`."""
+    """Statistics, scalars without gradient, by their names in `MicroStats`."""
 
 
 def policy_objective(
@@ -86,10 +88,10 @@ def policy_objective(
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
 ) -> Objective:
-    """sum over tokens of a_t (w_t L_t + kl.coef KL_t).
+    """Return the sum over tokens of a_t (w_t L_t + kl.coef KL_t).
 
-    L is the surrogate's loss, a the aggregation's weight (`token_weights`), KL only with placement `loss`, and w a
-    constant:
+    L is the surrogate's loss, a the aggregation's weight (`token_weights`), KL is there only with placement `loss`, and
+    w is a constant:
 
         ratio_to proximal    L's ratio is policy / proximal; w = proximal / generator, corrected
                              (decoupled PPO, arXiv 2110.00641 and 2505.24298)
@@ -100,16 +102,16 @@ def policy_objective(
     The KL term is not weighted by w.
 
     Args:
-        algorithm: the keys of the run file.
-        logprobs: [N] policy in training, with gradient.
+        algorithm: the run file's `algorithm`.
+        logprobs: [N] of the policy in training, with gradient.
         generator_logprobs: [N] of the policy that drew the tokens.
         advantages: [N].
         sequence_ids: [N].
-        proximal_logprobs: [N] for ratio_to: proximal; None: the policy in training is the proximal one itself.
+        proximal_logprobs: [N] for ratio_to: proximal; None: the policy in training is itself the proximal one.
         reference_logprobs: [N], needed with kl.coef > 0.
 
     Raises:
-        ValueError: there is a KL term and no reference.
+        ValueError: there is a KL term but no reference.
     """
     options = algorithm.off_policy
     current = logprobs.detach()
@@ -162,10 +164,10 @@ def policy_objective(
 def value_objective(
     algorithm: Algorithm, values: torch.Tensor, returns: torch.Tensor, sequence_ids: torch.Tensor
 ) -> Objective:
-    """Sum of the critic's token losses, weighted as the policy's are.
+    """Return the sum of the critic's token losses, weighted like the policy's.
 
     Args:
-        algorithm: the keys of the run file.
+        algorithm: the run file's `algorithm`.
         values: [N], with gradient.
         returns: [N].
         sequence_ids: [N].

@@ -1,14 +1,14 @@
-"""Packs whole groups into one token row in which siblings share their prompt.
+"""Pack whole groups into one token row in which siblings share their prompt.
 
 A group of one prompt (P tokens) and G completions (C_1 .. C_G tokens) becomes P + sum(C_i) tokens instead of
 the G * P + sum(C_i) of separate sequences: the prompt is computed once. Nothing is padded. Attention (see
-`attention.py`) lets each completion see the prompt and itself only, so the result equals separate sequences.
+`attention.py`) lets each completion see only the prompt and itself, so the result equals that of separate sequences.
 
     tokens     [prompt | completion 1 | completion 2 | ... ] [next group ...]
     positions   0..P-1   P..P+C_1-1     P..P+C_2-1
 
-An odd number of tokens gets one more behind all groups, which nothing else sees and which has no loss: bf16 products
-with an odd number of rows take a third longer on CPUs (their kernels work on pairs), and tensor cores do not run them.
+An odd row gets one more token at its end, which nothing else sees and which has no loss: bf16 products with an odd
+number of rows take a third longer on CPUs (their kernels work on pairs), and tensor cores do not run them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.rollouts.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where one group lies in the row."""
+    """The place of one group in the row."""
 
     start: int
     prompt_length: int
@@ -33,31 +33,31 @@ class GroupLayout:
 
     @property
     def stop(self) -> int:
-        """The first row behind it."""
+        """Position after the group's last token."""
         return self.start + self.prompt_length + sum(self.completion_lengths)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward/backward's worth of tokens; T tokens in the row, N of them with a loss."""
+    """Tokens of one forward and backward pass: T tokens in the row, N of them with a loss."""
 
     input_ids: torch.Tensor
-    """[1, T] int64."""
+    """Token ids, [1, T] int64."""
     position_ids: torch.Tensor
-    """[1, T] int64, each completion continues its prompt's positions."""
+    """Positions, [1, T] int64; each completion continues its prompt's positions."""
     layout: tuple[GroupLayout, ...]
     source_index: torch.Tensor
-    """[N] int64: position in the row whose hidden state predicts the n-th completion token."""
+    """Position in the row whose hidden state predicts the n-th completion token, [N] int64."""
     targets: torch.Tensor
-    """[N] int64: the completion tokens."""
+    """Completion tokens, [N] int64."""
     behaviour_logprobs: torch.Tensor
-    """[N] float32."""
+    """Log-probabilities under the generator, [N] float32."""
     advantages: torch.Tensor
-    """[N] float32: each sequence's advantage (with a critic: its reward), repeated for its tokens."""
+    """Each sequence's advantage (with a critic: its reward), repeated for its tokens, [N] float32."""
     sequence_ids: torch.Tensor
-    """[N] int64: which sequence of the batch a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have no number)."""
+    """Number of the sequence that a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have none), [N] int64."""
     reference_logprobs: torch.Tensor | None
-    """[N] float32 as they came with the groups; None: some sequence came without."""
+    """Reference log-probabilities that came with the groups, [N] float32; None: some sequence has none."""
 
     @property
     def loss_tokens(self) -> int:
@@ -66,8 +66,7 @@ class PackedBatch:
 
     @property
     def squares(self) -> int:
-        """Twice the pairs of tokens that causal attention multiplies: P^2 of a prompt, C^2 + 2 P C of each of its
-        completions."""
+        """Twice the token pairs that causal attention multiplies: P^2 for a prompt, C^2 + 2 P C for each completion."""
         return sum(
             one.prompt_length**2 + sum(length * (length + 2 * one.prompt_length) for length in one.completion_lengths)
             for one in self.layout
@@ -75,11 +74,11 @@ class PackedBatch:
 
     @property
     def sequences(self) -> int:
-        """Sequences in the batch, without empty ones."""
+        """Number of non-empty sequences in the batch."""
         return sum(len(group.completion_lengths) for group in self.layout)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on another device."""
+        """Return the batch on another device."""
         if device.type == "cpu":
             return self
         tensors: dict[str, Any] = {k: v for k, v in self.__dict__.items() if isinstance(v, torch.Tensor)}
@@ -87,13 +86,13 @@ class PackedBatch:
 
 
 def pack(groups: list[TrainGroup]) -> PackedBatch:
-    """Packs groups one after the other.
+    """Pack groups one after the other.
 
-    A completion's first token is predicted from the prompt's last position, token t from its token t - 1.
-    Empty completions take no room.
+    A completion's first token is predicted from the prompt's last position, its token t from token t - 1. Empty
+    completions take no room.
 
     Raises:
-        ValueError: a group without a prompt token (nothing could predict its first token).
+        ValueError: a group has no prompt token, so nothing could predict its first token.
     """
     ids: list[IntArray] = []
     positions: list[np.ndarray] = []
@@ -132,7 +131,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
             cursor += length
             sequence += 1
         layout.append(GroupLayout(start, prompt_length, tuple(lengths)))
-    if cursor % 2:  # a prompt of one token that nothing answers
+    if cursor % 2:  # add a prompt of one token, without completions
         ids.append(np.zeros(1, dtype=np.int32))
         positions.append(np.zeros(1, dtype=np.int64))
         layout.append(GroupLayout(cursor, 1, ()))

@@ -1,9 +1,9 @@
 """Attention over packed groups by batched products, for short sequences on a CPU.
 
 torch's flash attention for CPUs is made for long sequences: for 8 answers of 96 tokens its backward pass took three
-times as long as this whole formula. Here a row of groups is one operation: the sequences of a prompt are gathered into
-blocks of equal length by indices that are made once per row, for all layers and passes, because hundreds of small
-copies would keep one core busy and the others waiting.
+times as long as the whole formula here. A row of groups is one operation: the sequences of a prompt are gathered into
+blocks of equal length, by indices that are computed once per row for all layers and passes. Hundreds of small copies
+would instead keep one core busy and the others waiting.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from streamrl.training.packing import GroupLayout
 
 @dataclass(frozen=True)
 class Block:
-    """G sequences of at most C tokens, n together, one behind the other, which share a prefix of P tokens (or none).
-    g query heads have one key-value head; they become rows of one product, so that keys and values are not repeated."""
+    """G consecutive sequences of at most C tokens, n in total, which share a prefix of P tokens (or none).
+
+    g query heads share one key-value head; they become rows of one product, so keys and values are not repeated.
+    """
 
     prefix: slice
-    """Of the row."""
+    """The prefix's positions in the row."""
     rows: slice
-    """Of the row: the sequences."""
+    """The sequences' positions in the row."""
     count: int
-    """G."""
+    """Number of sequences, G."""
     queries: torch.Tensor
-    """[G g C]: the row of each in [g T, D]. Behind a sequence its last token is repeated."""
+    """Row of each query in [g T, D], [G g C]; a shorter sequence repeats its last token."""
     valid: torch.Tensor
-    """[G g C, 1] bool: not such a repetition."""
+    """Queries that are no such repetition, [G g C, 1] bool."""
     keys: torch.Tensor
-    """[G (P + C)]: the row of each in [T, D]."""
+    """Row of each key in [T, D], [G (P + C)]."""
     bias: torch.Tensor
-    """[g C, P + C]: -inf where a query must not see a key (`visible`), else 0."""
+    """Bias of the scores, [g C, P + C]: -inf where a query must not see a key (`visible`), else 0."""
     from_queries: torch.Tensor
-    """[g n]: the way back: where each query is in `queries`."""
+    """Place of each query in `queries`, [g n], for scattering results back."""
     from_keys: torch.Tensor
-    """[n]: where each key of the sequences is in `keys`."""
+    """Place in `keys` of each key of the sequences, [n]."""
 
 
 @lru_cache(maxsize=4)
 def blocks(layout: tuple[GroupLayout, ...], per_key: int) -> list[Block]:
-    """Each group's prompt (a sequence without a prefix) and, behind it, its completions.
+    """Return a block for each group's prompt (a sequence without a prefix), followed by one for its completions.
 
     Args:
-        layout: of the row.
-        per_key: query heads of a key-value head (g).
+        layout: layout of the row.
+        per_key: query heads per key-value head (g).
     """
     total = max(group.stop for group in layout)
     found: list[Block] = []
@@ -62,8 +64,10 @@ def blocks(layout: tuple[GroupLayout, ...], per_key: int) -> list[Block]:
 
 
 def visible(prefix: int, longest: int, device: torch.device) -> torch.Tensor:
-    """[C, prefix + C]: query t sees the prefix and positions <= t of its own sequence. Padding lies behind every
-    valid position, so this hides it; what padded queries compute is thrown away."""
+    """Return the mask [C, prefix + C]: query t sees the prefix and positions <= t of its own sequence.
+
+    Padding lies after every valid position, so the mask hides it; results of padded queries are discarded.
+    """
     return torch.ones(longest, prefix + longest, dtype=torch.bool, device=device).tril(diagonal=prefix)
 
 
@@ -93,8 +97,10 @@ def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, tota
 
 
 class PlainAttention(torch.autograd.Function):
-    """softmax(scale Q K^T) V of every block. Scores and softmax are fp32; the other products take the compute type.
-    Kept for the backward pass are the inputs only: the scores are computed again. With S = softmax, dP = dO V^T:
+    """Attention softmax(scale Q K^T) V of every block.
+
+    Scores and softmax are fp32; the other products use the compute type. Only the inputs are kept for the backward
+    pass, which recomputes the scores. With S = softmax, dP = dO V^T:
 
         dV = S^T dO    dZ = scale S (dP - rowsum(S dP))    dQ = dZ K    dK = dZ^T Q
     """
@@ -108,7 +114,7 @@ class PlainAttention(torch.autograd.Function):
         layout: tuple[GroupLayout, ...],
         scale: float,
     ) -> torch.Tensor:
-        """query [H, T, D]; key, value [H_kv, T, D]; T rows of which the layout names all -> [H, T, D]."""
+        """Compute query [H, T, D]; key, value [H_kv, T, D] -> [H, T, D]; the layout covers all T rows."""
         ctx.save_for_backward(query, key, value)
         ctx.about = layout, scale
         kv_heads, per_key = len(key), len(query) // len(key)
@@ -122,7 +128,7 @@ class PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """See the class."""
+        """Return the gradients of query, key and value, by the formula of the class."""
         query, key, value = ctx.saved_tensors
         layout, scale = ctx.about
         kv_heads, per_key = len(key), len(query) // len(key)
@@ -141,7 +147,7 @@ class PlainAttention(torch.autograd.Function):
             grad_query[:, block.rows] = _scattered(torch.bmm(grad_scores, k), block, len(query))
             for target, grad in ((grad_key, grad_k), (grad_value, grad_v)):
                 target[:, block.rows] = grad.view(kv_heads, -1, grad.shape[-1]).index_select(1, block.from_keys)
-                if shared := block.prefix.stop - block.prefix.start:  # a prompt's own block comes before
+                if shared := block.prefix.stop - block.prefix.start:  # the prompt's own block came before
                     of_prefix = grad.view(kv_heads, block.count, -1, grad.shape[-1])[:, :, :shared]
                     target[:, block.prefix] += of_prefix.sum(1)
         return grad_query, grad_key, grad_value, None, None
@@ -150,7 +156,7 @@ class PlainAttention(torch.autograd.Function):
 def _gathered(
     queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[H_kv, g T, D], twice [H_kv, T, D] -> [H_kv G, g C, D], twice [H_kv G, P + C, D]."""
+    """Gather a block: [H_kv, g T, D], twice [H_kv, T, D] -> [H_kv G, g C, D], twice [H_kv G, P + C, D]."""
     batch, width = len(key) * block.count, key.shape[-1]
     q = queries.index_select(1, block.queries).view(batch, -1, width)
     k, v = (x.index_select(1, block.keys).view(batch, -1, width) for x in (key, value))
@@ -158,11 +164,11 @@ def _gathered(
 
 
 def _scattered(out: torch.Tensor, block: Block, heads: int) -> torch.Tensor:
-    """[H_kv G, g C, D] -> [H, n, D]."""
+    """Scatter a block's results back: [H_kv G, g C, D] -> [H, n, D]."""
     width = out.shape[-1]
     return out.view(len(out) // block.count, -1, width).index_select(1, block.from_queries).view(heads, -1, width)
 
 
 def _softmax(q: torch.Tensor, k: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """[B, g C, D], [B, P + C, D] -> [B, g C, P + C] fp32."""
+    """Compute the softmax of the scores: [B, g C, D], [B, P + C, D] -> [B, g C, P + C] fp32."""
     return torch.softmax(torch.baddbmm(block.bias, q.float(), k.float().transpose(1, 2), alpha=scale), dim=-1)

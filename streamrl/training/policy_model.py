@@ -13,35 +13,37 @@ from streamrl.training.packing import PackedBatch
 from streamrl.training.tensor_parallel import whole
 
 LOGITS_CHUNK_TOKENS = {"cpu": 64, "cuda": 512}
-"""Completion tokens whose fp32 logits are worked on at once, by kind of device: 512 x 49,152 x 4 B = 100 MB; a CPU
-works in its caches with 64, which is a third quicker."""
+"""Completion tokens whose fp32 logits are processed at once, by kind of device.
+
+512 x 49,152 x 4 B = 100 MB; 64 fit a CPU's caches, which is a third faster.
+"""
 
 ENTROPY_STRIDE = 8
-"""Entropy is a diagnostic and costs as much as the log-softmax: it is measured on every 8th completion token."""
+"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax."""
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probability of target tokens, and entropy of a part of them, from hidden states.
+    """Log-probabilities of target tokens, and entropies of some of them, from hidden states.
 
     For hidden states h [N, d], head weight W [V, d] and temperature T: z = h W^T / T,
     logp_n = z[n, target_n] - logsumexp(z_n), entropy_n = -sum_v p_nv log p_nv.
-    What is kept for the backward pass is softmax(z) in the compute type ([N, V], 2 bytes per entry in bf16). In fp32
-    all logits are one product, which becomes the softmax in place; else fp32 logits are made in chunks. No gradient
-    flows through the entropy.
+    The backward pass keeps softmax(z) in the compute type ([N, V], 2 bytes per entry in bf16). In fp32 all logits are
+    one product, which becomes the softmax in place; else fp32 logits are made in chunks. No gradient flows through the
+    entropy.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, d], weight [V, d], targets [N] -> (logprobs [N] fp32, entropy [ceil(N / 8)] fp32)."""
+        """Compute hidden [N, d], weight [V, d], targets [N] -> (logprobs [N] fp32, entropy [ceil(N / 8)] fp32)."""
         count, chunk = len(targets), LOGITS_CHUNK_TOKENS[hidden.device.type]
         hidden = hidden.to(weight.dtype)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropies: list[torch.Tensor] = []
         keeps = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         in_place = keeps and weight.dtype == torch.float32
-        if in_place:  # many rows at once: each product copies the head's weight first
+        if in_place:  # one product for all rows, because each product first copies the head's weight
             probabilities = hidden @ weight.t()
         else:
             probabilities = hidden.new_empty((count, weight.shape[0]) if keeps else (0, 0))
@@ -62,7 +64,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
+        """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
         hidden, weight, targets, probabilities = ctx.saved_tensors
         grad_logprobs = (grads[0] / ctx.temperature).to(weight.dtype)
         grad_logits = probabilities.mul_(-grad_logprobs[:, None])  # in place: the largest tensor of the step
@@ -71,10 +73,13 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _softmax_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns fp32 logits [n, V] into their softmax; (log-probabilities of the targets [n], entropy of every 8th row).
+    """Turn fp32 logits [n, V] into their softmax, in place.
 
-    Both follow from the largest entry, whose probability is 1 / sum_v exp(z_v - max z): one pass of exponentials, where
-    torch's log-softmax, five times slower on CPUs, would be followed by another.
+    The results follow from the largest entry, whose probability is 1 / sum_v exp(z_v - max z), so one pass of
+    exponentials suffices. torch's log-softmax is five times slower on CPUs, and the softmax would need another pass.
+
+    Returns:
+        (log-probabilities of the targets [n], entropy of every 8th row).
     """
     top = logits.amax(-1, keepdim=True)
     chosen = logits.gather(-1, targets[:, None])
@@ -93,7 +98,7 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs [N], entropy of every 8th token), both fp32, at the sampling temperature."""
+        """Return (logprobs [N], entropy of every 8th token), both fp32, at the sampling temperature."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -108,7 +113,7 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
-    """Loads an HF model in fp32 (the master weights), with packed attention.
+    """Load a Hugging Face model in fp32 (the master weights), with packed attention.
 
     Args:
         path: folder or hub id.
@@ -118,7 +123,7 @@ def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
 
 
 def packed_model(kind: type[Any], path: str, gradient_checkpointing: bool) -> PreTrainedModel:
-    """An HF model in fp32, in training mode, with packed attention and without dropout.
+    """Load a Hugging Face model in fp32, in training mode, with packed attention and without dropout.
 
     Args:
         kind: AutoModelForCausalLM, or AutoModel for the trunk alone.
@@ -128,7 +133,7 @@ def packed_model(kind: type[Any], path: str, gradient_checkpointing: bool) -> Pr
     model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=SHARED_PREFIX)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # train() only for checkpointing's sake: dropout is refused, the policy must be the one that generated
+    # train() is only for checkpointing. Dropout is disabled, because the policy must be the one that generated.
     for name, value in model.config.to_dict().items():
         if name.endswith("dropout") and isinstance(value, float) and value > 0:
             setattr(model.config, name, 0.0)

@@ -1,11 +1,11 @@
-"""Tensor parallel: a few ranks share every layer, by the plan that transformers has with a model's own configuration.
+"""Tensor parallelism: a few ranks share every layer, by the plan in the model's transformers configuration.
 
     colwise    the module's outputs are split: query, key and value heads, the MLP's inner units
     rowwise    its inputs are split, and its outputs summed over the ranks
-    the rest   (embedding, norms, heads) is whole on every rank, which all compute the same with it
+    the rest   (embedding, norms, heads) is whole on every rank, and all compute the same with it
 
-All parameters are DTensors over these ranks, so FSDP shards them further over the others and checkpoints know how they
-are laid out. The ranks that share a layer get the same micro-batches.
+All parameters are DTensors over these ranks, so FSDP shards them further over the other ranks, and checkpoints record
+their layout. The ranks that share a layer get the same micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise":
 
 
 class Replicated(ParallelStyle):
-    """The whole module on every rank; its inputs and outputs are plain tensors that are the same on all of them."""
+    """A style that keeps the whole module on every rank; its inputs and outputs are equal plain tensors on all."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
@@ -42,14 +42,14 @@ class Replicated(ParallelStyle):
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, ParallelStyle]:
-    """Styles of the modules of a trunk's layers by their names, `*` for any.
+    """Return the styles of the modules in a trunk's layers, by their names (`*` for any number).
 
     Args:
-        config: the model's, of transformers.
-        ranks: that share a layer.
+        config: the model's transformers configuration.
+        ranks: number of ranks that share a layer.
 
     Raises:
-        RunFailed: the model has no plan, one with other styles, or heads that cannot be shared out.
+        RunFailed: the model has no plan, one with other styles, or heads that cannot be divided evenly.
     """
     text = config.get_text_config()
     plan = {name: style for name, style in (text.base_model_tp_plan or {}).items() if name.startswith("layers.")}
@@ -65,12 +65,12 @@ def plan_of(config: Any, ranks: int) -> dict[str, ParallelStyle]:
 
 
 def parallelize(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> None:
-    """Shares a model's layers out, in place, before FSDP shards it.
+    """Divide a model's layers among ranks, in place, before FSDP shards it.
 
     Args:
-        model: with its heads.
-        trunk: its part that the plan is of.
-        mesh: of the ranks that share a layer.
+        model: the model with its heads.
+        trunk: the part of it that the plan describes.
+        mesh: the ranks that share a layer.
 
     Raises:
         RunFailed: see `plan_of`.
@@ -84,11 +84,11 @@ def parallelize(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> None:
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(parameter, DTensor) for parameter in own):
             parallelize_module(module, mesh, Replicated())
-    for (first, name), *others in places.values():  # tied ones, such as a head that is the embedding, stay tied
+    for (first, name), *others in places.values():  # tied parameters, such as a head that is the embedding, stay tied
         for module, other in others:
             module.register_parameter(other, first.get_parameter(name))
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A replicated tensor as a plain one, for whoever computes with it outside of its module."""
+    """Return a replicated tensor as a plain one, for computing with it outside its module."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

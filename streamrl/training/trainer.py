@@ -5,13 +5,13 @@ Every method is a collective: all ranks must call the same ones in the same orde
 
     accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)  [-> mark_published()]
 
-and `prepare(groups)` at any time between. Losses are *sums* over tokens; `step` divides the accumulated gradient by the
-whole batch's normalizer. So the gradient does not depend on how the batch was cut, on the order in which groups
-arrived, or on the number of ranks. With a critic its values are computed in the same pass: a group's advantages need
-nothing but the group.
+with `prepare(groups)` at any time in between. Losses are *sums* over tokens; `step` divides the accumulated gradient by
+the whole batch's normalizer. So the gradient does not depend on how the batch was split, on the order in which groups
+arrived, or on the number of ranks. The critic's values are computed in the same pass, as a group's advantages need only
+the group.
 
-The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained; they go
-back to whoever asked and come again with the groups: nothing of it stays here, and any rank may train what another
+The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained. They are
+returned to the caller and come back with the groups; nothing is kept here, so any rank may train what another has
 prepared. Nothing else is worth preparing: the critic's values need its forward pass with gradient anyway, and the
 proximal copy changes at every publication.
 """
@@ -51,24 +51,26 @@ NOTHING = TrainGroup(
     np.zeros(1, dtype=np.int32),
     [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0, np.zeros(1, dtype=np.float32))],
 )
-"""Stands in where a rank has nothing to do but must join a collective; its loss counts 0 times."""
+"""Placeholder for a rank that has no groups but must join a collective; its loss is multiplied by 0."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """L2 norm of the policy's gradient of the batch's loss, before clipping."""
     learning_rate: float
-    """Of the policy."""
+    """Learning rate of the policy."""
     skipped: bool
-    """The gradient was thrown away."""
+    """Whether the gradient was discarded."""
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step (0-based): linear warm-up, then constant or half a cosine down to
-    `lr * min_lr_fraction` at the last step."""
+    """Return the learning rate of a step (0-based).
+
+    It is a linear warm-up, then constant or half a cosine down to `lr * min_lr_fraction` at the last step.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay == "constant":
@@ -79,7 +81,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 
 
 def _shape(config: PretrainedConfig) -> Transformer | None:
-    """For counting operations; None: of a kind that the cost model does not know."""
+    """Return the model's shape for counting operations; None: the cost model does not know its kind."""
     try:
         return Transformer.from_config("policy", config.to_dict())
     except ValueError:
@@ -87,7 +89,7 @@ def _shape(config: PretrainedConfig) -> Transformer | None:
 
 
 class Trainer:
-    """One rank; torch.distributed must be initialised."""
+    """One trainer rank; torch.distributed must be initialised."""
 
     def __init__(
         self,
@@ -98,15 +100,15 @@ class Trainer:
         division: Division | None = None,
         published: torch.dtype | None = None,
     ) -> None:
-        """Loads and shards the models that the run's algorithm needs.
+        """Load and shard the models that the run's algorithm needs.
 
         Args:
             run: the run's configuration.
             model_path: HF folder or id of the initial weights (also the KL reference).
             device: this rank's device.
             critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
-            division: of each model among the ranks, see `learner.shard`.
-            published: type of the versions that are laid out; None: the compute type.
+            division: division of each model among the ranks, see `learner.shard`.
+            published: type of the published weights; None: the compute type.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
@@ -130,11 +132,12 @@ class Trainer:
         )
 
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
-        """The frozen reference's log-probabilities of the completion tokens, [N] in the groups' order, at the sampling
-        temperature.
+        """Return the frozen reference's log-probabilities of the completion tokens, [N], in the groups' order.
+
+        They are at the sampling temperature.
 
         Args:
-            groups: this rank's share; may be empty. Advantages do not matter.
+            groups: this rank's share; may be empty. Their advantages do not matter.
 
         Raises:
             ValueError: the algorithm has no reference.
@@ -148,16 +151,16 @@ class Trainer:
         return values if groups else values[:0]
 
     def accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool = False) -> MicroStats:
-        """Forward and backward of one micro-batch; adds the gradients of the *summed* losses of policy and critic.
+        """Run one micro-batch forward and backward; add the gradients of the *summed* losses of policy and critic.
 
         Args:
             groups: this rank's share; may be empty.
-            is_last: gradients are reduced over ranks now, the step follows.
-            reference_given: the groups bring the reference's log-probabilities, if one is needed; on every rank alike.
-                Otherwise they are computed for the whole share, whatever the groups bring.
+            is_last: reduce gradients over ranks now; the step follows.
+            reference_given: whether the groups bring the reference's log-probabilities (if one is needed); the same on
+                every rank. If False, they are computed for the whole share, whatever the groups bring.
 
         Raises:
-            ValueError: a sequence lacks what is said to be given.
+            ValueError: `reference_given` is True and a sequence lacks them.
         """
         batch = pack(groups or [NOTHING]).to(self.device)
         temperature = self.run.sampling.temperature
@@ -195,18 +198,20 @@ class Trainer:
         )
 
     def _flops(self, batch: PackedBatch, reference_given: bool) -> float:
-        """Of what `accumulate` computes with a batch; a backward pass is two forward ones (PaLM, arXiv 2204.02311,
-        appendix B)."""
+        """Return the operations that `accumulate` takes for a batch.
+
+        A backward pass counts as two forward passes (PaLM, arXiv 2204.02311, appendix B).
+        """
         if self._shape is None:
             return 0.0
         tokens, squares = batch.input_ids.numel(), batch.squares
-        asked = (self.reference is not None and not reference_given) + (self.proximal is not None)
+        extra = (self.reference is not None and not reference_given) + (self.proximal is not None)
         policy = self._shape.forward_flops(tokens, squares, batch.loss_tokens)
         critic = self._shape.forward_flops(tokens, squares, 0) if self.critic else 0.0
-        return (3 + asked) * policy + 3 * critic
+        return (3 + extra) * policy + 3 * critic
 
     def _reference_logprobs(self, batch: PackedBatch, given: bool) -> torch.Tensor | None:
-        """[N]; None if the algorithm has no reference."""
+        """Return the reference's log-probabilities, [N]; None if the algorithm has no reference."""
         if self.reference is None:
             return None
         if not given:
@@ -219,7 +224,7 @@ class Trainer:
     def _value(
         self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None
     ) -> tuple[torch.Tensor, Objective]:
-        """(GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards."""
+        """Return (GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards."""
         assert self.critic is not None and self.ppo is not None
         kl = self.ppo.kl
         penalties = None
@@ -231,13 +236,13 @@ class Trainer:
         return advantages, value_objective(self.ppo, values, returns, batch.sequence_ids)
 
     def step(self, step: int, normalizer: float, skip: bool = False) -> StepResult:
-        """One optimizer step of policy and critic with the accumulated gradients, which are cleared.
+        """Take one optimizer step of policy and critic with the accumulated gradients, and clear them.
 
         Args:
             step: optimizer step (0-based), for the learning rates.
-            normalizer: what the whole batch's summed loss is divided by, over all ranks and including samples that
-                were not sent (`streamrl.rollouts.micro_batch.loss_normalizer`).
-            skip: throw the gradients away and change nothing.
+            normalizer: divisor of the whole batch's summed loss, over all ranks and including samples that were not
+                sent (`streamrl.rollouts.micro_batch.loss_normalizer`).
+            skip: discard the gradients and change nothing.
         """
         rate = learning_rate(step, self.run.steps, self.run.optimizer)
         norm = self.learner.update(normalizer, rate, skip)
@@ -248,19 +253,18 @@ class Trainer:
         return StepResult(norm, rate, skip)
 
     def mark_published(self) -> None:
-        """The current weights have been sent to the instances: they are the proximal policy from now on."""
+        """Make the current weights, which have been sent to the instances, the proximal policy."""
         if self.proximal:
             copy_weights(self.policy, self.proximal)
 
     def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
-        """The current weights as a version for the instances, each rank's shards written by itself
-        (`streamrl.weights.sharded`).
+        """Lay out the current weights as a version for the instances; each rank writes its own shards.
 
         Args:
-            number: of the version.
+            number: the version's number.
 
         Returns:
-            The manifest and a buffer (uint8 [nbytes]) that all ranks share, on every rank.
+            On every rank, the manifest and the shared buffer (uint8 [nbytes]), see `streamrl.weights.sharded`.
 
         Raises:
             RunFailed: on every rank, if one cannot take part.
@@ -272,16 +276,17 @@ class Trainer:
         return {name: tuple(parameter.shape) for name, parameter in self.policy.model.named_parameters()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter's name, full tensor in the compute type), one after the other, gathered from all ranks; tied
-        weights come once."""
+        """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once."""
         for name, parameter in self.policy.model.named_parameters():
             tensor = parameter.detach()
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             yield name, full.to(compute_type(self.run))
 
     def save(self, directory: Path) -> None:
-        """Writes a checkpoint: the policy in HF format (compute type) and, below `trainer_state/`, fp32 weights and
-        AdamW's state of policy and critic in torch's distributed format, which loads on any number of ranks.
+        """Write a checkpoint that loads on any number of ranks.
+
+        It has the policy in HF format (compute type) and, in `trainer_state/`, fp32 weights and AdamW's state of policy
+        and critic in torch's distributed format.
 
         Args:
             directory: an existing folder.
@@ -289,15 +294,17 @@ class Trainer:
         full = dict(self.weights())
         if self.rank == 0:
             self.policy.model.save_pretrained(directory, state_dict=full)
-            # transformers writes the type of the live (master) weights; whoever loads this wants that of the files
+            # transformers writes the type of the live (master) weights; readers need that of the files
             config = directory / "config.json"
             values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
             config.write_text(json.dumps(values, indent=2) + "\n")
         dcp.save(self._state(), checkpoint_id=directory / "trainer_state")
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote, also when it was written by another number of ranks. The restored weights count
-        as published: a resumed run generates with them."""
+        """Restore what `save` wrote, also by another number of ranks.
+
+        The restored weights count as published, because a resumed run generates with them.
+        """
         state = self._state()
         dcp.load(state, checkpoint_id=directory / "trainer_state")
         self.learner.restore("", state)

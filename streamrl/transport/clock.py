@@ -1,13 +1,13 @@
-"""How far a peer's clock is from the hub's, from the heartbeats that go to and fro: pure.
+"""Estimate the offset of a peer's clock from the hub's, from the times in heartbeats. Pure.
 
 As in NTP (RFC 5905, section 8, with the hub's receive and transmit times as one): a peer sends at `sent` by its own
-clock, the hub answers with `hub`, its time, and the answer is back at `received`. If both ways took the same,
+clock, the hub answers with its time `hub`, and the answer arrives at `received`. If both directions took equally long,
 
     offset = hub - (sent + received) / 2        round trip = received - sent
 
-and however the round trip was split between the two ways, the offset is wrong by at most half of it. So the sample of
-the shortest round trip says most (the clock filter of section 10): queues only ever make round trips longer. Samples
-of the last minute count, so that a clock that drifts or is set is followed.
+and however the round trip was split, the offset is wrong by at most half of it. So the sample with the shortest round
+trip is the best (the clock filter of section 10): queues only make round trips longer. Only samples of the last minute
+count, so the estimate follows a clock that drifts or is set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 KEPT = 60
-"""Samples that count; at one heartbeat per second, those of a minute."""
+"""Newest samples that count; at one heartbeat per second, those of a minute."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ClockSync:
     """(round trip, offset), seconds, oldest first."""
 
     def add(self, sent: float, hub: float, received: float) -> bool:
-        """Takes a sample (seconds); False if it cannot be one: not finite, or back before it was sent (a set clock)."""
+        """Add a sample (seconds); return False if it is invalid: not finite, or received before it was sent."""
         if not all(map(math.isfinite, (sent, hub, received))) or received < sent:
             return False
         self._samples.append((received - sent, hub - (sent + received) / 2))
@@ -41,10 +41,10 @@ class ClockSync:
 
     @property
     def rtt_s(self) -> float | None:
-        """Round trip of the sample that counts, seconds; `offset_s` is wrong by at most half of it."""
+        """Shortest round trip, seconds; `offset_s` is wrong by at most half of it."""
         return min(self._samples)[0] if self._samples else None
 
     def to_hub_time(self, t: float) -> float:
-        """Own time as the hub's; as it is before the first sample."""
+        """Convert own time to the hub's; unchanged before the first sample."""
         offset = self.offset_s
         return t if offset is None else t + offset

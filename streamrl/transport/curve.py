@@ -1,10 +1,10 @@
-"""Keys of sites, and who is let in by them (CURVE, https://rfc.zeromq.org/spec/26).
+"""Keys of sites, and admission by key (CURVE, https://rfc.zeromq.org/spec/26).
 
 Every site has one key pair, made by `streamrl keys`: `<site>.key` is public and goes to every site, `<site>.key_secret`
-stays at its own. Files are in the format of `zmq.auth`, keys in Z85 (40 characters for 32 bytes).
+stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes).
 
-libzmq asks the process's one authenticator about each client that proves to own a key. It knows the hubs of the process
-by their domain, and answers from the hub's list of keys; a key that is not on it ends the handshake.
+libzmq asks the process's only authenticator about each client that has proved to own a key. The authenticator knows the
+process's hubs by their domain and answers from the hub's list of keys; an unknown key ends the handshake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAKE_THEM = "make them with: streamrl keys --cluster F"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A site's long-term key, Z85."""
+    """A site's long-term key pair, in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -43,15 +43,15 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """What a hub needs to let other sites in."""
+    """The keys that a hub needs to admit other sites."""
 
     own: KeyPair
     allowed: Mapping[bytes, str]
-    """Public key -> site."""
+    """Site of each public key that is admitted."""
 
     @classmethod
     def load(cls, folder: Path, site: str, others: Iterable[str]) -> Self:
-        """With the site's own keys and the public ones of others.
+        """Load the site's own keys and the public keys of other sites.
 
         Raises:
             UserError: a file is missing, open to others or malformed, or two sites have the same key.
@@ -65,7 +65,7 @@ class ServerSecurity:
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """What a link needs to connect to another site's hub, and to no impostor."""
+    """The keys that a link needs to connect to another site's hub, and to no impostor."""
 
     own: KeyPair
     server: bytes
@@ -73,7 +73,7 @@ class ClientSecurity:
 
     @classmethod
     def load(cls, folder: Path, site: str, server_site: str) -> Self:
-        """With the site's own keys and the server's public one.
+        """Load the site's own keys and the server's public key.
 
         Raises:
             UserError: a file is missing, open to others or malformed.
@@ -82,22 +82,22 @@ class ClientSecurity:
 
 
 def public_file(folder: Path, site: str) -> Path:
-    """Where a site's public key is."""
+    """Return the file of a site's public key."""
     return folder / f"{site}.key"
 
 
 def secret_file(folder: Path, site: str) -> Path:
-    """Where a site's secret key is (with its public one)."""
+    """Return the file of a site's secret key (which also contains the public one)."""
     return folder / f"{site}.key_secret"
 
 
 def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
-    """Makes a site's two files, unless it has one of them; a folder it makes is the user's alone (0700).
+    """Make a site's two files, unless one of them exists; a new folder is readable by the user only (0700).
 
-    The secret file is 0600 before anything is written to it, and both get their names when they are whole.
+    The secret file is 0600 before anything is written to it, and both get their names when they are complete.
 
     Returns:
-        Whether they were made; False: they were there, and `replace` was not asked for.
+        Whether they were made; False: they exist, and `replace` is False.
 
     Raises:
         UserError: the folder or the files cannot be written.
@@ -121,10 +121,10 @@ def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
 
 
 def load_own(folder: Path, site: str) -> KeyPair:
-    """A site's own keys.
+    """Load a site's own keys.
 
     Raises:
-        UserError: the secret file is missing, open to others or malformed, or the public file belongs to another one.
+        UserError: the secret file is missing, open to others or malformed, or the public file does not match it.
     """
     path = secret_file(folder, site)
     public, secret = _read(path, site, forbidden=0o077, fix=0o600)
@@ -140,7 +140,7 @@ def load_own(folder: Path, site: str) -> KeyPair:
 
 
 def load_public(folder: Path, site: str) -> bytes:
-    """A site's public key.
+    """Load a site's public key.
 
     Raises:
         UserError: its file is missing, writable by others or malformed.
@@ -149,7 +149,14 @@ def load_public(folder: Path, site: str) -> bytes:
 
 
 def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes | None]:
-    """Public and secret key of a file; `forbidden` are permissions that it must not have, `fix` those it should."""
+    """Read a file's public and secret key.
+
+    Args:
+        path: the file.
+        site: the site, for messages.
+        forbidden: permission bits that the file must not have.
+        fix: permissions that a message recommends.
+    """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & forbidden:
@@ -174,15 +181,15 @@ def _malformed(path: Path, holds: str, site: str) -> UserError:
 
 
 class KeyCheck:
-    """The keys that one hub knows, and a count of those it did not."""
+    """The keys that one hub admits, and a count of the others."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self.security = security
         self.refused = 0
-        """Handshakes of keys that are not known; a client tries again and again."""
+        """Handshakes with unknown keys; a client keeps trying."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator for each handshake."""
+        """Decide on a handshake; the authenticator calls this."""
         if key in self.security.allowed:
             return True
         self.refused += 1
@@ -191,17 +198,17 @@ class KeyCheck:
         return False
 
     def site_of(self, frame: zmq.Frame) -> str | None:
-        """The site whose key a received frame's connection has proved to own."""
+        """Return the site whose key a frame's connection has proved to own, or None."""
         try:
             user_id = frame.get("User-Id")
-        except zmq.ZMQError:  # no authenticator was asked
+        except zmq.ZMQError:  # the connection was not authenticated
             return None
         return self.security.allowed.get(str(user_id).encode())
 
 
 class _Authenticator(AsyncioAuthenticator):
     def stop(self) -> None:
-        """Also frees the name at once, for the next one (closing alone does so only a moment later)."""
+        """Stop, and free the socket's name at once for the next authenticator; closing alone takes a moment."""
         if self.zap_socket:
             self.zap_socket.unbind("inproc://zeromq.zap.01")
         super().stop()
@@ -209,21 +216,21 @@ class _Authenticator(AsyncioAuthenticator):
 
 @dataclass
 class _Running:
-    """A context's authenticator and the event loop that it runs in."""
+    """A context's authenticator, and the event loop that it runs in."""
 
     authenticator: _Authenticator
     loop: asyncio.AbstractEventLoop
 
 
 _running: dict[zmq.Context, _Running] = {}
-"""libzmq knows one place per context at which it asks."""
+"""Authenticator of each context; libzmq allows one per context."""
 
 
 def guard(socket: zmq.asyncio.Socket, domain: str, check: KeyCheck) -> None:
-    """Makes a socket, before it is bound, let in only clients with a known key. Needs a running event loop."""
+    """Make a socket admit only clients with a known key; call it before binding, in a running event loop."""
     context = socket.context
     running, loop = _running.get(context), asyncio.get_running_loop()
-    if running is not None and running.loop is not loop:  # of a loop that ended without `unguard`
+    if running is not None and running.loop is not loop:  # its loop ended without `unguard`
         running.authenticator.stop()
         running = None
     if running is None:
@@ -231,14 +238,14 @@ def guard(socket: zmq.asyncio.Socket, domain: str, check: KeyCheck) -> None:
         running.authenticator.start()
     running.authenticator.configure_curve_callback(domain, check)
     socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else clients would get in unasked where nobody can be asked
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else clients are admitted unchecked without an authenticator
     socket.setsockopt(zmq.CURVE_SECRETKEY, check.security.own.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, check.security.own.public)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
 
 
 def unguard(context: zmq.asyncio.Context, domain: str) -> None:
-    """The hub of this domain has closed; the last one stops the authenticator."""
+    """Remove the hub of a domain, which has closed; the last one stops the authenticator."""
     running = _running.get(context)
     if running is None:
         return

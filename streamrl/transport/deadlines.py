@@ -1,4 +1,4 @@
-"""Every wait has an owner, something it waits for, and a limit; all of a process's waits can be listed."""
+"""Waits with an owner, something waited for, and a limit; all of a process's waits can be listed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class DeadlineExpired(RunFailed):
-    """A wait took longer than its limit; the message says who waited for whom, and how long."""
+    """Raised when a wait exceeds its limit; the message says who waited for what, and how long."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait under way."""
+    """One wait in progress."""
 
     owner: str
     waiting_for: str
     since: float
-    """Unix seconds."""
+    """Start of the wait, in unix seconds."""
     limit_s: float
 
 
@@ -36,30 +36,30 @@ class WaitRegistry:
         self.owner = owner
         self._waits: dict[int | str, Wait] = {}
         self._begun: dict[str, float] = {}
-        """When the waits of `begin` expire (monotonic seconds)."""
+        """When each wait of `begin` expires (monotonic seconds)."""
         self._next = 0
 
     def begin(self, name: str, waiting_for: str, limit_s: float) -> None:
-        """From now on something is waited for, beside whatever else; `end` ends it, beginning it again renews it."""
+        """Register a wait in the background; `end` ends it, and beginning it again renews its limit."""
         self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
         self._begun[name] = time.monotonic() + limit_s
 
     def end(self, name: str) -> None:
-        """What was waited for is there; it need not have begun."""
+        """End a wait of `begin`, if there is one."""
         self._waits.pop(name, None)
         self._begun.pop(name, None)
 
     @property
     def begun(self) -> frozenset[str]:
-        """Names of what `begin` has begun and `end` not ended."""
+        """Names of the waits that `begin` has begun and `end` has not ended."""
         return frozenset(self._begun)
 
     async def first_of_begun(self, awaitable: Awaitable[T]) -> T:
-        """Awaits something until the first of the begun waits expires.
+        """Await something until the first of the begun waits expires.
 
         Raises:
-            DeadlineExpired: naming that wait.
-            RuntimeError: nothing has begun, so this would wait for nobody.
+            DeadlineExpired: that wait has expired; the message names it.
+            RuntimeError: no wait has begun, so this would have no limit.
         """
         if not self._begun:
             raise RuntimeError(f"{self.owner} would wait for nobody")
@@ -75,10 +75,10 @@ class WaitRegistry:
 
     @asynccontextmanager
     async def deadline(self, waiting_for: str, limit_s: float) -> AsyncIterator[None]:
-        """Limits what is awaited inside.
+        """Limit the time of what is awaited inside.
 
         Raises:
-            DeadlineExpired: after `limit_s` seconds.
+            DeadlineExpired: `limit_s` seconds have passed.
         """
         key, self._next = self._next, self._next + 1
         self._waits[key] = Wait(self.owner, waiting_for, time.time(), limit_s)
@@ -93,5 +93,5 @@ class WaitRegistry:
             del self._waits[key]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """All waits, oldest first, as plain values for a status file."""
+        """Return all waits, oldest first, as plain values for a status file."""
         return [asdict(wait) for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]

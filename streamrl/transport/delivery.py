@@ -1,14 +1,14 @@
-"""Reliable delivery over a link that may break: pure state, no sockets, no clock of its own.
+"""Reliable delivery over a link that may break: pure state, no sockets and no clock.
 
-The sender numbers its messages 1, 2, 3 ... and keeps each until it is acknowledged. At most `credits` may be
-unacknowledged at once, and none is sent while `window_bytes` are: that bounds memory on both sides. So one message may
-be larger than the window, alone. The receiver acknowledges when it has *committed* a
-message (written it to disk, handed it to its final owner), not when it has read it. After a reconnect or a silence the
-sender sends what is unacknowledged again; the receiver drops what it has already seen and acknowledges again what
-it had committed. So each message is processed exactly once while both processes live.
+The sender numbers its messages 1, 2, 3 ... and keeps each until it is acknowledged. At most `credits` messages may be
+unacknowledged at once, and none is sent while `window_bytes` are; this bounds memory on both sides. A message larger
+than the window is sent alone. The receiver acknowledges a message when it has *committed* it (written it to disk, or
+handed it to its final owner), not when it has read it. After a reconnect or a silence the sender resends everything
+unacknowledged; the receiver drops what it has already seen, and acknowledges again what it had committed. So each
+message is processed exactly once while both processes live.
 
-What must not happen: an acknowledgement before the commit (a crash in between would lose the message), and a
-number used twice within a session. A new process has a new session, and its numbers start anew.
+Two things must never happen: an acknowledgement before the commit (a crash in between would lose the message), and a
+number used twice within a session. A new process has a new session and starts at number 1.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ T = TypeVar("T")
 
 @dataclass
 class Outbox(Generic[T]):
-    """Sender's side of one peer."""
+    """The sender's side of one peer."""
 
     credits: int
-    """Most messages under way."""
+    """Most messages in flight."""
     window_bytes: float = math.inf
-    """No message is sent while so many bytes are under way."""
+    """Bytes in flight at which no further message is sent."""
     next_number: int = 1
     pending: dict[int, T] = field(default_factory=dict)
-    """Sent and not yet acknowledged, oldest first."""
+    """Messages sent and not yet acknowledged, by number, oldest first."""
     sent_at: dict[int, float] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each."""
+    """Bytes of each pending message."""
     under_way_bytes: int = 0
-    """Of all that is pending."""
+    """Bytes of all pending messages."""
 
     @property
     def has_credit(self) -> bool:
-        """Whether one more may be sent now."""
+        """Whether another message may be sent now."""
         return len(self.pending) < self.credits and self.under_way_bytes < self.window_bytes
 
     def send(self, message: T, now: float, size: int = 0) -> int:
-        """Gives a message of `size` bytes its number, `next_number`, and keeps it.
+        """Give a message of `size` bytes the number `next_number`, and keep it.
 
         Raises:
             RuntimeError: there is no credit.
@@ -59,13 +59,13 @@ class Outbox(Generic[T]):
         return number
 
     def acknowledged(self, number: int) -> T | None:
-        """Forgets a message and returns it; None if it was not waited for (a repeated acknowledgement)."""
+        """Forget a message and return it; None if it was not pending (a repeated acknowledgement)."""
         self.sent_at.pop(number, None)
         self.under_way_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
     def forget(self) -> list[T]:
-        """Gives up on what is under way; returns it, oldest first."""
+        """Give up on everything in flight; return it, oldest first."""
         given_up = list(self.pending.values())
         self.pending.clear()
         self.sent_at.clear()
@@ -74,7 +74,7 @@ class Outbox(Generic[T]):
         return given_up
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:
-        """Unacknowledged messages sent at least `older_than` seconds ago, in order; counts them as sent now."""
+        """Return unacknowledged messages sent at least `older_than` seconds ago, in order, and mark them sent now."""
         due = [
             (number, message) for number, message in self.pending.items() if now - self.sent_at[number] >= older_than
         ]
@@ -85,19 +85,19 @@ class Outbox(Generic[T]):
 
 @dataclass
 class Inbox:
-    """Receiver's side of one peer."""
+    """The receiver's side of one peer."""
 
     session: str = ""
     committed_to: int = 0
-    """Every number up to this one is committed."""
+    """Number up to which everything is committed."""
     committed: set[int] = field(default_factory=set)
     """Committed numbers above `committed_to`."""
     open: set[int] = field(default_factory=set)
-    """Received, not yet committed."""
+    """Numbers received and not yet committed."""
 
     def receive(self, session: str, number: int) -> str:
-        """What to do with a message: 'new' (process it), 'open' (drop, it is being processed), 'committed' (drop and
-        acknowledge again)."""
+        """Return what to do with a message: 'new' (process it), 'open' (drop it, it is being processed) or 'committed'
+        (drop it and acknowledge again)."""
         if session != self.session:
             self.session, self.committed_to = session, 0
             self.committed, self.open = set(), set()
@@ -109,7 +109,7 @@ class Inbox:
         return "new"
 
     def commit(self, session: str, number: int) -> bool:
-        """Marks a message committed; False if it belongs to an earlier life of the peer."""
+        """Mark a message committed; return False if it belongs to an earlier session of the peer."""
         if session != self.session or number not in self.open:
             return False
         self.open.discard(number)

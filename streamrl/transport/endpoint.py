@@ -1,15 +1,16 @@
 """ZeroMQ endpoints: a `Hub` (ROUTER, binds) that many `Link`s (DEALER, connect) talk to.
 
-Both give reliable messages with credits and acknowledgements (`delivery.py`, `flow.py`) and heartbeats that carry the
-peer's state and compare the clocks (`clock.py`). A message comes out of `receive()` as a `Delivery`; whoever handles
-it calls `ack()` once it is committed.
+Both offer reliable messages with credits and acknowledgements (`delivery.py`, `flow.py`), and heartbeats that carry the
+peer's state and compare the clocks (`clock.py`). `receive()` returns a message as a `Delivery`; its handler calls
+`ack()` once the message is committed.
 
-Kinds handled in here: hello, welcome, refused, unknown, heartbeat, ack, bye. All others go to the owner.
+The endpoints handle these kinds themselves: hello, welcome, refused, unknown, heartbeat, ack, bye. All others go to the
+owner.
 
     link -> hello {name, role, meta}        hub -> welcome {hub}, or refused {hub, reason}
     link -> heartbeat {..., clock: {sent}}  hub -> heartbeat {..., clock: {sent, hub}}
     either -> ack {n: number, s: session that sent it}
-    hub -> unknown {}                       to a connection that has not said hello: it says it (again)
+    hub -> unknown {}                       to a connection that has not said hello: the link says hello (again)
 """
 
 from streamrl.transport.endpoint_base import Delivery, PeerLost, Refused

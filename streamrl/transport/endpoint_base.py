@@ -1,4 +1,4 @@
-"""What hubs and links share: deliveries, errors, counters, tasks."""
+"""Common base of hubs and links: deliveries, errors, counters, tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 LINGER_MS = 500
 YIELD_EVERY = 32
-"""Messages; a reader that always finds another one would otherwise never let anything else run."""
+"""Messages after which a reader lets other tasks run; one that always finds another message never would."""
 
 Frames = list[bytes | memoryview]
 Reads = Callable[[str, str, dict[str, Any]], Any]
@@ -32,16 +32,16 @@ Reads = Callable[[str, str, dict[str, Any]], Any]
 
 
 class PeerLost(RunFailed):
-    """A peer has been silent for longer than the limit."""
+    """Raised when a peer has been silent for longer than the limit."""
 
 
 class Refused(RunFailed):
-    """A hub does not let this process in; the message names the hub and its reason."""
+    """Raised when a hub refuses this process; the message names the hub and its reason."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message for the owner, with the way to acknowledge it."""
+    """A message for the owner, and the function that acknowledges it."""
 
     peer: str
     kind: str
@@ -49,12 +49,12 @@ class Delivery:
     """The message, as the endpoint's `reads` has made it; a dict of the fields where there is none."""
     arrays: Arrays
     ack: Callable[[], None]
-    """To be called once, after the commit."""
+    """Acknowledges the message; to be called once, after the commit."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A reliable message until it is acknowledged."""
+    """A reliable message that is not acknowledged yet."""
 
     frames: Frames
     on_ack: Callable[[], None] | None = None
@@ -62,20 +62,20 @@ class Outgoing:
 
 
 def size_of(frames: list[Any]) -> int:
-    """Bytes of all frames of a message."""
+    """Return the bytes of all frames of a message."""
     return sum(map(len, frames))
 
 
 def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
-    """Forgets what the peer has committed and tells who sent it; False: nothing waited for it.
+    """Forget the message that the peer has committed, and call its `on_ack`; return False if it was not pending.
 
     Raises:
-        MalformedMessage: it names no message.
+        MalformedMessage: the acknowledgement names no message.
     """
     number, of = ack.body.get("n"), ack.body.get("s")
     if not isinstance(number, int) or isinstance(number, bool) or not isinstance(of, str):
         raise MalformedMessage("an acknowledgement names no message")
-    # the peer may only now commit what an earlier life of this process sent, under a number that is used anew
+    # the peer may commit late what an earlier session of this process sent, under a number that is in use again
     sent = outbox.acknowledged(number) if of == session else None
     if sent is not None and sent.on_ack is not None:
         sent.on_ack()
@@ -83,10 +83,10 @@ def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
 
 
 def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a heartbeat tells of its sender, and its times.
+    """Return the sender's state and the times in a heartbeat.
 
     Raises:
-        MalformedMessage: something that no status file could hold.
+        MalformedMessage: the state contains something that a status file cannot hold.
     """
     state = dict(message.body)
     times = state.pop("clock", {})
@@ -96,7 +96,7 @@ def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class Endpoint:
-    """One process's end: tasks, a queue of deliveries, counters."""
+    """One process's end of the transport: tasks, a queue of deliveries, counters."""
 
     def __init__(self, name: str, waits: WaitRegistry, flow: Flow, clock: Callable[[], float]) -> None:
         self.name = name
@@ -104,13 +104,13 @@ class Endpoint:
         self.waits = waits
         self.flow = flow
         self.malformed = 0
-        """Messages refused because they were not of this protocol."""
+        """Messages dropped because they did not follow the protocol."""
         self.unknown = 0
         """Well-formed messages from peers that had not said hello."""
         self.reads: Reads | None = None
         """Makes messages of bodies; what it refuses is acknowledged and counted as malformed."""
         self.state: Callable[[], dict[str, Any]] = dict
-        """Called for every heartbeat: what this process tells of itself."""
+        """Returns the state that this process reports; called for every heartbeat."""
         self._clock = clock
         self._inbox: asyncio.Queue[Delivery | BaseException] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -142,13 +142,13 @@ class Endpoint:
         self._inbox.put_nowait(Delivery(peer, message.kind, body, message.arrays, ack))
 
     def _refuse(self, error: MalformedMessage) -> None:
-        """Counts a malformed message; logs the 1st, 10th, 100th ..., so that a flood of them is no flood of lines."""
+        """Count a malformed message; log the 1st, 10th, 100th ..., so that a flood of them does not flood the log."""
         self.malformed += 1
         if str(self.malformed).strip("0") == "1":
             log.warning("refused %d malformed messages so far; this one: %s", self.malformed, error)
 
     def _control(self, kind: str, body: dict[str, Any] | None = None) -> Frames:
-        """Frames of a message that is neither kept nor acknowledged."""
+        """Return the frames of a message that is neither kept nor acknowledged."""
         return encode(Message(kind, self.session, 0, body or {}))
 
     def _outgoing(
@@ -159,17 +159,19 @@ class Endpoint:
         arrays: Arrays | None,
         on_ack: Callable[[], None] | None,
     ) -> tuple[int, Outgoing]:
-        """Puts a reliable message into the outbox; its number and itself."""
+        """Put a reliable message into the outbox; return its number and the message."""
         frames = encode(Message(kind, self.session, outbox.next_number, body or {}, dict(arrays or {})))
         outgoing = Outgoing(frames, on_ack)
         return outbox.send(outgoing, time.monotonic(), size_of(frames)), outgoing
 
     async def receive(self) -> Delivery:
-        """The next message for the owner. Idle waiting is watched by heartbeats: it ends with PeerLost.
+        """Return the next message for the owner, waiting for one if needed.
+
+        There is no limit: heartbeats end the wait with PeerLost if a peer is gone.
 
         Raises:
             PeerLost: a peer fell silent.
-            Refused: the hub does not let this process in.
+            Refused: the hub refuses this process.
         """
         item = await self._inbox.get()
         if isinstance(item, BaseException):
@@ -177,7 +179,7 @@ class Endpoint:
         return item
 
     def receive_now(self) -> Delivery | None:
-        """A message that is already here, or None."""
+        """Return a message that has already arrived, or None."""
         if self._inbox.empty():
             return None
         item = self._inbox.get_nowait()
@@ -193,9 +195,9 @@ class Endpoint:
 
 
 def send_now(socket: zmq.asyncio.Socket, frames: Frames) -> bool:
-    """Hands a message to libzmq; False: it knows no way to the peer now, and has not kept it.
+    """Hand a message to libzmq; return False if it has no connection to the peer now, and has dropped the message.
 
-    Never waits: sockets have no high-water mark, credits bound what is under way.
+    Never waits: sockets have no high-water mark, and credits bound what is in flight.
     """
     small = max(map(len, frames)) < zmq.COPY_THRESHOLD
     sent: asyncio.Future[Any] = asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=small))

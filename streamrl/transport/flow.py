@@ -1,4 +1,4 @@
-"""How much may be under way to a peer, and how long to wait for it: pure."""
+"""Limits on what may be in flight to a peer, and on waits for it. Pure."""
 
 from __future__ import annotations
 
@@ -7,47 +7,54 @@ from dataclasses import dataclass
 from typing import Self
 
 RESEND_S = 20.0
-"""Above any commit's time. A reconnect resends at once, so this is for what got lost in no visible way."""
+"""Seconds until a message is resent, longer than any commit takes.
+
+A reconnect resends at once, so this is for messages that got lost without a visible cause.
+"""
 SEND_LIMIT_S = 300.0
-"""A send waits so long for a credit, or as long as the peer may be away if that is more."""
+"""Least seconds that a send waits for a credit; it waits longer if the peer may be away for longer."""
 WINDOWS_BEFORE_RESEND = 4
-"""So many full windows may pass on a link before something is taken for lost: slow is not lost."""
+"""Full windows that may pass on a link before a message is taken for lost; slow is not lost."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Limits of one direction to one peer."""
+    """Limits of messages in one direction to one peer."""
 
     credits: int = 256
-    """Most messages that are sent and not acknowledged."""
+    """Most unacknowledged messages."""
     window_bytes: float = math.inf
-    """No message is sent while this many bytes are not acknowledged; so at most that and one message are."""
+    """Unacknowledged bytes at which no further message is sent, so at most one message more is in flight."""
     resend_s: float = RESEND_S
-    """Unacknowledged for this long while the peer is heard: sent again."""
+    """Seconds without an acknowledgement after which a message is resent, if the peer is heard."""
     lost_after_s: float = 60.0
-    """Silent for this long: lost. Infinite: its owner judges it by other signs."""
+    """Seconds of silence after which the peer is lost; infinite: its owner judges it by other signs."""
 
     @property
     def send_limit_s(self) -> float:
-        """For how long a send waits for a credit."""
+        """Seconds that a send waits for a credit."""
         return max(SEND_LIMIT_S, self.lost_after_s) if math.isfinite(self.lost_after_s) else SEND_LIMIT_S
 
     def __post_init__(self) -> None:
-        """Raises ValueError for limits under which nothing would move."""
+        """Check the limits.
+
+        Raises:
+            ValueError: a limit under which no message would ever be sent.
+        """
         if self.credits < 1 or not self.window_bytes > 0 or not self.resend_s > 0 or not self.lost_after_s > 0:
             raise ValueError(f"a flow's limits must be above zero, got {self}")
 
     @classmethod
     def over(cls, bytes_per_s: float, rtt_s: float, absence_s: float, message_bytes: float) -> Self:
-        """The flow that keeps a link full and queues little before it.
+        """Return the flow that keeps a link full and queues little in front of it.
 
-        A link of bandwidth B and round trip R is full with B x R bytes under way. The window is twice that, since an
+        A link of bandwidth B and round trip R is full with B x R bytes in flight. The window is twice that, since an
         acknowledgement waits for a commit, and at least two messages, so that one is on the link while another is
         being acknowledged.
 
         Args:
-            bytes_per_s: of the link, in this direction.
-            rtt_s: there and back.
+            bytes_per_s: bandwidth of the link, in this direction.
+            rtt_s: round trip.
             absence_s: how long the peer may be away.
             message_bytes: size of a large message, all frames.
 

@@ -1,13 +1,13 @@
-"""The end that binds: knows its peers by the names in their hellos, and lets in whom it should.
+"""The end that binds: it knows its peers by the names in their hellos, and admits them.
 
-A connection is anonymous until its hello is accepted; from then on it speaks for that name, and for no other. A link
-that connects anew says hello again with its session: its messages are routed to the new connection and what was not
-acknowledged is sent there again. A hello with a new session is a new life of the peer, which starts with nothing.
+A connection is anonymous until its hello is accepted; from then on it speaks for that name only. A link that reconnects
+says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
+resent there. A hello with a new session is a new life of the peer, which starts with no state.
 
-There are two doors. Peers of the hub's own site come through the inner one, in plain. Those of other sites come
-through the outer one, with the key of their site; what libzmq lets in there has proved to own it. A name belongs to the
-inside or to one site, whichever said hello first, until it says bye: nobody else gets it. Each door is a socket of its
-own, so no connection outside can have the routing id of one inside.
+There are two doors. Peers of the hub's own site use the inner one, unencrypted. Those of other sites use the outer one,
+with their site's key; libzmq admits only connections that have proved to own one. A name belongs to the inside or to
+one site, whichever said hello first, until it says bye; no other site can take it. Each door has its own socket, so no
+connection from outside can have the routing id of one inside.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ from streamrl.transport.wire import (
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 30
-"""At the outer door. libzmq makes room for a frame as large as a stranger announces, before it knows who that is."""
+"""Largest frame at the outer door, in bytes.
+
+libzmq allocates memory for a frame of any announced size before it has authenticated the sender.
+"""
 HANDSHAKE_MS = 10_000
+"""Limit of a handshake at the outer door, in milliseconds."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 
@@ -57,12 +61,12 @@ class _Door:
     socket: zmq.asyncio.Socket
     outside: bool = False
     keys: KeyCheck | None = None
-    """None: it asks for none."""
+    """Keys that the door admits; None: it asks for none."""
 
 
 @dataclass(frozen=True)
 class PeerRoute:
-    """A connection, as ROUTER names it."""
+    """A connection: its door, and the routing id that ROUTER gave it."""
 
     door: _Door
     routing_id: bytes
@@ -70,7 +74,7 @@ class PeerRoute:
 
 @dataclass
 class Peer:
-    """A Hub's view of one Link."""
+    """A hub's view of one link."""
 
     name: str
     role: str
@@ -79,30 +83,30 @@ class Peer:
     outbox: Outbox[Outgoing]
     flow: Flow = field(default_factory=Flow)
     site: str | None = None
-    """Where it is, if it came through the outer door."""
+    """Its site, if it came through the outer door."""
     route: PeerRoute | None = None
     inbox: Inbox = field(default_factory=Inbox)
     last_seen: float = 0.0
-    """Monotonic seconds."""
+    """Time of the last message from it, in monotonic seconds."""
     state: dict[str, Any] = field(default_factory=dict)
     lost: bool = False
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_in: int = 0
-    """Bytes of all frames from it, over all its lives."""
+    """Bytes of all frames from it, over all its sessions."""
     bytes_out: int = 0
     """Bytes of all frames handed to libzmq for it."""
 
 
 class Hub(Endpoint):
-    """Binds ROUTERs.
+    """The end that binds ROUTER sockets and serves many links.
 
     Args:
-        name: told to peers, and in errors.
+        name: the hub's name, for peers and in errors.
         waits: where waits are registered.
-        lost_after_s, credits: of the flow to every peer, unless `flow` is given.
-        flow: to every peer, unless `flows` is given.
-        flows: the flow to the peer of a name, asked at its hello.
-        clock: Unix seconds; what links compare their clocks with.
+        lost_after_s, credits: limits of the flow to every peer, unless `flow` is given.
+        flow: flow to every peer, unless `flows` is given.
+        flows: returns the flow to the peer of a name; called at its hello.
+        clock: returns unix seconds, with which links compare their clocks.
     """
 
     def __init__(
@@ -120,10 +124,13 @@ class Hub(Endpoint):
         self.peers: dict[str, Peer] = {}
         self.flows = flows
         self.admit: Admit | None = None
-        """Asked at each hello from outside with name, role, meta (`meta["site"]` is the site of the key, or as claimed
-        if there are no keys) and the site of the key (None: no keys): None, or the reason for refusing."""
+        """Decides on each hello from outside: returns None, or the reason for refusing it.
+
+        Its arguments are name, role, meta (`meta["site"]` is the site of the key, or as claimed if there are no keys)
+        and the site of the key (None: no keys).
+        """
         self.tells_hellos = False
-        """Whether each new life of a peer is told to the owner, as a delivery of kind "hello"."""
+        """Whether the owner gets a delivery of kind "hello" for each new session of a peer."""
         self.refused_peers = 0
         """Hellos that were refused."""
         self.misplaced = 0
@@ -132,15 +139,15 @@ class Hub(Endpoint):
         self._routes: dict[PeerRoute, Peer] = {}
         self._joined = asyncio.Event()
         self._beat_at = time.monotonic()
-        """When the peers were looked at last."""
+        """Last time the peers were checked, in monotonic seconds."""
 
     @property
     def refused_keys(self) -> int:
-        """Handshakes from outside with a key that is not known."""
+        """Handshakes from outside with an unknown key."""
         return sum(door.keys.refused for door in self._doors if door.keys is not None)
 
     def bind(self, address: str) -> Self:
-        """Binds e.g. 'tcp://127.0.0.1:5555', for peers inside the site; needs a running event loop.
+        """Bind an address such as 'tcp://127.0.0.1:5555' for peers inside the site; needs a running event loop.
 
         Raises:
             RunFailed: the address cannot be bound.
@@ -148,7 +155,11 @@ class Hub(Endpoint):
         return self._open(_Door(self._socket()), address)
 
     def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
-        """Binds for peers of other sites; None: without encryption, and sites are believed.
+        """Bind an address for peers of other sites.
+
+        Args:
+            address: the address.
+            security: keys; None: no encryption, and the sites that peers claim are believed.
 
         Raises:
             RunFailed: the address cannot be bound, or there is an outer door already.
@@ -169,7 +180,7 @@ class Hub(Endpoint):
     def _socket(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
+        socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket
 
@@ -190,15 +201,15 @@ class Hub(Endpoint):
     async def wait_for(
         self, names: set[str], limit_s: float, missing_are: Callable[[list[str]], None] = lambda missing: None
     ) -> None:
-        """Waits until all these peers have said hello.
+        """Wait until all these peers have said hello.
 
         Args:
-            names: of the peers.
-            limit_s: for each next one.
-            missing_are: called with those that are missing, as long as there are any, whenever one has come.
+            names: names of the peers.
+            limit_s: limit for each next peer.
+            missing_are: called with the missing names at the start and after each arrival, while there are any.
 
         Raises:
-            DeadlineExpired: naming who is missing.
+            DeadlineExpired: no further peer came in time; the message names those missing.
         """
         while missing := names - self.peers.keys():
             missing_are(sorted(missing))
@@ -207,8 +218,9 @@ class Hub(Endpoint):
                 await self._joined.wait()
 
     def silent_for(self, name: str) -> float:
-        """Seconds since the last sign of life of a peer, those left out in which this very process stood still: what
-        it said then lies unread in the socket.
+        """Return the seconds since the last message of a peer, less those in which this process itself stood still.
+
+        Messages that came during a standstill lie unread in the socket.
 
         Raises:
             KeyError: there is no such peer.
@@ -217,7 +229,7 @@ class Hub(Endpoint):
         return max(0.0, now - self.peers[name].last_seen - self._stalled(now))
 
     def _stalled(self, now: float) -> float:
-        """Seconds by which the next look at the peers is overdue."""
+        """Return the seconds by which the next check of the peers is overdue."""
         return max(0.0, now - self._beat_at - endpoint_base.HEARTBEAT_S)
 
     async def send(
@@ -229,7 +241,7 @@ class Hub(Endpoint):
         limit_s: float | None = None,
         on_ack: Callable[[], None] | None = None,
     ) -> None:
-        """Sends one reliable message, waiting for a credit if needed; `on_ack` is called once it is committed there.
+        """Send one reliable message, waiting for a credit if needed; `on_ack` is called once the peer has committed it.
 
         Raises:
             DeadlineExpired: the peer acknowledged nothing for `limit_s` seconds (by default 300, or as long as it may
@@ -245,7 +257,7 @@ class Hub(Endpoint):
         self._to(target, message.frames)
 
     def _to(self, peer: Peer, frames: Frames) -> None:
-        """A peer that cannot be reached is no error: its outbox keeps what matters, heartbeats judge the peer."""
+        """Send frames to a peer; an unreachable one is no error, as the outbox keeps what matters."""
         if peer.route is not None and self._answer(peer.route, frames):
             peer.bytes_out += size_of(frames)
 
@@ -265,7 +277,7 @@ class Hub(Endpoint):
                 self._arrived(PeerRoute(door, first.bytes), [frame.buffer.toreadonly() for frame in others], site)
 
     def _arrived(self, route: PeerRoute, frames: list[Any], site: str | None) -> None:
-        """Handles one message, whatever it is; `site` is that of the connection's key."""
+        """Handle one message of any form; `site` is that of the connection's key."""
         peer = self._routes.get(route)
         if route.door.keys is not None and (site is None or (peer is not None and peer.site != site)):
             self.misplaced += 1
@@ -359,7 +371,7 @@ class Hub(Endpoint):
     def _judge(
         self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
     ) -> tuple[str | None, Flow]:
-        """Why a hello is refused (None: it is not), and the flow of its peer."""
+        """Return why a hello is refused (None: it is not), and the flow to its peer."""
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
             return "a peer from outside must name its site in meta['site']", self.flow
@@ -375,19 +387,21 @@ class Hub(Endpoint):
             if self.admit is not None and route.door.outside:
                 reason = self.admit(name, role, meta, site_of_key)
             flow = self.flows(name) if self.flows is not None and reason is None else self.flow
-        except Exception as error:  # whatever a stranger says must not end the hub
+        except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
             return f"the hello cannot be judged: {type(error).__name__}", self.flow
         return reason, flow
 
     def drop(self, name: str) -> None:
-        """Forgets a peer that its owner knows to be dead, and what is under way to it; if it lives after all, it has to
-        say hello again."""
+        """Forget a peer that the owner knows to be dead, and everything in flight to it.
+
+        If it is alive after all, it has to say hello again.
+        """
         if (peer := self.peers.get(name)) is not None:
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        """The end of a peer's life; who waits to send to it looks again."""
+        """End a peer's session; senders that wait for its credit look it up again."""
         if self.peers.get(peer.name) is peer:
             del self.peers[peer.name]
         if peer.route is not None:
@@ -409,12 +423,12 @@ class Hub(Endpoint):
                     self._inbox.put_nowait(
                         PeerLost(f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})")
                     )
-                if silent < peer.flow.resend_s:  # into silence nothing is repeated: it would pile up
+                if silent < peer.flow.resend_s:  # a silent peer gets no repeats: they would pile up
                     for _, message in peer.outbox.to_resend(now, peer.flow.resend_s):
                         self._to(peer, message.frames)
 
     async def close(self) -> None:
-        """Stops serving."""
+        """Stop serving and close all sockets."""
         await self._stop()
         for door in self._doors:
             door.socket.close(endpoint_base.LINGER_MS)

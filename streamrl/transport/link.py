@@ -1,8 +1,8 @@
-"""The end that connects, and connects again when the connection breaks.
+"""The end that connects, and reconnects when the connection breaks.
 
-Sends go to a connection that is there, or nowhere: what is not acknowledged stays in the outbox. A broken connection is
-made anew by libzmq. The hub does not know the new one and says so at the first message; the link then says hello
-again, and when it is welcome sends what is unacknowledged, in order.
+A message goes to an existing connection or nowhere: unacknowledged messages stay in the outbox. libzmq replaces a
+broken connection. The hub does not know the new one and answers the first message with `unknown`; the link then says
+hello again, and after the welcome resends everything unacknowledged, in order.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from streamrl.transport.flow import Flow
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
 
 HELLO_S = 1.0
-"""An unanswered hello is repeated after this long."""
+"""Seconds after which an unanswered hello is repeated."""
 FIRST_BEATS = 10
-"""Heartbeats that come ten times as often, so that clocks are compared well before the first sample is timed."""
+"""First heartbeats, sent ten times as often, so that clocks are compared well before the first sample is timed."""
 PING_S = 5.0
-"""ZMTP pings, answered by the hub's I/O thread however busy its process is."""
+"""Seconds between ZMTP pings, which the hub's I/O thread answers however busy its process is."""
 DEAD_AFTER_S = 30.0
-"""No answer to a ping for so long (or as long as a full window may take): the connection is made anew. A firewall that
-has forgotten a connection does not end it."""
+"""Seconds without an answer to a ping (or as long as a full window may take) after which libzmq reconnects.
+
+A firewall that has forgotten a connection does not close it.
+"""
 LONGEST_DEAD_S = 6500.0
-"""ZMTP carries a time to live in 16 bits of deciseconds."""
+"""Largest time to live in seconds: ZMTP carries it in 16 bits of deciseconds."""
 RECONNECT_MAX_MS = 2000
-"""Attempts to reach another site, or to be let in there, are at most this far apart."""
+"""Most milliseconds between two attempts to connect to another site."""
 
 
 class Link(Endpoint):
-    """Connects a DEALER to a Hub under a name.
+    """The end that connects a DEALER socket to a hub, under a name.
 
     Args:
-        name, role, meta: what the hello says; `meta["site"]` is needed at the outer door of a hub.
+        name, role, meta: contents of the hello; `meta["site"]` is required at the outer door of a hub.
         waits: where waits are registered.
-        lost_after_s, credits: of the flow to the hub, unless `flow` is given.
-        clock: Unix seconds; compared with the hub's.
+        lost_after_s, credits: limits of the flow to the hub, unless `flow` is given.
+        clock: returns unix seconds; compared with the hub's.
     """
 
     def __init__(
@@ -67,40 +69,40 @@ class Link(Endpoint):
         self.role = role
         self.meta = meta or {}
         self.clock = ClockSync()
-        """The hub's clock against this process's."""
+        """Estimate of the hub's clock relative to this process's."""
         self.bytes_in = 0
         """Bytes of all frames from the hub."""
         self.bytes_out = 0
         """Bytes of all frames handed to libzmq."""
         self.on_new_hub: Callable[[], None] | None = None
-        """Called when the hub is another process than before, ere anything is sent to it or received from it."""
+        """Called when the hub is a new process, before anything is sent to it or received from it."""
         self.hub_state: dict[str, Any] = {}
-        """What the hub's last heartbeat said."""
+        """State in the hub's last heartbeat."""
         self._socket = self._context.socket(zmq.DEALER)
         self._outbox: Outbox[Outgoing] = Outbox(self.flow.credits, self.flow.window_bytes)
         self._inbox_state = Inbox()
         self._credit = asyncio.Event()
         self._all_acknowledged = asyncio.Event()
         self._answered = asyncio.Event()
-        """The first hello was answered, one way or the other."""
+        """Set once the first hello has been answered, by a welcome or a refusal."""
         self._refusal: Refused | None = None
         self._hub_session = ""
         self._hello_at: float | None = 0.0
-        """When the hello was said that the hub has not answered (monotonic seconds); None: it has."""
+        """Time of the unanswered hello (monotonic seconds); None: the hub has answered."""
         self._last_seen = time.monotonic()
         self._address = ""
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last sign of life of the hub."""
+        """Seconds since the last message of the hub."""
         return time.monotonic() - self._last_seen
 
     async def connect(self, address: str, limit_s: float = 300, security: ClientSecurity | None = None) -> Self:
-        """Connects, encrypted if there is `security`, and says hello until the hub answers.
+        """Connect, encrypted if `security` is given, and say hello until the hub answers.
 
         Raises:
             DeadlineExpired: no answer in time.
-            Refused: the hub does not let this process in.
+            Refused: the hub refuses this process.
         """
         self._address = address
         self._configure(security)
@@ -122,12 +124,12 @@ class Link(Endpoint):
 
     def _configure(self, security: ClientSecurity | None) -> None:
         dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s), LONGEST_DEAD_S) * 1000)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is not there
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that does not exist yet
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_S * 1000))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, dead_ms)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, dead_ms)  # so the hub drops its half, and what is queued there
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, dead_ms)  # so that the hub drops its half, and what it has queued
         if security is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, security.server)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, security.own.public)
@@ -142,12 +144,12 @@ class Link(Endpoint):
         limit_s: float | None = None,
         on_ack: Callable[[], None] | None = None,
     ) -> None:
-        """Sends one reliable message, waiting for a credit if needed; `on_ack` is called once it is committed there.
+        """Send one reliable message, waiting for a credit if needed; `on_ack` is called once the hub has committed it.
 
         Raises:
             DeadlineExpired: the hub acknowledged nothing for `limit_s` seconds (by default 300, or as long as it may
                 be away, if that is more).
-            Refused: the hub no longer lets this process in.
+            Refused: the hub now refuses this process.
         """
         limit = self.flow.send_limit_s if limit_s is None else limit_s
         while not self._outbox.has_credit and self._refusal is None:
@@ -161,17 +163,17 @@ class Link(Endpoint):
         self._transmit(message)
 
     def forget_sent(self) -> None:
-        """Gives up on what is not acknowledged: it was meant for another process."""
+        """Give up on everything unacknowledged: it was meant for another process."""
         self._outbox.forget()
         self._credit.set()
         self._all_acknowledged.set()
 
     async def flush(self, limit_s: float) -> None:
-        """Waits until everything sent is acknowledged.
+        """Wait until everything sent is acknowledged.
 
         Raises:
-            DeadlineExpired: it was not in time.
-            Refused: the hub no longer lets this process in.
+            DeadlineExpired: the hub did not acknowledge everything in time.
+            Refused: the hub now refuses this process.
         """
         async with self.waits.deadline(f"the hub at {self._address} to acknowledge all messages", limit_s):
             while self._outbox.pending and self._refusal is None:
@@ -198,10 +200,10 @@ class Link(Endpoint):
             self._arrived(await self._socket.recv_multipart())
 
     def _arrived(self, frames: list[Any]) -> None:
-        """Handles one message, whatever it is.
+        """Handle one message of any form.
 
         Raises:
-            Refused: the hub does not let this process in.
+            Refused: the hub refuses this process.
         """
         self.bytes_in += size_of(frames)
         try:
@@ -210,17 +212,17 @@ class Link(Endpoint):
             if message.kind in ("welcome", "unknown", "refused"):
                 self._met(message)
             elif message.session != self._hub_session:
-                self.unknown += 1  # of an earlier life of the hub
+                self.unknown += 1  # from an earlier session of the hub
             else:
                 self._handle(message)
         except MalformedMessage as error:
             self._refuse(error)
 
     def _met(self, message: Message) -> None:
-        """What a hub says to a connection of which it knows nothing, or that has just said hello."""
+        """Handle a hub's answer to a hello, or to a connection that it does not know."""
         if message.kind == "welcome":
             if self._hello_at is None:
-                return  # of a hello that was repeated
+                return  # the answer to a repeated hello
             another = self._hub_session not in ("", message.session)
             self._hello_at, self._hub_session = None, message.session
             if another and self.on_new_hub is not None:
@@ -237,7 +239,7 @@ class Link(Endpoint):
             for event in (self._answered, self._credit, self._all_acknowledged):
                 event.set()
             for task in self._tasks[1:]:
-                task.cancel()  # no beats to a hub that does not want them
+                task.cancel()  # no heartbeats to a hub that refuses them
             raise self._refusal
 
     def _handle(self, message: Message) -> None:
@@ -280,17 +282,17 @@ class Link(Endpoint):
             self._put(self._control("heartbeat", self.state() | own | clocks | {"clock": {"sent": self._clock()}}))
             await asyncio.sleep(pause)
             now = time.monotonic()
-            self._last_seen += max(0.0, now - last - pause)  # our own standstill is not the hub's silence
+            self._last_seen += max(0.0, now - last - pause)  # a standstill of this process is not silence of the hub
             last = now
             silent = now - self._last_seen
             if silent > self.flow.lost_after_s:
                 raise PeerLost(f"the hub at {self._address} has been silent for {silent:.0f} s")
-            if silent < self.flow.resend_s:  # into silence nothing is repeated: it would pile up
+            if silent < self.flow.resend_s:  # a silent hub gets no repeats: they would pile up
                 for _, message in self._outbox.to_resend(now, self.flow.resend_s):
                     self._transmit(message)
 
     async def close(self) -> None:
-        """Says goodbye and closes."""
+        """Say goodbye and close."""
         if self._answered.is_set() and self._refusal is None and not self._closed:
             self._put(self._control("bye"))
         await self._stop()

@@ -20,18 +20,18 @@ PROTOCOL_VERSION = 1
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
 MAX_STATE_BYTES = 4 * 1024 * 1024
-"""Of a heartbeat, which is checked value by value."""
+"""Largest heartbeat in bytes; its values are checked one by one."""
 MAX_NESTING = 16
-"""Of what a heartbeat or a hello tells."""
+"""Deepest nesting of the values in a heartbeat or a hello."""
 MAX_NAME = 200
-"""Characters of a peer's name or role."""
+"""Most characters of a peer's name or role."""
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32", "float64", "uint8", "bool")}
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class MalformedMessage(Exception):
-    """Frames that are not a message of this protocol; to be counted and dropped, never to end a process."""
+    """Raised for frames that are not a message of this protocol; count and drop them, never end a process."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Message:
 
     kind: str
     session: str
-    """Random id of the sender's process life: sequence numbers start anew with it."""
+    """Random id of the sending process; sequence numbers start at 1 with each session."""
     number: int
-    """Sequence number of a message that must be acknowledged; 0 for one that need not."""
+    """Sequence number of a message that must be acknowledged; 0 for any other."""
     body: dict[str, Any]
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """Frames of a message; arrays are sent as views of their memory.
+    """Return the frames of a message; arrays are sent as views of their memory.
 
     Raises:
         ValueError: an array type that the protocol does not carry.
@@ -72,10 +72,10 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
-    """Checks and decodes frames; arrays are read-only views of their frames.
+    """Check and decode frames; arrays are read-only views of their frames.
 
     Raises:
-        MalformedMessage: for anything that `encode` would not have made.
+        MalformedMessage: the frames are nothing that `encode` would make.
     """
     if not frames:
         raise MalformedMessage("no frames")
@@ -122,22 +122,22 @@ def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.nda
         raise MalformedMessage(f"array {name!r}: {len(frame)} bytes do not fill {dtype_name}{shape}")
     try:
         return name, np.frombuffer(frame, dtype=dtype).reshape(shape)
-    except ValueError as error:  # e.g. [0, 2**62]: no bytes, and yet more than an index can count
+    except ValueError as error:  # e.g. [0, 2**62]: no bytes, but larger than an index can count
         raise MalformedMessage(f"array {name!r}: no array has the shape {shape}") from error
 
 
 def is_name(value: object) -> TypeGuard[str]:
-    """Whether a value can be a peer's name or role."""
+    """Return whether a value can be a peer's name or role."""
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_plain(value: object, nesting: int = MAX_NESTING) -> bool:
-    """Whether a value is what JSON can say: it will be written to status files. msgpack can say more."""
+    """Return whether JSON can represent a value, as status files need; msgpack can represent more."""
     if value is None or isinstance(value, str | int | float):
         return True
     if nesting == 0:

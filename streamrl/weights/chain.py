@@ -1,21 +1,21 @@
-"""Which way new weights take to a receiver: a chain of deltas with anchors. Pure state: no bytes, no sockets, no clock.
+"""Choose how a receiver gets new weights: a chain of deltas with anchors. Pure state: no bytes, no sockets, no clock.
 
     0 (anchor) -> 1 -> 2 -> 3 -> 4 (anchor) -> 5 -> 6 (newest)          anchor_every=4; an arrow is a delta
 
 Published versions form one line. The delta of a version starts from the version published before it; numbers may have
-gaps. Kept complete are the newest version and the newest anchor. An anchor is a version that the caller keeps in a
-compressed form; that takes a while, so `published` says which version is to become one and `anchored` tells when it
-is. It is the first version, the `anchor_every`-th after each anchor, and whichever comes when deltas no longer lead
-from the last anchor to the newest version.
+gaps. The newest version and the newest anchor are kept complete. An anchor is a version that the caller keeps in
+compressed form; compressing takes a while, so `published` says which version should become one, and the caller reports
+it with `anchored`. Anchors are the first version, the `anchor_every`-th after each anchor, and the next version once
+deltas no longer lead from the last anchor to the newest version.
 
-Deltas are kept from the anchor on, so who holds nothing can go by anchor + deltas, or take the newest version
-complete, whichever is fewer bytes. Older deltas are kept for the receivers that still need them, which their
-acknowledgements tell: 3 -> 4 stays until everybody has acknowledged 4 or later. A receiver that is so far behind that
-the kept deltas exceed their bound loses the oldest ones, and takes the way of one that holds nothing. A version
-without a delta (other tensors than before) lets nobody past it with deltas.
+Deltas are kept from the anchor on, so a receiver that holds nothing can take anchor + deltas, or the newest version
+complete, whichever is fewer bytes. Older deltas are kept for receivers that still need them, by their
+acknowledgements: 3 -> 4 stays until all have acknowledged 4 or later. If a receiver is so far behind that the kept
+deltas exceed their bound, it loses the oldest ones and is treated like one that holds nothing. No path of deltas
+crosses a version without a delta (one with other tensors than before).
 
-What must not happen: a receiver counted as holding a version that it has not verified and acknowledged; a delta deleted
-that leads from an acknowledged version within the bound.
+Two things must never happen: that a receiver counts as holding a version that it has not verified and acknowledged, and
+that a delta from an acknowledged version is deleted within the bound.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 
 class Unreachable(Exception):
-    """No kept deltas or complete weights lead to a version; the newest one is always reachable."""
+    """Raised when nothing kept leads to a version; the newest one is always reachable."""
 
 
 @dataclass(frozen=True)
 class ChainStep:
-    """One part of a way: complete weights (base None) or the delta of a version."""
+    """One part of a path: complete weights (base None) or the delta of a version."""
 
     number: int
     base: int | None
@@ -38,23 +38,24 @@ class ChainStep:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What nobody can need any more."""
+    """Deltas and complete weights that no receiver can need any more."""
 
     deltas: frozenset[int]
-    """Versions whose delta may go."""
+    """Versions whose delta may be deleted."""
     complete: frozenset[int]
-    """Versions whose complete weights may go."""
+    """Versions whose complete weights may be deleted."""
 
 
 class Chain:
-    """Versions that exist, and what each receiver holds."""
+    """Existing versions, and the version that each receiver holds."""
 
     def __init__(self, anchor_every: int, max_delta_bytes: int | None = None) -> None:
-        """
+        """Start without versions or receivers.
+
         Args:
             anchor_every: publications from one anchor to the next, at least 1.
             max_delta_bytes: most bytes of deltas to keep; None: the size of the newest complete weights, because
-                more than that is never the cheapest way to the newest version.
+                more than that is never the cheapest path to the newest version.
 
         Raises:
             ValueError: a number below 1.
@@ -67,18 +68,18 @@ class Chain:
         self.anchor: int | None = None
         """The newest anchor that is ready."""
         self.coming_anchor: int | None = None
-        """The version that is to become one."""
+        """The version that will become the next anchor."""
         self.held: dict[str, int | None] = {}
-        """By receiver: the version that it has acknowledged last (None: it holds nothing)."""
+        """The version that each receiver has acknowledged last (None: it holds nothing)."""
         self._since_anchor = 0
         self._full_bytes = 0
-        """Of the newest version, not compressed."""
+        """Uncompressed bytes of the newest version."""
         self._deltas: dict[int, ChainStep] = {}
-        """Kept deltas, oldest first; without gaps, each starts where the one before it ends."""
+        """Kept deltas, oldest first, without gaps: each starts where the previous one ends."""
         self._severed: set[int] = set()
         """Versions whose delta no longer leads to the newest, not yet collected."""
         self._complete: dict[int, int] = {}
-        """Kept complete weights: number -> bytes."""
+        """Bytes of each version that is kept complete."""
 
     @property
     def deltas(self) -> tuple[int, ...]:
@@ -96,10 +97,10 @@ class Chain:
         return sum(step.nbytes for step in self._deltas.values())
 
     def published(self, number: int, delta_bytes: int | None, full_bytes: int) -> bool:
-        """A new version, with a delta that starts from the one published before (None: it has no delta).
+        """Add a new version, with a delta from the one published before (None: it has no delta).
 
         Returns:
-            Whether it is to become an anchor.
+            Whether it should become an anchor.
 
         Raises:
             ValueError: its number is not above the newest's, or the first version has a delta.
@@ -107,7 +108,7 @@ class Chain:
         if self.newest is not None and number <= self.newest:
             raise ValueError(f"version {number} after version {self.newest}")
         if delta_bytes is None:
-            self._severed |= self._deltas.keys()  # what is before it leads to nothing newer
+            self._severed |= self._deltas.keys()  # earlier deltas lead to nothing newer
             self._deltas.clear()
         elif self.newest is None:
             raise ValueError("the first version has nothing to be a delta of")
@@ -123,24 +124,26 @@ class Chain:
         return True
 
     def anchored(self, nbytes: int) -> None:
-        """The coming anchor is kept, in so many bytes."""
+        """Record that the coming anchor is ready, in `nbytes` bytes."""
         assert self.coming_anchor is not None
         self.anchor, self.coming_anchor = self.coming_anchor, None
         self._complete[self.anchor] = nbytes
 
     def path(self, holds: int | None, want: int) -> tuple[ChainStep, ...]:
-        """The fewest bytes that bring a receiver from the version it holds to another; of equal ones the shortest,
-        then the one that starts latest. Empty if it holds what it wants.
+        """Return the path with the fewest bytes from the version that a receiver holds to the one it wants.
+
+        Of equal paths, the one with fewest steps is taken, then the one that starts latest. It is empty if the receiver
+        holds what it wants.
 
         Raises:
-            Unreachable: nothing that is kept leads there.
+            Unreachable: nothing kept leads there.
         """
         if holds == want:
             return ()
         best: tuple[tuple[int, int], tuple[ChainStep, ...]] | None = None
         tail: tuple[ChainStep, ...] = ()
         at: int | None = want
-        while at is not None:  # backwards along the deltas: the way may start at each version that is passed
+        while at is not None:  # backwards along the deltas: the path may start at each version on the way
             way: tuple[ChainStep, ...] | None = tail if at == holds else None
             if way is None and at in self._complete:
                 way = (ChainStep(at, None, self._complete[at]), *tail)
@@ -157,15 +160,15 @@ class Chain:
         return best[1]
 
     def acknowledged(self, receiver: str, number: int | None) -> None:
-        """A receiver has verified and stored a version, or says that it holds nothing (it may have restarted)."""
+        """Record that a receiver has verified and stored a version, or holds nothing (it may have restarted)."""
         self.held[receiver] = number
 
     def left(self, receiver: str) -> None:
-        """A receiver is gone; nothing is kept for it."""
+        """Forget a receiver that is gone; nothing is kept for it."""
         self.held.pop(receiver, None)
 
     def collect(self) -> Garbage:
-        """Drops what nobody can need any more, and tells what it was."""
+        """Drop what no receiver can need any more, and return it."""
         if self.newest is None:
             return Garbage(frozenset(), frozenset())
         starts = [self.anchor, self.coming_anchor, *self.held.values()]
@@ -188,7 +191,7 @@ class Chain:
         return Garbage(frozenset(drop | severed), frozenset(complete))
 
     def _leads_on(self, number: int | None) -> bool:
-        """Whether deltas lead from a version to the newest one."""
+        """Return whether deltas lead from a version to the newest one."""
         return number is not None and (
             number == self.newest or any(step.base == number for step in self._deltas.values())
         )

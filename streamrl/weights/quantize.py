@@ -1,17 +1,17 @@
-"""Generation weights of 8 bits: linear weights as codes and one scale per output row.
+"""Generation weights in 8 bits: linear weights as codes, with one scale per output row.
 
     scale_r = max_c |w_rc| / limit        code_rc = round(w_rc / scale_r)        w_rc ~ code_rc * scale_r
 
 `limit` is the largest code: 448 for fp8 (float8_e4m3fn, Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
-2209.05433), 127 for int8. Rounding is to nearest, ties to even. This is what vLLM and compressed-tensors call symmetric
+2209.05433), 127 for int8. Rounding is to nearest, ties to even. vLLM and compressed-tensors call this symmetric
 quantization of weights by `channel`.
 
-What is quantized is told by a tensor's checkpoint name and shape alone, so that a site that has only the files' headers
-knows what will come: matrices that are called `<module>.weight`, except embeddings (with them a tied output head; an
-untied one is quantized), norms, and the routers of mixtures of experts, which are small and whose ties decide much.
+A tensor's checkpoint name and shape alone decide whether it is quantized, so a site that has only the files' headers
+knows what to expect: matrices named `<module>.weight`, except embeddings (including a tied output head; an untied one
+is quantized), norms, and the routers of mixtures of experts, which are small and in which small errors decide much.
 
-In a manifest, codes have the weight's name, and their scales (float32 [rows]) that name and `.scale`. A trainer
-publishes everything else in its compute type, so an 8-bit type says that a tensor is codes.
+In a manifest, codes have the weight's name, and their scales (float32 [rows]) that name plus `.scale`. A trainer
+publishes everything else in its compute type, so an 8-bit type means that a tensor is codes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CodeKind = Literal["fp8", "int8"]
 
 CODE_TYPES: dict[CodeKind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LIMITS: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0}
-"""The largest code."""
+"""Largest code of each kind."""
 SCALE_SUFFIX = ".scale"
 NOT_LINEAR = ("embed", "norm", "wte", "wpe")
-"""In the name of a module: no linear layer."""
+"""Parts of module names that mean that the module is no linear layer."""
 ROUTERS = {"gate", "router"}
 """Names of modules that choose experts."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Of rows of zeros too: a subnormal scale would lose the codes' precision, and 0 cannot be divided by."""
+"""Smallest scale, also of rows of zeros: a subnormal scale would lose precision, and 0 cannot be divided by."""
 
 Described = tuple[str, tuple[int, ...]]
 """Type (torch's name) and shape of a tensor."""
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a checkpoint, by its name there, is one that is sent as codes."""
+    """Return whether a tensor with this checkpoint name and shape is sent as codes."""
     parts = name.split(".")
     if len(shape) != 2 or len(parts) < 2 or parts[-1] != "weight":
         return False
@@ -51,10 +51,10 @@ def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def quantized(tensors: Mapping[str, Described], kind: CodeKind) -> dict[str, Described]:
-    """What a version holds, in its order, given what it would hold if nothing were quantized.
+    """Return the tensors of a quantized version, in its order, from those of an unquantized one.
 
     Raises:
-        ValueError: a tensor has the name that another one's scales would get.
+        ValueError: a tensor has the name that the scales of another would get.
     """
     result: dict[str, Described] = {}
     for name, (dtype, shape) in tensors.items():
@@ -70,17 +70,17 @@ def quantized(tensors: Mapping[str, Described], kind: CodeKind) -> dict[str, Des
 
 
 def quantize(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds a matrix to 8 bits. Rows do not depend on each other, so a part of them gives their part of the result.
+    """Quantize a matrix to 8 bits. Rows are independent, so some rows give their part of the result.
 
     Args:
         tensor: [rows, columns], of a floating type.
-        kind: of codes.
+        kind: kind of codes.
 
     Returns:
         (codes [rows, columns], scales float32 [rows]).
 
     Raises:
-        ValueError: it is not two-dimensional, or holds inf or nan.
+        ValueError: the tensor is not two-dimensional, or holds inf or nan.
     """
     if tensor.ndim != 2:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} has no rows of weights")
@@ -92,26 +92,26 @@ def quantize(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.
         raise ValueError("weights that are inf or nan have no 8-bit codes")
     codes = (values / scales[:, None]).clamp_(-LIMITS[kind], LIMITS[kind])
     if kind == "int8":
-        codes.round_()  # half to even; a conversion to int8 would cut off
+        codes.round_()  # half to even; a conversion to int8 alone would truncate
     return codes.to(CODE_TYPES[kind]), scales
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights that codes stand for, computed in fp32 and rounded once.
+    """Turn codes back into weights, computed in fp32 and rounded once.
 
     Args:
         codes: [rows, columns].
         scales: float32 [rows].
-        dtype: of the result, [rows, columns].
+        dtype: type of the result, [rows, columns].
     """
     return (codes.float() * scales[:, None]).to(dtype)
 
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Which tensors of a version are codes: their names, and those of their scales.
+    """Return the names of a version's codes, with the names of their scales.
 
     Raises:
-        CorruptWeights: codes without scales that fit them.
+        CorruptWeights: codes have no scales that fit them.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
     types = {_name(dtype) for dtype in CODE_TYPES.values()}
@@ -127,15 +127,15 @@ def scales_of(manifest: Manifest) -> dict[str, str]:
 
 
 def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, weights) of a version: views, or codes turned back into weights, one tensor at a time.
+    """Yield (checkpoint name, weights) of a version, one tensor at a time: views, or dequantized codes.
 
     Args:
-        manifest: of the version.
+        manifest: the version's manifest.
         buffer: uint8 [nbytes].
-        dtype: of the weights that come from codes.
+        dtype: type of the dequantized weights.
 
     Raises:
-        CorruptWeights: codes without scales.
+        CorruptWeights: codes have no scales that fit them.
     """
     pairs = scales_of(manifest)
     tensors = dict(manifest.tensors_of(buffer))

@@ -1,4 +1,4 @@
-"""Lays out a version from a sharded model: each rank writes its own rows into one buffer that all ranks share.
+"""Lay out a version of a sharded model: each rank writes its own rows into one buffer that all ranks share.
 
     plan (once)      names, types and places of all tensors, from the parameters' shapes: the same on every rank
     map              rank 0 makes a shared buffer of the version's size, the others map it
@@ -6,17 +6,17 @@
     checksums        tensors are dealt to the ranks by their bytes; the sums are gathered
 
 So no rank gathers the model, and a host holds each version once, in shared memory. The buffer is an anonymous file
-(`memfd_create`): it has no name in any file system, so nothing is left of it however its processes end, and it is not
-bounded by the size of /dev/shm. Each version has a buffer of its own, because the one before is still being sent; once
-nobody holds that any more, its file serves a later version.
+(`memfd_create`): it has no name in any file system, so nothing is left of it however its processes end, and the size of
+/dev/shm does not bound it. Each version has its own buffer, because the previous one is still being sent; once no
+process holds a buffer any more, its file serves a later version.
 
-With ranks on several hosts the buffer is on rank 0's. If that host's ranks own all rows between them (HSDP: a copy on
+With ranks on several hosts the buffer is on rank 0's. If that host's ranks together own all rows (HSDP: a copy on
 every node), nothing changes; else tensors are gathered, one at a time, and rank 0 writes them.
 
-Parameters in memory need not be those of the checkpoint, which the engine's loader wants: transformers fuses the
-experts of a mixture, for instance. What `save_pretrained` does about it (`revert_weight_conversion`) is tried on meta
-tensors first: most tensors come out as they went in, maybe under another name, and are written by rows. What is
-really converted needs whole tensors: those are gathered, those of one conversion at a time.
+Parameters in memory may differ from the checkpoint's tensors, which the engine's loader expects: transformers fuses the
+experts of a mixture, for instance. The conversion of `save_pretrained` (`revert_weight_conversion`) is first tried on
+meta tensors: most tensors come out unchanged, perhaps renamed, and are written by rows. Tensors that are really
+converted are gathered, one conversion at a time.
 """
 
 from __future__ import annotations
@@ -50,51 +50,51 @@ from streamrl.weights.version import (
 )
 
 SPARE_FILES = 2
-"""Of buffers that are not used, kept for the next: while one version is sent another one is made."""
+"""Most unused buffers kept for later versions: while one version is sent, another one is made."""
 HASHING_THREADS = 4
 
 Tensors = dict[str, torch.Tensor]
 Revert = Callable[[Tensors], Tensors]
-"""Tensors in memory to those of the checkpoint, by their names."""
+"""Function from tensors in memory to those of the checkpoint, both by name."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the version lies."""
+    """Place of a tensor in the version's buffer."""
 
     name: str
     dtype: str
-    """torch's name."""
+    """torch's type name."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
     def view(self, buffer: np.ndarray) -> torch.Tensor:
-        """The tensor's place in a buffer (uint8 [nbytes]), to write to."""
+        """Return a writable view of the tensor in a buffer (uint8 [nbytes])."""
         raw = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
         return raw.view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Parameters that have to be converted together, and what they become."""
+    """Parameters that must be converted together, and the tensors they become."""
 
     sources: tuple[str, ...]
     targets: dict[str, tuple[int, ...]]
-    """Shape, by the name in the checkpoint."""
+    """Shapes by name in the checkpoint."""
     is_same: bool
-    """One tensor becomes one with the same values: only its name may change."""
+    """Whether one tensor keeps its values; only its name may change."""
 
 
 def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[Conversion]:
-    """How parameters become the checkpoint's tensors, in the parameters' order and in pieces as small as possible.
+    """Find how parameters become the checkpoint's tensors, in the parameters' order and in the smallest pieces.
 
-    Pieces are found by trial, on tensors without bytes: what a layer becomes must be what it becomes within the whole
-    model; and what a parameter becomes, what it becomes within its layer.
+    Pieces are found by trial, on tensors without bytes: a layer must become the same alone as within the whole model,
+    and a parameter the same alone as within its layer.
 
     Args:
-        shapes: of the parameters.
-        revert: to the checkpoint's form.
+        shapes: shapes of the parameters.
+        revert: conversion to the checkpoint's form.
 
     Raises:
         RunFailed: a conversion needs parameters of several layers.
@@ -122,7 +122,7 @@ def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[C
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indexes of `sizes` for each rank, so that sums are about equal: largest first, to whoever has least."""
+    """Return indexes of `sizes` for each rank, with about equal sums: largest first, to the rank with the least."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -133,21 +133,22 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class ShardedLayout:
-    """Makes versions of one model. To lay one out, torch.distributed must be initialised."""
+    """The layout of one model's versions; `lay_out` needs torch.distributed to be initialised."""
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype, generation_dtype: Literal["same"] | CodeKind = "same"
     ) -> None:
-        """
+        """Plan the layout.
+
         Args:
-            model: sharded (FSDP2) or not, in fp32; its parameters keep their names and shapes. One on the meta device
-                is enough to learn what versions hold (`slots`).
-            dtype: that weights are published in.
-            generation_dtype: same: in `dtype`; otherwise linear weights are codes.
+            model: the model in fp32, sharded (FSDP2) or not; its parameters keep their names and shapes. One on the
+                meta device is enough to learn the tensors of a version (`slots`).
+            dtype: type of the published weights.
+            generation_dtype: same: everything in `dtype`; otherwise linear weights are codes.
 
         Raises:
             RunFailed: the model's checkpoint form cannot be made, or not in pieces.
-            ValueError: it cannot be quantized.
+            ValueError: the model cannot be quantized.
         """
         self.dtype = dtype
         self.kind: CodeKind | None = None if generation_dtype == "same" else generation_dtype
@@ -161,10 +162,10 @@ class ShardedLayout:
         }
         described = plain if self.kind is None else quantized(plain, self.kind)
         self._files: list[int] = []
-        """See `shared_buffer`."""
+        """Spare files of `shared_buffer`."""
         weakref.finalize(self, _close, self._files)
         self.slots: dict[str, Slot] = {}
-        """The version's tensors by name, in its order."""
+        """Tensors of a version by name, in its order."""
         self.nbytes = 0
         for name, (kind, shape) in described.items():
             size = int(np.prod(shape)) * getattr(torch, kind).itemsize
@@ -172,14 +173,13 @@ class ShardedLayout:
             self.nbytes = (self.nbytes + size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
     def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
-        """A version of the model's weights; a collective.
+        """Lay out the model's current weights as version `number`; a collective.
 
         Returns:
             The manifest, on every rank, and the shared buffer (uint8 [nbytes]; empty on another host than rank 0's).
 
         Raises:
-            RunFailed: on every rank, if one has no room, or has weights that are inf or nan (where they are to be
-                quantized).
+            RunFailed: on every rank, if one has no room, or has inf or nan in weights that must be quantized.
         """
         near = ranks_of_first_host()
         buffer = shared_buffer(self.nbytes, near, self._files)
@@ -201,7 +201,7 @@ class ShardedLayout:
 
     @torch.no_grad()
     def _write(self, buffer: np.ndarray, near: Sequence[int]) -> str | None:
-        """Writes what is this rank's to write. Returns what went wrong, since the others wait in collectives."""
+        """Write this rank's part; return a problem instead of raising it, as the others wait in collectives."""
         problem = None
         for index, part in enumerate(self._parts):
             values: Iterable[tuple[str, int, torch.Tensor]]
@@ -220,8 +220,10 @@ class ShardedLayout:
         return problem
 
     def _own_rows(self, parameter: torch.Tensor, near: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        """(first row, rows) of a parameter that this rank has to write; a collective if it is not sharded by rows, or
-        if ranks that are not near own some."""
+        """Return (first row, rows) of a parameter that this rank has to write.
+
+        This is a collective if the parameter is not sharded by rows, or if ranks that are not near own some of them.
+        """
         if not isinstance(parameter, DTensor):
             return [(0, parameter)] if dist.get_rank() == 0 else []
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -234,7 +236,7 @@ class ShardedLayout:
         if coordinate is None or any(
             isinstance(p, Replicate) and at > 0 for p, at in zip(placements, coordinate, strict=True)
         ):
-            return []  # another one has the same rows
+            return []  # another rank has the same rows
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         return [(offset[0] if offset else 0, parameter.to_local().reshape(shape))]
 
@@ -243,7 +245,7 @@ class ShardedLayout:
         return converted.full_tensor() if isinstance(converted, DTensor) else converted
 
     def _write_rows(self, buffer: np.ndarray, name: str, first: int, rows: torch.Tensor) -> None:
-        """Converts rows (all of a tensor without rows) and writes them, `first` being the place of the first one.
+        """Convert rows (or a whole scalar) and write them from row `first` on.
 
         Raises:
             ValueError: they cannot be quantized.
@@ -261,25 +263,24 @@ class ShardedLayout:
 
 
 def ranks_of_first_host() -> list[int]:
-    """Those on the same host as rank 0, in order; a collective."""
+    """Return the ranks on the same host as rank 0, in order; a collective."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return [rank for rank, host in enumerate(hosts) if host == hosts[0]]
 
 
 def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndarray:
-    """One buffer (uint8 [nbytes], a file's) for the ranks of rank 0's host (`near`), an empty one for others; a
-    collective.
+    """Return one file-backed buffer (uint8 [nbytes]) for the ranks `near`, an empty one for others; a collective.
 
     Args:
-        nbytes: of each buffer, always the same.
-        near: see above.
-        files: descriptors of files that nobody maps any more, of rank 0. Their memory is used again: what the system
-            has to find and clear anew costs more than laying weights out. A buffer's file goes there, if there are
-            fewer than `SPARE_FILES`, when rank 0 lets go of it: the others must have done so by then.
+        nbytes: size of each buffer, always the same.
+        near: the ranks on rank 0's host.
+        files: on rank 0, descriptors of files that no process maps any more. Their memory is reused, because finding
+            and clearing new pages costs more than laying weights out. When rank 0 releases a buffer, its file goes
+            there, unless there are `SPARE_FILES`; the other ranks must have released it by then.
 
     Raises:
-        RunFailed: on every rank, if one cannot have it.
+        RunFailed: on every rank, if one cannot make or map the buffer.
     """
     problem, descriptor = None, -1
     try:
@@ -288,16 +289,16 @@ def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndar
                 descriptor = files.pop() if files else _anonymous_file(nbytes)
             except (OSError, MemoryError) as error:
                 problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {error}"
-        told = [f"/proc/{os.getpid()}/fd/{descriptor}"]
-        dist.broadcast_object_list(told)
-        path, mapped = told[0], np.zeros(0, np.uint8)
+        paths = [f"/proc/{os.getpid()}/fd/{descriptor}"]
+        dist.broadcast_object_list(paths)
+        path, mapped = paths[0], np.zeros(0, np.uint8)
         if problem is None and dist.get_rank() in near:
             try:
                 mapped = np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
             except (OSError, ValueError) as error:
                 problem = f"rank {dist.get_rank()} cannot map the weights of rank 0 ({path}): {error}"
         agree(problem)
-        if descriptor >= 0:  # its path is good for as long: a relay of this host may copy the file
+        if descriptor >= 0:  # open as long as the buffer lives: a relay on this host may copy the file by its path
             weakref.finalize(mapped, _let_go, descriptor, files)
             descriptor = -1
         return mapped
@@ -319,10 +320,10 @@ def _let_go(descriptor: int, files: list[int]) -> None:
 
 
 def agree(problem: str | None) -> None:
-    """Waits for all ranks; a collective.
+    """Wait for all ranks and fail together; a collective.
 
     Raises:
-        RunFailed: on every rank, with the first rank's problem, if any has one.
+        RunFailed: on every rank, with the first problem, if any rank has one.
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -331,9 +332,9 @@ def agree(problem: str | None) -> None:
 
 
 def _anonymous_file(nbytes: int) -> int:
-    """Descriptor of a new file in memory."""
+    """Return the descriptor of a new file in memory."""
     free = psutil.virtual_memory().available
-    if free < nbytes:  # pages come when they are written: too late to say so
+    if free < nbytes:  # pages are allocated when they are written, which is too late to report a problem
         raise MemoryError(f"{free / 2**20:.0f} MiB free")
     descriptor = os.memfd_create("streamrl-weights")
     try:
@@ -345,7 +346,7 @@ def _anonymous_file(nbytes: int) -> int:
 
 
 def _layers(names: Iterable[str]) -> list[list[str]]:
-    """Names grouped by what is before and at their first number, i.e. by decoder layer; in order of first mention."""
+    """Group names by their part up to the first number, i.e. by decoder layer, in order of first mention."""
     layers: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -355,10 +356,10 @@ def _layers(names: Iterable[str]) -> list[list[str]]:
 
 
 def _tried(revert: Revert, tensors: Tensors) -> Tensors:
-    """Nothing, if these tensors cannot be converted without others."""
+    """Convert tensors; return nothing if they cannot be converted without others."""
     try:
         return revert(tensors)
-    except Exception:  # whatever a conversion raises that lacks some of its tensors
+    except Exception:  # a conversion that lacks some of its tensors may raise anything
         return {}
 
 

@@ -1,7 +1,7 @@
-"""Weight versions: what a version is called, how it is laid out as bytes, how it travels, how it is verified.
+"""Weight versions: their names, layout as bytes, transport and verification.
 
 A version is the same whichever way it came. So a manifest has no base (`WeightVersion.base` is None: it describes
-complete weights); what a receiver started from is said by the parts that were sent to it.
+complete weights); the parts sent to a receiver say what they start from.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 from blake3 import blake3
 
 if TYPE_CHECKING:
-    import torch  # a service and a controller name versions, and never touch a tensor
+    import torch  # services and controllers name versions without ever touching a tensor
 
 ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes, so that any type can be viewed in place."""
+"""Multiple of bytes at which tensors start, so that any type can be viewed in place."""
 
 
 class CorruptWeights(Exception):
-    """Bytes that do not match their version's checksums."""
+    """Raised for bytes or descriptions that do not match their version."""
 
 
 class CorruptTensors(CorruptWeights):
-    """Some tensors of a version do not match."""
+    """Raised when some tensors of a version do not match their checksums."""
 
     def __init__(self, message: str, indexes: tuple[int, ...]) -> None:
         super().__init__(message)
         self.indexes = indexes
-        """Which ones, counted as in the manifest."""
+        """Indexes of these tensors in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's name, e.g. 'bfloat16'."""
+    """torch's type name, e.g. 'bfloat16'."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -51,8 +51,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A version: number, the version it is a delta of (None: complete, as in every manifest), and the hash of the
-    *resulting* weights."""
+    """A version's name: its number, base and content hash.
+
+    The base is the version it is a delta of (None: complete, as in every manifest); the hash is that of the *resulting*
+    weights.
+    """
 
     number: int
     base: int | None
@@ -61,14 +64,14 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version and where its tensors lie in a buffer of `nbytes`."""
+    """A version, and the places of its tensors in a buffer of `nbytes`."""
 
     version: WeightVersion
     nbytes: int
     tensors: tuple[TensorEntry, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for an envelope or a file."""
+        """Return plain values for an envelope or a file."""
         return {
             "number": self.version.number,
             "base": self.version.base,
@@ -79,7 +82,7 @@ class Manifest:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Manifest:
-        """Checks a received manifest.
+        """Check and return a received manifest.
 
         Raises:
             CorruptWeights: it does not describe tensors inside its buffer, or its hash does not match.
@@ -101,13 +104,13 @@ class Manifest:
         return manifest
 
     def verify(self, buffer: np.ndarray) -> None:
-        """Compares every tensor's bytes with its checksum.
+        """Compare every tensor's bytes with its checksum.
 
         Args:
             buffer: uint8 [nbytes].
 
         Raises:
-            CorruptTensors: naming the first tensor that differs.
+            CorruptTensors: some tensors differ; the message names the first.
             CorruptWeights: the buffer has another size.
         """
         if buffer.nbytes != self.nbytes:
@@ -117,14 +120,14 @@ class Manifest:
             raise CorruptTensors(f"version {self.version.number}: tensor {first!r} is corrupt", corrupt)
 
     def like(self, other: Manifest) -> bool:
-        """Whether both have the same tensors (names, types, shapes) at the same places, whatever their values."""
+        """Return whether both have the same tensors (names, types, shapes) at the same places; values may differ."""
         return self.nbytes == other.nbytes and (
             [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in self.tensors]
             == [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in other.tensors]
         )
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) views into a buffer (uint8 [nbytes])."""
+        """Yield (name, tensor) views into a buffer (uint8 [nbytes])."""
         import torch
 
         for t in self.tensors:
@@ -134,7 +137,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Payload:
-    """What is sent of one tensor, within a part's stream."""
+    """The bytes sent for one tensor, within a part's stream."""
 
     offset: int
     nbytes: int
@@ -144,33 +147,33 @@ class Payload:
 
 @dataclass(frozen=True)
 class Part:
-    """Weights on their way: one stream of `nbytes`, with a payload for every tensor of the manifest, in its order."""
+    """Weights in transit: one stream of `nbytes`, with a payload for every tensor of the manifest, in its order."""
 
     number: int
     base: int | None
     """The version that this is a delta of (None: complete)."""
     coded: bool
-    """Whether payloads are the delta codec's, one after the other; else the stream is the version's buffer itself."""
+    """Whether the stream is payloads of the delta codec, one after the other; else it is the version's buffer."""
     nbytes: int
     payloads: tuple[Payload, ...]
 
     @staticmethod
     def of_buffer(manifest: Manifest) -> Part:
-        """All of a version, not coded."""
+        """Return a part that is a whole version, not coded."""
         payloads = tuple(Payload(t.offset, t.nbytes, t.checksum) for t in manifest.tensors)
         return Part(manifest.version.number, None, False, manifest.nbytes, payloads)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for an envelope; what is not coded is told by its manifest."""
+        """Return plain values for an envelope; the payloads of an uncoded part follow from its manifest."""
         payloads = [[p.nbytes, p.checksum] for p in self.payloads] if self.coded else None
         return {"number": self.number, "base": self.base, "payloads": payloads}
 
     @staticmethod
     def from_dict(values: dict[str, Any], manifest: Manifest) -> Part:
-        """Checks a part that was received with `manifest`, on the way to that version.
+        """Check and return a part that was received with `manifest`, on the way to that version.
 
         Raises:
-            CorruptWeights: it is malformed, or does not fit the manifest.
+            CorruptWeights: the part is malformed, or does not fit the manifest.
         """
         try:
             number, base = int(values["number"]), None if values["base"] is None else int(values["base"])
@@ -189,7 +192,7 @@ class Part:
 
     @staticmethod
     def of_payloads(number: int, base: int | None, sizes: Iterable[tuple[int, str]]) -> Part:
-        """A coded part.
+        """Return a coded part.
 
         Args:
             number: its version.
@@ -203,13 +206,13 @@ class Part:
         return Part(number, base, True, cursor, tuple(payloads))
 
     def corrupt(self, stream: np.ndarray, indexes: Sequence[int]) -> tuple[int, ...]:
-        """Of these tensors, the ones whose payloads in a stream (uint8 [nbytes]) do not match."""
+        """Return those of `indexes` whose payloads in a stream (uint8 [nbytes]) do not match."""
         found = _corrupt([self.payloads[i] for i in indexes], stream)
         return tuple(indexes[i] for i in found)
 
 
 def transfer_kind(parts: Iterable[Part]) -> str:
-    """What a way is made of, in a word or two."""
+    """Describe a path of parts in a word or two."""
     kinds = ["complete" if not part.coded else "packed" if part.base is None else "delta" for part in parts]
     return "+".join(dict.fromkeys(kinds)) or "nothing"
 
@@ -221,7 +224,7 @@ def _corrupt(entries: Sequence[Payload | TensorEntry], data: np.ndarray) -> tupl
 
 
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Manifest, np.ndarray]:
-    """Copies tensors (any device) into one buffer and describes them; a complete version (base None)."""
+    """Copy tensors (any device) into one buffer and describe them, as a complete version (base None)."""
     import torch
 
     items = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
@@ -246,12 +249,12 @@ def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[M
 
 
 def checksum(data: np.ndarray) -> str:
-    """BLAKE3 of an array's bytes, as hex: as safe as SHA-256, and five times as fast on one core."""
+    """Return the BLAKE3 of an array's bytes, as hex: as safe as SHA-256, and five times as fast on one core."""
     return blake3(data.data).hexdigest()
 
 
 def content_hash(tensors: Iterable[TensorEntry]) -> str:
-    """Hash of the weights themselves (names, types, shapes, bytes), not of where they lie."""
+    """Return a hash of the weights themselves (names, types, shapes, bytes), whatever their places."""
     digest = hashlib.sha256()
     for t in sorted(tensors, key=lambda t: t.name):
         digest.update(f"{t.name}\0{t.dtype}\0{t.shape}\0{t.checksum}\n".encode())

@@ -1,8 +1,8 @@
-"""Versions of one site on its host: verified files in shared memory that every instance maps.
+"""Weight versions of one site on its host: verified files in shared memory that every instance maps.
 
-A version is written under a temporary name, verified, and only then renamed: a file with a version's name is whole.
-The memory of a version that is not needed any more serves for a later one, once nobody has it open or maps it: making
-and clearing its pages anew took longer than all else between two versions.
+A version is written under a temporary name, verified, and only then renamed, so a file with a version's name is
+complete. The memory of a version that is no longer needed is reused for a later one, once no process has it open or
+maps it: allocating and clearing new pages took longer than everything else between two versions.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ class WeightStore:
     """Files of one run's versions; one writer (the relay), any number of readers."""
 
     def __init__(self, directory: Path, one_machine: bool = True) -> None:
-        """
+        """Use a folder as a store.
+
         Args:
-            directory: of the store.
-            one_machine: whether all its readers are on this one: then it is known whether there are any.
+            directory: the store's folder.
+            one_machine: whether all its readers are on this machine, so that the store can tell whether there are any.
         """
         self.directory = directory
         self.one_machine = one_machine
         self._verified: set[int] = set()
-        """Versions that this object has seen whole."""
+        """Versions that this object has verified."""
         self._writing: dict[int, int | None] = {}
-        """Begun and not committed: the version, and which one it is made from."""
+        """Versions begun and not committed, each with the version it is made from."""
 
     @property
     def _spare(self) -> Path:
-        """A file of no use but for its memory, which no reader opens by this name."""
+        """File that is kept only for its memory; no reader opens it by this name."""
         return self.directory / "spare.bin"
 
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
     def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> np.ndarray:
-        """A writable buffer (uint8 [nbytes]) for a version to be received: with the bytes of a version that is here
-        (`base`), to which deltas are applied; with those of a file of this host; or with zeros. The base stays until
-        the version is committed or abandoned.
+        """Return a writable buffer (uint8 [nbytes]) for a version that will be received.
+
+        It starts with the bytes of a stored version (`base`), to which deltas are applied; with those of a file of this
+        host (`file`); or with zeros. The base is kept until the version is committed or abandoned.
 
         Raises:
             RunFailed: there is no room.
-            FileNotFoundError: the base, or the file, is not here.
-            PermissionError: the file is somebody else's.
+            FileNotFoundError: the base, or the file, does not exist.
+            PermissionError: the file belongs to another user.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = manifest.version.number
@@ -78,10 +80,10 @@ class WeightStore:
         return np.memmap(partial, dtype=np.uint8, mode="r+", shape=(manifest.nbytes,))
 
     def commit(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Verifies what was received and gives it its name.
+        """Verify the received bytes and give the file its version's name.
 
         Raises:
-            CorruptWeights: the bytes do not match. The partial file stays, to be mended and committed, or abandoned.
+            CorruptWeights: the bytes do not match. The partial file stays, to be repaired and committed, or abandoned.
         """
         manifest.verify(buffer)
         number = manifest.version.number
@@ -91,26 +93,28 @@ class WeightStore:
         self._verified.add(number)
 
     def abandon(self, number: int) -> None:
-        """Deletes what was begun of a version."""
+        """Delete the partial file of a version."""
         self._path(number).with_suffix(".partial").unlink(missing_ok=True)
         self._writing.pop(number, None)
 
     def open(self, number: int) -> tuple[Manifest, np.ndarray]:
-        """A committed version; the buffer is a private view (writes do not reach the file).
+        """Open a committed version; the buffer is a private view (writes do not reach the file).
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the version is not stored.
         """
         manifest = Manifest.from_dict(json.loads(self._path(number).with_suffix(".json").read_text()))
         return manifest, np.memmap(self._path(number), dtype=np.uint8, mode="c")
 
     def has(self, number: int) -> bool:
-        """Whether a version is here."""
+        """Return whether a version is stored."""
         return self._path(number).is_file()
 
     def newest_verified(self) -> int | None:
-        """The newest version here, or None. What an earlier process left is verified first, and deleted if it is not
-        whole."""
+        """Return the newest stored version, or None.
+
+        Versions left by an earlier process are verified first, and deleted if they are damaged.
+        """
         numbers = (int(path.stem.split("_")[1]) for path in self.directory.glob("version_*.bin"))
         for number in sorted(numbers, reverse=True):
             if number in self._verified:
@@ -127,7 +131,7 @@ class WeightStore:
         return None
 
     def is_whole(self, number: int) -> bool:
-        """Whether a version is here and its bytes are what they were; one that is not is deleted."""
+        """Return whether a version is stored and undamaged; delete it if not."""
         try:
             manifest, buffer = self.open(number)
             manifest.verify(buffer)
@@ -138,12 +142,15 @@ class WeightStore:
         return True
 
     def distrust(self, number: int) -> None:
-        """A version turned out to be no good base: it is verified again before it is used as one."""
+        """Verify a version again before its next use, because it turned out to be a bad base."""
         self._verified.discard(number)
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Deletes other versions (a reader that still maps one keeps its memory until it lets go), except what is
-        being written and what it is made from. On one machine the file of one of them stays as a spare one."""
+        """Delete all other versions, except those being written and their bases.
+
+        A reader that still maps one keeps its memory until it lets go. On one machine the file of one of them is kept
+        as a spare.
+        """
         kept = numbers | self._writing.keys() | set(self._writing.values())
         for path in self.directory.glob("version_*.*"):
             if (number := int(path.stem.split("_")[1])) not in kept:
@@ -154,13 +161,13 @@ class WeightStore:
                 self._verified.discard(number)
 
     def clear(self) -> None:
-        """Deletes the whole store."""
+        """Delete the whole store."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self._verified.clear()
 
 
 def _is_free(path: Path) -> bool:
-    """Whether no process has a file open or maps it (a write lease is given only then: fcntl(2))."""
+    """Return whether no process has a file open or maps it; only then is a write lease granted (fcntl(2))."""
     with path.open("r+b") as file:
         try:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -171,7 +178,7 @@ def _is_free(path: Path) -> bool:
 
 
 def _copy(source: str | Path, target: Path) -> None:
-    """Copies a file into one that may be there already, whose memory is kept."""
+    """Copy a file into another that may already exist and then keeps its memory."""
     with open(source, "rb") as one, open(os.open(target, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as other:
         size, at = os.fstat(one.fileno()).st_size, 0
         while at < size and (sent := os.sendfile(other.fileno(), one.fileno(), at, size - at)):

@@ -53,7 +53,7 @@ def test_kinds_without_their_precondition_are_left_out_with_the_reason() -> None
     )
     assert possible[FaultKind.LINK_SLOW] == possible[FaultKind.SITE_KILL] == ("west",)
     assert set(left_out) == {FaultKind.REWARDS_KILL, FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL}
-    assert "nobody would start the run again" in left_out[FaultKind.LAUNCHER_KILL]
+    assert "nothing would restart the run" in left_out[FaultKind.LAUNCHER_KILL]
 
 
 def test_a_run_of_another_machine_keeps_its_controller() -> None:

@@ -76,7 +76,7 @@ def test_a_process_that_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
         other.kill()
     with pytest.raises(NotPossible, match="not running"):
         faults.inject(fault(FaultKind.INSTANCE_KILL), seen(1, exit_code=-9))
-    with pytest.raises(NotPossible, match="somebody else's"):
+    with pytest.raises(NotPossible, match="not started by this command"):
         faults.inject(fault(FaultKind.LAUNCHER_KILL, "launcher"), seen(1))
 
 

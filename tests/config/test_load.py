@@ -49,7 +49,7 @@ def test_the_files_of_the_repository_are_valid() -> None:
         load_cluster(path)
     for path in sorted((ROOT / "experiments").glob("runs/*.yaml")):
         load_run(path)
-    demo = load_run(ROOT / "experiments/runs/demo.yaml")
+    demo = load_run(ROOT / "examples/demo.yaml")
     assert demo.tasks == default_tasks()
     assert demo.optimizer.lr == 1e-5
 
@@ -214,7 +214,7 @@ def test_mistakes_of_file_and_overrides_are_told_together(write: Write) -> None:
 
 def test_a_resolved_run_reads_back_the_same(tmp_path: Path) -> None:
     cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
-    run = load_run(ROOT / "experiments/runs/demo.yaml", ["model.system_prompt='é: yes'", "optimizer.eps=1e-12"])
+    run = load_run(ROOT / "examples/demo.yaml", ["model.system_prompt='é: yes'", "optimizer.eps=1e-12"])
     save_resolved(tmp_path / "new", cluster, run)
     assert load_resolved(tmp_path / "new") == (cluster, run)
     assert set(yaml.safe_load((tmp_path / "new/config.yaml").read_text())) == {"cluster", "run"}

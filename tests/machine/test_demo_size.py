@@ -61,7 +61,7 @@ def test_micro_batches_shrink_until_the_run_fits_into_memory() -> None:
 
 def test_what_is_chosen_is_a_valid_run_file() -> None:
     for size in sizes():
-        run = load_run(ROOT / "experiments/runs/demo.yaml", size.overrides)
+        run = load_run(ROOT / "examples/demo.yaml", size.overrides)
         assert (run.steps, run.sampling.max_tokens) == (size.steps, size.max_tokens)
         assert (run.batch.prompts_per_step, run.batch.samples_per_prompt) == (size.prompts, size.samples)
         assert len(run.tasks) == 3

@@ -1,23 +1,24 @@
-"""A site's requests from arrival to finished sample: asks the dispatch policy where, and tells the instances.
+"""A site's requests, from arrival to finished sample: the dispatch policy chooses their instances.
 
-    generate -> instance            a request, with what has been produced of it
-    release  -> instance            take it off; the answer is `released` with its tokens
+    generate -> instance            a request, with the tokens it has already produced
+    release  -> instance            preempt the request; the answer is `released` with its tokens
 
-A request is taken off for one of these reasons, and what follows differs:
+A request is preempted for one of three reasons, which decide what happens next:
 
-    moved       the policy wants it elsewhere: it goes on there
-    parked      its round is over, or it has used its budget of tokens: it waits here, with its tokens, for `resume`
-    requeued    its instance loads new weights, or leaves: the policy places it anew
+    moved       the policy wants it on another instance, where it continues
+    parked      its round is over, or its token budget is used up: it waits here, with its tokens, for `resume`
+    requeued    its instance loads new weights or leaves: the policy places it again
 
-What a dead instance had goes on from what is known of its tokens (`lost`), and so does what a silent one has
-(`hand_over`). A silent one may be back: it is told to give back what it had, and until it has (`owes`) it had better
-get nothing new; what it says of those requests meanwhile is not listened to, unless it is the finished sample.
+Requests of a dead instance continue elsewhere from the tokens that are known (`lost`), and so do those of a silent one
+(`hand_over`). A silent instance may come back: it is ordered to release what it had, and should get nothing new until
+it has (`owes`). Until then everything it reports about those requests is ignored, except a finished sample.
 
-The policy decides; here is only who has what. A request that ends while it is taken off has simply ended.
+The policy decides; this module only records which instance has which request. A request that ends while it is being
+preempted has simply ended.
 
-While it is throttled, because finished samples cannot leave the site as fast as they come, the policy is not asked:
-nothing is started that waits. What runs goes on, and what is on its way to another instance goes on there; what is
-parked, resumed or requeued meanwhile waits with its tokens.
+While dispatch is throttled, because finished samples leave the site more slowly than they are produced, the policy is
+not consulted and no waiting request starts. Running requests continue, and a request already moving to another
+instance continues there; requests that are parked, resumed or requeued meanwhile wait with their tokens.
 """
 
 from __future__ import annotations
@@ -36,45 +37,45 @@ from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
 
 Send = Callable[[str, str, dict[str, Any], Arrays], Awaitable[None]]
-"""(instance, kind, body, arrays)."""
+"""Sends a message: (instance, kind, body, arrays)."""
 Told = Callable[[str, str], float]
-"""(instance, sample) -> tokens."""
+"""Tokens that an instance has reported for a sample: (instance, sample) -> tokens."""
 
 
 class Dispatcher:
-    """See the module's text."""
+    """The requests of a site: which instance works on each, and which ones wait or are parked."""
 
     def __init__(self, policy: DispatchPolicy, send: Send, produced: Told) -> None:
         """
         Args:
-            policy: places requests.
-            send: brings a message to an instance.
-            produced: tokens that an instance's running request has produced, as far as the instance has told.
+            policy: chooses instances for requests.
+            send: sends a message to an instance.
+            produced: tokens that an instance's running request has produced, as last reported by the instance.
         """
         self.policy = policy
         self.requests: dict[str, SampleRequest] = {}
         """Requests without a finished sample, parked ones included, by sample id."""
         self.parked: set[str] = set()
-        """Requests that wait for `resume`; some may still be on their way back from their instance."""
+        """Requests that wait for `resume`; their instance may not have returned them yet."""
         self.moves = 0
-        """Running requests that went to another instance, since the start."""
+        """Running requests that were moved to another instance since the start."""
         self._send = send
         self._told = produced
         self._forecasts: dict[str, Forecast | None] = {}
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._handed_over: dict[str, set[str]] = {}
-        """Requests that go on elsewhere although their instance may still be at work on them, by instance."""
-        self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) it goes to
-        self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # how each instance joined
+        """Requests that continue elsewhere although this instance may still be working on them, by instance."""
+        self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) that it is moving to
+        self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # (slots, curve, pool) of each instance
         self._held: dict[str, set[str]] = {}
-        """Instances that get nothing new, and why."""
+        """Reasons for which an instance gets no new requests, by instance."""
         self._unused: set[str] = set()
         self._slow: dict[str, float] = {}
-        """Instances that are slower than they have said, and by which factor."""
+        """Factor by which steps take longer than the instance's curve says, by instance."""
         self._throttled = False
 
     async def join(self, instance: str, slots: int, curve: StepCurve | None, pool: str) -> None:
-        """An instance is ready for work."""
+        """Add an instance that is ready for work."""
         self._joined[instance] = (slots, curve, pool)
         self._slow.pop(instance, None)
         if instance in self._unused:
@@ -84,30 +85,30 @@ class Dispatcher:
         await self._dispatch()
 
     async def hold(self, instance: str, requeue: bool, why: str) -> None:
-        """An instance gets no more requests until `unhold`.
+        """Give an instance no more requests until `unhold`.
 
         Args:
-            instance: which.
-            requeue: what it has running is taken off and placed anew; else it stays there and may end.
-            why: a word; it is held until every reason has gone.
+            instance: name of the instance.
+            requeue: whether its running requests are preempted and placed again; otherwise they continue there.
+            why: reason, in a word; the instance is held until every reason has been removed.
         """
         reasons = self._held.setdefault(instance, set())
         first = not reasons
         reasons.add(why)
         waiting = []
         for sample_id in self.policy.leave(instance) if first else ():
-            if sample_id in self._moving:  # on its way here: placed anew once it has come back from where it was
+            if sample_id in self._moving:  # moving here: placed again once its old instance has released it
                 del self._moving[sample_id]
             elif sample_id not in self._at:  # a policy may have planned it for this instance
                 waiting.append(sample_id)
         if requeue:
             for sample_id in sorted(name for name, at in self._at.items() if at == instance):
-                if sample_id not in self._moving and sample_id not in self.parked:  # those are coming back already
+                if sample_id not in self._moving and sample_id not in self.parked:  # those are being released already
                     await self._send(instance, *wire(Release(sample_id=sample_id)), {})
         await self._place(waiting)
 
     async def unhold(self, instance: str, why: str) -> None:
-        """A reason for which an instance was held has gone; of one that has left meanwhile it is no news."""
+        """Remove a reason for holding an instance; a no-op for one that has left meanwhile."""
         reasons = self._held.get(instance, set())
         reasons.discard(why)
         if not reasons and self._held.pop(instance, None) is not None:
@@ -116,47 +117,46 @@ class Dispatcher:
             await self._dispatch()
 
     async def slow(self, instance: str, factor: float) -> None:
-        """An instance's steps take `factor` times as long as it has said when it joined; 1: not any more."""
+        """Record that an instance's steps take `factor` times as long as its curve says; 1 ends this."""
         self._slow[instance] = factor
         self.policy.slow(instance, factor)
         await self._dispatch()
 
     def curve_of(self, instance: str) -> StepCurve | None:
-        """Step times by which an instance that has joined is planned for."""
+        """Return the step times used in plans for an instance that has joined."""
         return self._joined[instance][1]
 
     def measured(self, instance: str, curve: StepCurve) -> None:
-        """An instance's steps take as long as this curve says, in place of the one that it has joined with. What comes
-        next is planned by it; what is planned stays."""
+        """Replace an instance's step curve. Only later plans use it; existing plans stay."""
         slots, _, pool = self._joined[instance]
         self._joined[instance] = slots, curve, pool
         self.policy.measured(instance, curve)
 
     def knows(self, instance: str) -> bool:
-        """Whether an instance has joined, held or not."""
+        """Return whether an instance has joined, held or not."""
         return instance in self._joined
 
     def works_on(self, instance: str) -> list[str]:
-        """Requests that an instance has, those included that it is to give back."""
+        """Return the requests that an instance has, including those it was ordered to release."""
         return [sample_id for sample_id, at in self._at.items() if at == instance]
 
     def has(self, instance: str, sample_id: str) -> bool:
-        """Whether an instance is the one that works on a request."""
+        """Return whether a request is assigned to an instance."""
         return self._at.get(sample_id) == instance
 
     def owes(self, instance: str) -> int:
-        """Requests that were handed over to others, and that the instance has not given up yet."""
+        """Return the number of requests that were handed over to others and not yet released by the instance."""
         return len(self._handed_over.get(instance, ()))
 
     async def lost(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
-        """An instance is gone, whatever it had: its requests go on elsewhere, from what is known of their tokens.
+        """Continue a dead instance's requests elsewhere, from the tokens that are known.
 
         Args:
-            instance: which.
-            kept: tokens of a request, as far as they are known.
+            instance: name of the instance.
+            kept: returns the known tokens of a request.
 
         Returns:
-            Requests that are parked because what is known uses up their budget, as `released` tells of others.
+            Requests that are now parked because their known tokens use up their budget (see `released`).
         """
         if instance in self._joined:
             await self.hold(instance, requeue=False, why="lost")
@@ -165,8 +165,10 @@ class Dispatcher:
         return parked
 
     async def hand_over(self, instance: str, kept: Callable[[str], PartialSample | None]) -> list[PartialSample]:
-        """The requests of an instance that is held, and may never answer, go on elsewhere; should it still be there,
-        it gives them up. As `lost` otherwise."""
+        """Continue a silent instance's requests elsewhere, and order it to release them should it come back.
+
+        The instance must be held. Arguments and result are those of `lost`.
+        """
         had = self.works_on(instance)
         self._handed_over.setdefault(instance, set()).update(had)
         for sample_id in had:
@@ -196,18 +198,18 @@ class Dispatcher:
         return parked
 
     async def retire(self, instance: str) -> None:
-        """An instance that was held, and has nothing left, is gone."""
+        """Remove an instance that was held and has no requests left."""
         self._unused.discard(instance)
         self.leave(instance)
 
     def leave(self, instance: str) -> None:
-        """An instance has to join again before it gets requests; what it works on stays its own."""
+        """Require an instance to join again before it gets requests; it keeps what it works on."""
         self._held.pop(instance, None)
         self._joined.pop(instance, None)
         self._handed_over.pop(instance, None)
 
     async def use(self, instances: Iterable[str]) -> None:
-        """From now on only these get requests; what others have running is placed anew."""
+        """Give requests to these instances only; requests running on others are placed again."""
         unused = self._joined.keys() - set(instances)
         for instance in sorted(unused - self._unused):
             await self.hold(instance, requeue=True, why="unused")
@@ -216,12 +218,12 @@ class Dispatcher:
             await self.unhold(instance, "unused")
 
     async def throttle(self, on: bool) -> None:
-        """From now on nothing new is started (see the module's text); when it is off again, what waits is, at once."""
+        """Stop starting requests, or start the waiting ones again; running requests continue either way."""
         self._throttled = on
         await self._dispatch()
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
-        """Takes groups that are to be placed together, each with its requests and its forecast."""
+        """Place groups together, each given by its requests and its forecast."""
         new = []
         for requests, forecast in groups:
             for request in requests:
@@ -231,7 +233,7 @@ class Dispatcher:
         await self._place(new)
 
     async def park(self, sample_ids: Iterable[str]) -> None:
-        """Takes requests off, whether they run or wait; those that have ended are left alone."""
+        """Preempt and park requests, whether they run or wait; those that have ended are ignored."""
         wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests} - self.parked
         self.parked |= wanted
         self.policy.withdraw(wanted)
@@ -241,10 +243,10 @@ class Dispatcher:
         await self._dispatch()
 
     async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
-        """Parked requests go on, from the tokens that they have.
+        """Continue parked requests from the tokens that they have.
 
         Args:
-            sample_ids: those that have ended meanwhile are left alone.
+            sample_ids: requests to continue; those that have ended meanwhile are ignored.
             budget: new tokens after which they are parked again.
         """
         wanted = [sample_id for sample_id in sample_ids if sample_id in self.parked]
@@ -253,15 +255,15 @@ class Dispatcher:
             has = len(request.kept.completion_tokens) if request.kept else 0
             self.requests[sample_id] = replace(request, pause_at=None if budget is None else has + budget)
             self.parked.discard(sample_id)
-        # what is still on its way back is placed when it has come
+        # a request that its instance has not yet released is placed when it has been
         await self._place([sample_id for sample_id in wanted if sample_id not in self._at])
 
     async def finished(self, sample_id: str, length: int, instance: str) -> None:
-        """A sample has come, of an instance that may have been taken for dead: then nobody else is to go on with it."""
+        """Record a finished sample. Its instance may have been given up: then stop the one that continues the request."""
         self._handed_over.get(instance, set()).discard(sample_id)
         if (at := self._at.get(sample_id, instance)) != instance:
             await self._send(at, *wire(Release(sample_id=sample_id)), {})
-        if sample_id not in self._at:  # it waits to be placed
+        if sample_id not in self._at:  # it waits in the policy's queue
             self.policy.withdraw({sample_id})
         self.requests.pop(sample_id, None)
         self._forecasts.pop(sample_id, None)
@@ -272,10 +274,10 @@ class Dispatcher:
         await self._dispatch()
 
     async def released(self, partial: PartialSample, instance: str) -> bool:
-        """An instance has taken a request off, with what it has produced.
+        """Record that an instance has released a request, with what it has produced.
 
         Returns:
-            Whether it is parked because it has used its budget: whoever gave the budget may want to know.
+            Whether it is now parked because its budget is used up; the controller, which set the budget, is notified.
         """
         sample_id = partial.sample_id
         self._handed_over.get(instance, set()).discard(sample_id)

@@ -44,19 +44,19 @@ from streamrl.weights.version import WeightVersion
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-"""While an instance gives back what it works on."""
+"""Seconds between two checks whether a leaving instance has released its requests."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """When an instance stood still for new weights; unix seconds of this site's clock."""
+    """The time for which an instance paused to load weights, in unix seconds of this site's clock."""
 
     started: float
     finished: float
 
 
 class SiteFleet:
-    """See the module's text."""
+    """All instances of a site: starts, weight updates, silences, deaths, restarts and departures."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class SiteFleet:
     ) -> None:
         """
         Args:
-            context: the service's.
-            hub: that the instances connect to.
-            dispatcher: gives them their requests.
-            waits: where waits for them are registered.
-            journal: what their running requests have produced.
-            ensure: sees to it that a version that was loaded before is still whole in the site's store.
-            parked: told of a request that has used up its budget of tokens, as an instance's death has shown.
-            changed: told whenever an instance has come, or begins to leave, or has left.
+            context: context of the site's service.
+            hub: hub that the instances connect to.
+            dispatcher: assigns requests to instances.
+            waits: registry of waits for instances.
+            journal: tokens that running requests have produced.
+            ensure: makes sure that a version that was loaded before is still intact in the site's store.
+            parked: called with each request whose budget turns out to be used up when its instance is lost.
+            changed: called whenever an instance has joined, begins to leave, or has left.
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
@@ -89,42 +89,43 @@ class SiteFleet:
         self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
         self._weights_fetched = path_of(context).fetched
         self._processes: dict[str, int] = {}
-        """Number of each instance's newest process, of those that are gone, too."""
+        """Number of each instance's newest process; instances that have left are included."""
         self._curves = FleetCurves(self._pools)
-        """As the instances that the run began with have measured them, then as the work of all says."""
+        """Step times measured by the instances that the run began with, later by the work of all instances."""
         self._ensure, self._changed, self._parked = ensure, changed, parked
         self._served: WeightVersion | None = None
         self._asleep = False
         self._loads: defaultdict[str, set[int]] = defaultdict(set)
-        """Versions that each instance was told to load, and has not answered for."""
+        """Versions that each instance was ordered to load and has not reported on."""
         self.watch = InstanceWatch(self)
         self._causes: dict[str, str] = {}
-        """Of what instances have died, the newest time."""
+        """Cause of each instance's latest death."""
         self._loading = asyncio.Lock()
-        """Nobody comes or goes while weights are loaded."""
+        """Held while weights are loaded, so that no instance joins or leaves meanwhile."""
         self.answers = Answers(hub, waits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: asyncio.Queue[Exception] = asyncio.Queue()
-        """Of what comes and goes."""
+        """Errors of the background tasks; `run` raises the first one."""
 
     @property
     def ready(self) -> list[str]:
-        """Names of the instances that get requests, in order."""
+        """Sorted names of the instances that get requests."""
         return sorted(name for name, life in self.lives.items() if life.state is Life.READY)
 
     @property
     def present(self) -> list[str]:
-        """Those that have come and not gone, heard or not, in order."""
+        """Sorted names of the instances that have connected and neither died nor begun to leave; silent ones included."""
         there = (Life.STALE, Life.READY, Life.SUSPECT)
         return sorted(name for name, life in self.lives.items() if life.state in there)
 
     async def open(self) -> None:
-        """Waits for the instances that the run begins with, or that a service before this one has left. They get no
-        requests before they have loaded weights that this service knows of.
+        """Wait for the instances that the run begins with, or that an earlier service has left running.
+
+        They get no requests before they have loaded weights that this service knows of.
 
         Raises:
-            DeadlineExpired: naming those that have not come.
-            RunFailed: one that the run begins with has died: the next one would die of the same.
+            DeadlineExpired: some instances did not connect in time; they are named.
+            RunFailed: an instance that the run begins with died; a restarted one would die of the same cause.
         """
         adopted = self._adopt()
         self._reconcile(bring_in=False)
@@ -146,14 +147,13 @@ class SiteFleet:
             self._curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
             self.lives[name].on("met")
             if not self._weights_fetched:
-                await self._let_in(name)  # the trainer brings their weights
+                await self._let_in(name)  # the trainer pushes their weights
 
     def _say_missing(self, names: list[str]) -> None:
         self.context.say(waiting_for(names))
 
     def _adopt(self) -> bool:
-        """Takes over the instances that a service before this one has left, whether they still live or not; whether
-        there are any."""
+        """Take over the instances that an earlier service has left, alive or not; return whether there are any."""
         possible = {spec.name: spec for spec in self._possible}
         for one in read_wanted(self.context.run_dir) or []:
             spec = possible[one.name]
@@ -167,10 +167,10 @@ class SiteFleet:
         return bool(self.lives)
 
     async def run(self) -> None:
-        """Watches the instances until cancelled; what goes wrong while they come and go is raised here.
+        """Watch the instances until cancelled; raise the first error of any background task.
 
         Raises:
-            RunFailed: no instance is left, and none can be started again.
+            RunFailed: no instance is left, and none may be restarted.
         """
         self._begin(self.watch.run())
         try:
@@ -180,24 +180,24 @@ class SiteFleet:
                 task.cancel()
 
     def being_loaded(self) -> set[int]:
-        """Versions that instances may be in the middle of: an old one if it has been silent since."""
+        """Return the versions that instances may still be loading; an instance that fell silent may load an old one."""
         return set().union(*self._loads.values())
 
     async def scale(self, replicas: Mapping[str, int]) -> None:
-        """From now on pools are to have so many instances; that they are is reached in time."""
+        """Set the target number of instances of pools; instances start and leave in the background."""
         self._wanted |= {pool: count for pool, count in replicas.items() if pool in self._pools}
         self._reconcile()
         await self._changed()
 
     def instances(self) -> list[SimulatedInstance]:
-        """Those that are there, with their step times."""
+        """Return the instances that are present, with their step times."""
         return [self._simulated(name) for name in self.present]
 
     def _simulated(self, name: str) -> SimulatedInstance:
         return self._curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
 
     def told(self) -> dict[str, dict[str, Any]]:
-        """Every instance's pool, where it is in its life, and of what it has died last, by name."""
+        """Return every instance's pool, state and cause of its latest death, by name."""
         return {
             name: {"pool": life.pool, "life": str(life.state), "detail": self._causes.get(name, "")}
             for name, life in self.lives.items()
@@ -206,14 +206,14 @@ class SiteFleet:
     async def send(
         self, name: str, kind: str, body: dict[str, Any] | None = None, arrays: Arrays | None = None
     ) -> None:
-        """Sends an instance a message; one that has died meanwhile gets nothing."""
+        """Send an instance a message; a no-op for one that has died meanwhile."""
         with contextlib.suppress(KeyError):
             await self.hub.send(name, kind, body, arrays)
 
-    # -- coming and going
+    # -- starting and leaving
 
     def _reconcile(self, bring_in: bool = True) -> None:
-        """Begins what brings each pool to the number that is wanted of it."""
+        """Start or retire instances until each pool has its target number."""
         for pool, wanted in self._wanted.items():
             alive = sorted((life for life in self.lives.values() if life.pool == pool), key=lambda life: life.index)
             staying = [life for life in alive if life.state in ALIVE]
@@ -222,7 +222,7 @@ class SiteFleet:
                 self._begin(self._take_out(life))
             taken = {life.index for life in alive}
             free = [index for index in range(self._pools[pool].most_replicas) if index not in taken]
-            # places of instances that are still leaving are filled once they have left
+            # the index of an instance that is still leaving is reused only once it has left
             for index in free[: max(0, wanted - len(staying))]:
                 name = instance_name(self.context.site, pool, index)
                 self._processes[name] = self._processes.get(name, 0) + 1
@@ -248,12 +248,12 @@ class SiteFleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring_in(self, life: InstanceLife) -> None:
-        """An instance that is being started gets the weights that are served, then requests."""
+        """Wait for a starting instance, give it the served weights, then requests."""
         process = life.process
         try:
             await self._met(life)
         except InstanceLost:
-            return  # whoever noticed has seen to it
+            return  # handled where the loss was noticed
         except DeadlineExpired as error:
             if life.process == process and life.can("died"):
                 await self.died(life, str(error))
@@ -261,16 +261,16 @@ class SiteFleet:
         await self._catch_up(life)
 
     async def _catch_up(self, life: InstanceLife) -> None:
-        """A stale instance gets the weights that are served, then requests."""
+        """Give a stale instance the served weights, then requests."""
         process = life.process
         async with self._loading:
             if not (life.process == process and life.can("current")):
-                return  # it has died, was retired, or has got weights with the others, meanwhile
+                return  # meanwhile it has died, was retired, or has loaded the weights together with the others
             if self._served is None:
-                return  # it is let in with the first weights
+                return  # it joins with the first weights
             await self._ensure(self._served)
             if await self._update(life.name, self._served) is None:
-                return  # whoever noticed has seen to it
+                return  # handled where the loss was noticed
             if self._asleep and not await self._sleeps(life.name):
                 return
             if life.process == process and life.can("current"):
@@ -278,11 +278,11 @@ class SiteFleet:
         await self._changed()
 
     async def _met(self, life: InstanceLife) -> None:
-        """Waits for an instance's present process; the hello of one before is not meant.
+        """Wait for the hello of an instance's current process; that of an earlier process does not count.
 
         Raises:
-            InstanceLost: it was retired, or died.
-            DeadlineExpired: it did not come.
+            InstanceLost: the instance was retired, or died.
+            DeadlineExpired: the process did not connect in time.
         """
         process = life.process
         async with self.waits.deadline(f"{life.name} to start", self.limits.startup_s):
@@ -298,16 +298,16 @@ class SiteFleet:
     async def _let_in(self, name: str) -> None:
         life = self.lives[name]
         life.on("current")
-        self.dispatcher.leave(name)  # one that was silent is held
+        self.dispatcher.leave(name)  # clears the hold of one that was silent
         self.watch.forget(name)
         one = self._simulated(name)
         await self.dispatcher.join(name, one.slots, one.curve, one.pool)
         log.info("%s is ready", name)
 
     async def _take_out(self, life: InstanceLife) -> None:
-        """An instance gives back what it works on, and ends once all that it has finished is safe."""
+        """Have an instance release its requests, and end it once all its finished samples are acknowledged."""
         name = life.name
-        async with self._loading:  # it may be in the middle of that
+        async with self._loading:  # it may be loading weights
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=True, why="leaving")
         async with self.waits.deadline(f"{name} to give back its requests", self.limits.generation_s):
@@ -323,10 +323,10 @@ class SiteFleet:
         self._reconcile()
         await self._changed()
 
-    # -- dying, and coming back
+    # -- silence, death and restart
 
     def ended(self) -> dict[str, str]:
-        """Instances whose present process has ended, as the launcher says, with its last words."""
+        """Return the last words of each instance whose current process has ended, according to the launcher."""
         return {
             one.name: one.last_words
             for one in read_started(self.context.run_dir)
@@ -334,7 +334,7 @@ class SiteFleet:
         }
 
     async def give_up(self, life: InstanceLife) -> None:
-        """An instance is silent: nobody waits for it, and what it had goes on elsewhere if there is anybody else."""
+        """Stop waiting for a silent instance; its requests continue elsewhere if another instance is ready."""
         name = life.name
         waited_for = self.answers.give_up(name)
         if life.can("silent"):
@@ -343,7 +343,7 @@ class SiteFleet:
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=False, why="silent")
             await self._changed()
-        if waited_for and self._weights_fetched:  # there the trainer brings weights, to those it knows of
+        if waited_for and self._weights_fetched:  # otherwise the trainer pushes weights to the instances in its group
             life.missed = True
         if self.dispatcher.works_on(name) and any(other != name for other in self.ready):
             self._log_interrupted(name)
@@ -351,7 +351,7 @@ class SiteFleet:
                 await self._parked(partial)
 
     async def take_back(self, life: InstanceLife) -> None:
-        """An instance that was silent is heard again; it gets the weights that it has missed, then requests."""
+        """Readmit an instance that was silent: it gets the weights that it has missed, then requests."""
         log.warning("%s is heard again", life.name)
         life.on("heard")
         if life.state is Life.STALE:
@@ -361,14 +361,14 @@ class SiteFleet:
         await self._changed()
 
     async def died(self, life: InstanceLife, why: str) -> None:
-        """What it had goes on elsewhere; it is started again if its budget allows it.
+        """Continue a dead instance's requests elsewhere, and restart it if its budget allows it.
 
         Raises:
-            RunFailed: it does not, and no other instance is left.
+            RunFailed: the budget is used up, and no other instance is left.
         """
         name, leaving = life.name, life.state is Life.DRAINING
         if not leaving and not life.can("died"):
-            return  # somebody else has noticed
+            return  # its death has been handled already
         log.warning("%s has died: %s", name, why)
         self._log_interrupted(name)
         self._causes[name] = why = why.partition("; the end of ")[0]
@@ -379,7 +379,7 @@ class SiteFleet:
         for partial in await self.dispatcher.lost(name, self.journal.kept):
             await self._parked(partial)
         if leaving:
-            return  # `_take_out` goes on
+            return  # `_take_out` continues
         if due is None and not any(other.state in ALIVE for other in self.lives.values()):
             raise RunFailed(
                 f"{why}; it has died {len(life.deaths)} times, and no instance is left at {self.context.site}"
@@ -390,8 +390,8 @@ class SiteFleet:
         await self._changed()
 
     def _log_interrupted(self, name: str) -> None:
-        """Of a lost instance: its requests, their tokens as it has last told (in a heartbeat or to the journal), and
-        how many of them the journal has."""
+        """Log a lost instance's requests, the tokens it last reported (in a heartbeat or to the journal), and how many
+        of them the journal has."""
         told = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
         kept = {one: self.journal.kept(one) for one in self.dispatcher.works_on(name)}
         known = {one: len(part.completion_tokens) if part is not None else 0 for one, part in kept.items()}
@@ -409,10 +409,10 @@ class SiteFleet:
     # -- weights and sleep
 
     async def update(self, version: WeightVersion) -> dict[str, Loaded]:
-        """All instances load a version from the site's store, one after the other if updates are rolling.
+        """Have all instances load a version from the site's store, one after the other if updates are rolling.
 
         Returns:
-            When each stood still.
+            The time for which each instance paused, by name.
         """
         async with self._loading:
             names = self.present
@@ -434,8 +434,10 @@ class SiteFleet:
         return loaded
 
     def _refine(self) -> bool:
-        """From new weights on, plans go by the step times that the instances' work has shown; whether any differ from
-        those before. (Between, they stay: all plans of a step go by the same.)"""
+        """Plan with the step times that the instances' work has shown; return whether any of them changed.
+
+        This happens only with new weights, so that all plans of a step use the same step times.
+        """
         known = [name for name in self.present if self.dispatcher.knows(name)]
         for name in known:
             if (told := self.hub.peers[name].state.get("curve")) is not None:
@@ -447,17 +449,20 @@ class SiteFleet:
                 self.dispatcher.measured(name, now)
                 changed = True
                 steps = ", ".join(f"{1e3 * s:.1f} ms at {b}" for b, s in zip(now.batches, now.seconds, strict=True))
-                log.info("%s is planned for by the step times of its work: %s", name, steps)
+                log.info("plans for %s now use the step times measured during its work: %s", name, steps)
         return changed
 
     async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
-        """Has one instance load a version, and does with its requests what the run says (`schedule.on_update`). None:
-        it died over it, or is silent."""
+        """Have one instance load a version, treating its requests as `schedule.on_update` says.
+
+        Returns:
+            The time for which it paused; None: it died meanwhile, or is silent.
+        """
         if self.lives[name].state is Life.SUSPECT:
             self.lives[name].missed = True
             return None
         on_update = self.context.run.schedule.on_update
-        # one that has not been let in has nothing to hold
+        # an instance that has not joined has nothing to hold
         held = on_update in ("wait", "abort_and_requeue") and self.dispatcher.knows(name)
         if held:
             await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
@@ -473,8 +478,11 @@ class SiteFleet:
         return loaded
 
     async def told_of_weights(self, delivery: Delivery) -> None:
-        """An instance has loaded a version, or has not found it in the site's store: which is no wonder if the version
-        is an old one, that it was to load while it stood still."""
+        """Handle an instance's report that it has loaded a version, or has not found it in the site's store.
+
+        A missing version is an error only if it is the one being served: an instance that stood still for a while may
+        look for an older one, which the store no longer has.
+        """
         name, number = delivery.peer, delivery.body.number
         self._loads[name].discard(number)
         if self._served is None or number != self._served.number:
@@ -482,7 +490,7 @@ class SiteFleet:
         if isinstance(delivery.body, WeightsApplied):
             self.answers.take(delivery)
         elif self.answers.give_up(name):
-            await self.died(self.lives[name], f"{name} has not found version {number} of the weights")
+            await self.died(self.lives[name], f"{name} did not find version {number} of the weights in the site's store")
 
     async def _load(self, name: str, version: WeightVersion) -> Loaded:
         waits_for_requests = self.context.run.schedule.on_update == "wait"
@@ -493,13 +501,13 @@ class SiteFleet:
         return Loaded(answer.started, answer.finished)
 
     async def sleep(self) -> None:
-        """All instances free their devices for training; new weights wake them up."""
+        """Have all instances free their devices for training; new weights wake them up."""
         async with self._loading:
             await asyncio.gather(*(self._sleeps(name) for name in self.present))
             self._asleep = True
 
     async def _sleeps(self, name: str) -> bool:
-        """Has one instance free its devices. False: it died over it, or is silent."""
+        """Have one instance free its devices. Return False if it died meanwhile or is silent."""
         if self.lives[name].state is Life.SUSPECT:
             self.lives[name].missed = True
             return False

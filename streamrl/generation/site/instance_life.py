@@ -1,4 +1,4 @@
-"""The life of an instance, as its site's service sees it. A pure state machine: no clock, no I/O.
+"""The life of an instance as its site's service sees it: a pure state machine without clock or I/O.
 
                             +--------- heard (2) / silent ------------------+
                             v                                               v
@@ -10,10 +10,10 @@
 
 (2): if it has missed weights (`missed`), or had none before it fell silent.
 
-Only a ready instance gets requests. One becomes ready by holding, verified, the weights that its site serves; a new
-process holds none, so it is stale first, whatever its predecessor held. A suspect one gets nothing new, and others
-go on with what it worked on. What a dead one worked on goes on elsewhere, too; it is started again as long as its
-budget lasts, each time after a longer pause.
+Only a ready instance gets requests. An instance becomes ready by holding, verified, the weights that its site serves; a
+new process holds none, so it is stale first, whatever its predecessor held. A suspect instance gets nothing new, and
+others continue its requests. A dead one's requests continue elsewhere, too; it is restarted as long as its budget
+lasts, each time after a longer pause.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from streamrl.runtime.restart_budget import RestartBudget
 
 
 class Life(StrEnum):
-    """Where an instance is in its life."""
+    """A state of an instance."""
 
     STARTING = "starting"
-    """Its process is on its way."""
+    """Its process is starting and has not connected yet."""
     STALE = "stale"
-    """It is there, without the weights that are served."""
+    """It is connected, but does not have the served weights."""
     READY = "ready"
     SUSPECT = "suspect"
-    """No sign of life for a moment."""
+    """It has been silent for longer than `recovery.suspect_s`."""
     DEAD = "dead"
     DRAINING = "draining"
-    """It gives back what it works on and then ends."""
+    """It releases its requests and then ends."""
     GONE = "gone"
 
 
@@ -56,24 +56,24 @@ EVENTS = tuple(_ALLOWED)
 
 @dataclass
 class InstanceLife:
-    """One instance."""
+    """The state of one instance, its process number and its deaths."""
 
     name: str
     pool: str
     index: int
     process: int = 1
-    """Number of its process; each new one has the next."""
+    """Number of its process, counted from 1; every restart adds one."""
     state: Life = Life.STARTING
     missed: bool = False
-    """While it is suspect: whether what weights it holds is not known; set by whoever gives weights to others."""
+    """While it is suspect: whether it may have missed weights that others got; set where those are distributed."""
     deaths: list[float] = field(default_factory=list)
-    """When it died, seconds on the caller's clock; the newest last."""
+    """Times of its deaths in seconds of the caller's clock, oldest first."""
 
     def on(self, event: str) -> None:
-        """Takes one of `EVENTS`.
+        """Apply one of `EVENTS`.
 
         Raises:
-            ValueError: it cannot happen in this state.
+            ValueError: the event cannot happen in this state.
         """
         before, after = _ALLOWED[event]
         if self.state not in before:
@@ -85,15 +85,15 @@ class InstanceLife:
             self.process += 1
 
     def can(self, event: str) -> bool:
-        """Whether an event can happen now."""
+        """Return whether an event can happen now."""
         return self.state in _ALLOWED[event][0]
 
     def died(self, now: float, budget: RestartBudget) -> float | None:
-        """It has died; when it is to be started again, or None if its budget is used up.
+        """Record a death; return when to restart the instance, or None if its budget is used up.
 
         Args:
-            now: seconds on the caller's clock.
-            budget: how often it may be.
+            now: seconds of the caller's clock.
+            budget: how often it may be restarted.
         """
         self.on("died")
         return budget.after_death(self.deaths, now)

@@ -1,4 +1,4 @@
-"""Who of a site's instances has died, who is silent, who is back, and who is slow."""
+"""Monitoring of a site's instances: finds those that have died, are silent, are heard again, or are slow."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.2
-"""Between two looks at what the launcher says of processes, and at who is silent."""
+"""Seconds between two checks of the launcher's process list and of the instances' heartbeats."""
 HEARD = (Life.STALE, Life.READY, Life.SUSPECT, Life.DRAINING)
-"""These have said hello, and tell every second that they are there."""
+"""States in which an instance has connected and sends a heartbeat every second."""
 
 
 class InstanceWatch:
-    """Looks, and has the fleet do what follows."""
+    """Periodic check of all instances; the fleet acts on what it finds."""
 
     def __init__(self, fleet: SiteFleet) -> None:
         self.fleet = fleet
         self.slow = SlowWatch()
         self._paces: dict[str, tuple[int, float]] = {}
-        """(Number, ratio) that each instance has told last."""
+        """(Number, ratio) of the newest pace that each instance has reported."""
         self._heard_at: dict[str, float] = {}
-        """When silent ones that have requests to give up were heard again, monotonic seconds."""
+        """When a silent instance that still has requests to release was heard again, monotonic seconds, by name."""
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Watch the instances until cancelled.
 
         Raises:
-            RunFailed: no instance is left, and none can be started again.
+            RunFailed: no instance is left, and none may be restarted.
         """
         fleet = self.fleet
         while True:
@@ -50,20 +50,23 @@ class InstanceWatch:
             await self._compare()
 
     def forget(self, name: str) -> None:
-        """An instance is another process, or begins anew."""
+        """Forget an instance's pace and silence, because it is another process or has just joined."""
         self.slow.forget(name)
         self._heard_at.pop(name, None)
 
     async def _listen(self, life: InstanceLife, silent_s: float, now: float) -> None:
-        """One that has been silent for a moment has nothing any more: others have; if it goes on, it is taken for
-        dead. Once it is heard, and has given up what it had, it is taken back. One that speaks while its engine makes
-        nothing of what it has is taken for dead, too."""
+        """Give up a silent instance, readmit one that is heard again, and declare one dead.
+
+        A short silence hands an instance's requests to others; a long one counts as death. An instance that is heard
+        again is readmitted once it has released what it had. One that sends heartbeats while its engine produces no
+        token of its running requests counts as dead, too.
+        """
         fleet, name = self.fleet, life.name
         stalled_s = float(fleet.hub.peers[name].state.get("stalled_s", 0.0))
         if silent_s > fleet.limits.heartbeat_s:
             await fleet.died(life, f"{name} was silent for {silent_s:.0f} s")
         elif stalled_s > fleet.limits.heartbeat_s and life.state is Life.READY:
-            await fleet.died(life, f"{name} has made no token for {stalled_s:.0f} s of the requests that it runs")
+            await fleet.died(life, f"{name} is running requests but has produced no token for {stalled_s:.0f} s")
         elif silent_s > fleet.recovery.suspect_s:
             self._heard_at.pop(name, None)
             await fleet.give_up(life)
@@ -72,16 +75,17 @@ class InstanceWatch:
                 self._heard_at.pop(name, None)
                 await fleet.take_back(life)
             elif now - self._heard_at.setdefault(name, now) > fleet.limits.heartbeat_s:
-                await fleet.died(life, f"{name} was silent, and does not give up what others go on with")
+                why = f"{name} was heard again after a silence, but did not release the requests that others continue"
+                await fleet.died(life, why)
 
     async def _compare(self) -> None:
-        """Those whose steps take longer than their curves say, by more than those of others, get less."""
+        """Give less work to instances whose steps exceed their curves by more than those of the others do."""
         fleet = self.fleet
         for name in fleet.ready:
             told = fleet.hub.peers[name].state.get("pace") if name in fleet.hub.peers else None
             if told and self._paces.get(name) != tuple(told):
                 self._paces[name] = number, ratio = int(told[0]), float(told[1])
-                if number > 1:  # the first one has the first prompts in it
+                if number > 1:  # the first stretch includes the prefill of the first prompts
                     self.slow.heard(name, ratio)
         for name, factor in self.slow.changed(fleet.ready).items():
             log.warning("%s is %.1f times as slow as the others", name, factor)

@@ -1,4 +1,4 @@
-"""How an instance's steps compare with what its step curve says, and what that makes of the curve."""
+"""Comparison of an instance's steps with its step curve, and refinement of the curve from it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from streamrl.generation.instance.engine import Worked
 
 LEAST_TOKENS = 16
-"""Of a stretch of work: of fewer, one prompt that was read in says more than the steps."""
+"""Fewest tokens of a stretch of work that is judged: with fewer, one prefilled prompt outweighs the steps."""
 
 ENOUGH = 5
-"""Stretches of work from which on their median counts."""
+"""Stretches of work that are needed before their median counts."""
 KEPT = 30
-"""Newest stretches of each batch size that are kept: half a minute of work."""
+"""Newest stretches kept for each batch size: half a minute of work."""
 
 
 def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
-    """How many times as long as the curve says the steps of a stretch of work took.
+    """Return the ratio of the measured step time of a stretch of work to the one that the curve gives.
 
     A running request gets one token per step, so the mean step took request_s / tokens, and its batch was
-    request_s / busy_s. Prompts that were read in meanwhile count as part of it.
+    request_s / busy_s. Prompts that were prefilled meanwhile are part of that time.
 
     Args:
-        curve: the instance's.
-        before: what it had done when the stretch began.
-        now: what it has done.
+        curve: step curve of the instance.
+        before: its work up to the beginning of the stretch.
+        now: its work up to the end of the stretch.
 
-    Returns:
-        None: it has done too little.
+        Returns:
+            The ratio; None: too little work to judge.
     """
     tokens, request_s, busy_s = now.tokens - before.tokens, now.request_s - before.request_s, now.busy_s - before.busy_s
     if tokens < LEAST_TOKENS or busy_s <= 0:
@@ -43,29 +43,29 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
 
 
 class WorkedCurve:
-    """An instance's step curve as it was measured at the start, improved by the work that it has done since: pure.
+    """An instance's step curve as measured at the start, refined by the work done since; pure.
 
-    Each stretch of work says how many times as long as the curve says its steps took (`pace`). Where enough of them
-    were near a batch size, the curve there is multiplied by their median; elsewhere by that of all, so that one size
-    that was seen under load does not stick out of others that were measured without.
+    Each stretch of work has a ratio of its step time to the curve's (`pace`). Near batch sizes with enough stretches the
+    curve is multiplied by the median of their ratios, elsewhere by the median of all, so that one size seen under load
+    does not stand out from others that were measured without load.
     """
 
     def __init__(self, start: StepCurve, sizes: Sequence[int]) -> None:
         """
         Args:
-            start: as measured.
-            sizes: batch sizes at which it gets points.
+            start: curve measured at the start.
+            sizes: batch sizes at which the refined curve has points.
         """
         self.start = start
         self._ratios: dict[int, deque[float]] = {size: deque(maxlen=KEPT) for size in {*sizes, *start.batches}}
 
     def saw(self, batch: float, ratio: float) -> None:
-        """A stretch of work, with its mean batch size and its pace."""
+        """Add a stretch of work, given by its mean batch size and its pace."""
         self._ratios[min(self._ratios, key=lambda size: abs(math.log(batch / size)))].append(ratio)
 
     @property
     def curve(self) -> StepCurve:
-        """As good as it is known now."""
+        """The best estimate so far."""
         seen = [ratio for ratios in self._ratios.values() for ratio in ratios]
         if len(seen) < ENOUGH:
             return self.start

@@ -1,4 +1,4 @@
-"""What a service expects of its instances: one command, one answer, with a deadline that names both."""
+"""Commands to instances that wait for an answer, with a deadline that names the command and the answer."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from streamrl.transport.endpoint import Delivery, Hub
 
 
 class InstanceLost(Exception):
-    """An instance died, or fell silent, while something was expected of it."""
+    """An instance died or fell silent while an answer was expected of it."""
 
 
 class Answers:
-    """See the module's text."""
+    """The answers that a service expects from its instances: one per command."""
 
     def __init__(self, hub: Hub, waits: WaitRegistry) -> None:
         """
         Args:
-            hub: that the instances connect to.
-            waits: where waits for them are registered.
+            hub: hub that the instances connect to.
+            waits: registry of waits for instances.
         """
         self._hub, self._waits = hub, waits
         self._expected: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        """By kind and instance."""
+        """Expected answers by (kind, instance)."""
 
     async def ask(self, name: str, command: TypedMessage, answer: str, limit_s: float) -> Any:
-        """Sends an instance a command and waits for its answer.
+        """Send an instance a command and wait for its answer.
 
         Args:
-            name: of the instance.
-            command: what it is told.
+            name: name of the instance.
+            command: message to send.
             answer: kind of the message that answers it.
-            limit_s: for the answer.
+            limit_s: seconds to wait for the answer.
 
         Raises:
-            InstanceLost: it died, or was given up.
-            DeadlineExpired: it did not answer in time.
+            InstanceLost: the instance died, or was given up.
+            DeadlineExpired: the instance did not answer in time.
         """
         if name not in self._hub.peers:
             raise InstanceLost(name)
@@ -49,7 +49,7 @@ class Answers:
             return await future
 
     def give_up(self, name: str) -> bool:
-        """Nothing is expected of an instance any more; whether anything was."""
+        """Stop waiting for an instance's answers; return whether any were awaited."""
         expected = [self._expected.pop(key) for key in list(self._expected) if key[1] == name]
         waiting = [future for future in expected if not future.done()]
         for future in waiting:
@@ -57,7 +57,7 @@ class Answers:
         return bool(waiting)
 
     def take(self, delivery: Delivery) -> bool:
-        """An instance's message; whether it was an answer that is waited for."""
+        """Accept an instance's message; return whether it was an expected answer."""
         future = self._expected.pop((delivery.kind, delivery.peer), None)
         if future is not None and not future.done():
             future.set_result(delivery.body)

@@ -1,17 +1,17 @@
-"""Lossless deltas of tensors: which elements differ from the version before, and by how many steps of their type.
+"""Lossless deltas of tensors: which elements differ from the previous version, and by how many steps of their type.
 
-Most bf16 weights do not change in one step of RL: the update is below half a unit in the last place (ulp). Those that
-do mostly move by one ulp. Bit patterns are mapped to integers in the order of the values they stand for, one ulp apart
-(a bijection on *all* patterns, so NaNs, infinities and -0.0 are as exact as anything else). A delta then is
+Most bf16 weights do not change in one step of RL: the update is below half a unit in the last place (ulp). Most of the
+others move by one ulp. Bit patterns are mapped to integers in the order of their values, one ulp apart (a bijection on
+*all* patterns, so NaNs, infinities and -0.0 are exact, too). A delta then is
 
     positions of changed elements (gaps, or a bitmask) | signs of their differences | magnitudes - 1
 
-each close to its entropy (`streamrl.weights.codec.entropy`). A tensor of which too much changed is sent complete: its
-bytes in planes, of which the exponents' compress, or as it is, where nothing helps. The first byte of a payload says
+each close to its entropy (`streamrl.weights.codec.entropy`). A tensor that changed too much is sent complete: its bytes
+in planes, of which those of the exponents compress, or uncompressed if nothing helps. The first byte of a payload says
 which.
 
-Sizes in a payload are checked before anything is allocated or written: a malformed one raises `CorruptDelta` and leaves
-its target alone. Whether what was decoded is what was sent is for the tensor's checksum (`Manifest.verify`) to say.
+Sizes in a payload are checked before anything is allocated or written: a malformed payload raises `CorruptDelta` and
+leaves its target unchanged. The tensor's checksum (`Manifest.verify`) shows whether the decoded bytes are right.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from streamrl.weights.codec.entropy import (
 __all__ = ["CorruptDelta", "decode_tensor", "encode_tensor", "entropy_bound_bits", "is_complete"]
 
 SAME, RAW, PACKED, SPARSE = range(4)
-"""First byte: nothing changed; all bytes; all bytes in compressed planes; changed elements."""
+"""First byte of a payload: nothing changed; all bytes; all bytes in compressed planes; changed elements."""
 ITEM_SIZES = {
     "float64": 8,
     "int64": 8,
@@ -55,31 +55,31 @@ ITEM_SIZES = {
     "int16": 2,
     "uint16": 2,
 }
-"""Bytes of an element by torch's name; any other type is taken as bytes."""
+"""Bytes of an element by torch's type name; any other type is coded as bytes."""
 SIGN_MAGNITUDE = {
     *("bfloat16", "float16", "float32", "float64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 }
 """Types whose first bit is the sign and whose other bits grow with the magnitude."""
 FEW_CHANGED = 1 / 4
-"""Below this share of changed elements a delta is smaller than any complete tensor worth sending."""
+"""Share of changed elements below which a delta is smaller than any complete tensor worth sending."""
 SAMPLE_SLICES, SAMPLE_LENGTH = 8, 4096
-"""Slices of a tensor, and elements in each, that say whether a delta or the complete tensor is smaller."""
+"""Number and length of the slices by which the size of a delta is compared with that of the complete tensor."""
 
 
 def encode_tensor(new: Bytes, old: Bytes | None, dtype: str) -> Bytes:
-    """Codes a tensor, as a delta if there is something to start from and a delta is smaller.
+    """Encode a tensor, as a delta if there is an old one and the delta is smaller.
 
     Args:
         new: uint8 [nbytes], the tensor's elements in C order, little endian.
-        old: uint8 [nbytes], the same tensor in the version before; None: nothing is known there.
-        dtype: torch's name, e.g. 'bfloat16'.
+        old: uint8 [nbytes], the same tensor in the previous version; None: the receiver has none.
+        dtype: torch's type name, e.g. 'bfloat16'.
 
     Returns:
         uint8 [n], for `decode_tensor`; at most one byte more than the tensor.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: the sizes do not match.
     """
     word = _word(dtype)
     if new.size % word.itemsize or (old is not None and old.size != new.size):
@@ -103,15 +103,15 @@ def encode_tensor(new: Bytes, old: Bytes | None, dtype: str) -> Bytes:
 
 
 def decode_tensor(payload: Bytes, target: Bytes, dtype: str) -> None:
-    """Makes a tensor what was encoded, in place.
+    """Decode a payload into a tensor, in place.
 
     Args:
-        payload: uint8 [n], of `encode_tensor`.
+        payload: uint8 [n], from `encode_tensor`.
         target: uint8 [nbytes], contiguous and writable; holds the old tensor, unless the payload is complete.
-        dtype: torch's name.
+        dtype: torch's type name.
 
     Raises:
-        CorruptDelta: the payload is malformed; `target` is then as it was.
+        CorruptDelta: the payload is malformed; `target` is then unchanged.
     """
     word = _word(dtype)
     if target.size % word.itemsize:
@@ -137,10 +137,10 @@ def decode_tensor(payload: Bytes, target: Bytes, dtype: str) -> None:
 
 
 def is_complete(payload: Bytes) -> bool:
-    """Whether a payload needs no old tensor.
+    """Return whether a payload needs no old tensor.
 
     Raises:
-        CorruptDelta: it is none.
+        CorruptDelta: it is no payload.
     """
     if payload.size == 0 or payload[0] > SPARSE:
         raise CorruptDelta("no payload of a tensor")
@@ -148,16 +148,16 @@ def is_complete(payload: Bytes) -> bool:
 
 
 def entropy_bound_bits(old: Bytes, new: Bytes, dtype: str) -> float:
-    """Bits that a delta needs at least when nothing is known but the number of changes: log2 C(n, k) + k H0.
+    """Return the fewest bits of a delta if only the number of changes is known: log2 C(n, k) + k H0.
 
-    The first term is a choice of k changed elements out of n, the second their differences in ulp, with H0 their own
-    zero-order entropy (what a coder would need to learn it is not counted, so of types with large differences, as fp32,
-    the bound is below what any coder reaches).
+    The first term is the choice of k changed elements out of n, the second their differences in ulp, with H0 their own
+    zero-order entropy. The cost of learning H0 is not counted, so for types with large differences, such as fp32, no
+    coder reaches the bound.
 
     Args:
         old: uint8 [nbytes].
         new: uint8 [nbytes].
-        dtype: torch's name.
+        dtype: torch's type name.
     """
     word = _word(dtype)
     fresh, before = np.ascontiguousarray(new).view(word), np.ascontiguousarray(old).view(word)
@@ -184,7 +184,7 @@ def _blocks(n: int) -> list[slice]:
 
 
 def _sample(n: int) -> npt.NDArray[np.int64] | slice:
-    """Elements that stand for all; all, if there are not many."""
+    """Return representative elements of a tensor; all, if there are not many."""
     if n <= 2 * SAMPLE_SLICES * SAMPLE_LENGTH:
         return slice(0, n)
     starts = np.linspace(0, n - SAMPLE_LENGTH, SAMPLE_SLICES).astype(np.int64)
@@ -202,13 +202,13 @@ def _complete(fresh: Words) -> Bytes:
 
 
 def _changes(fresh: Words, before: Words) -> Bytes:
-    """A bitmask of elements that differ, uint8 [ceil(n / 8)]."""
+    """Return a bitmask of the elements that differ, uint8 [ceil(n / 8)]."""
     parts = [np.packbits(fresh[block] != before[block], bitorder="little") for block in _blocks(len(fresh))]
     return np.concatenate([np.empty(0, dtype=np.uint8), *parts])
 
 
 def _sparse(fresh: Words, before: Words, bits: Bytes, ordered: bool) -> Bytes:
-    """The delta of words [n], of which those differ whose bits are one."""
+    """Encode the delta of words [n]; `bits` marks those that differ."""
     changed = ones(bits)
     positions = PositionWriter(bits, len(fresh), changed)
     negative = np.empty(changed, dtype=np.bool_)
@@ -232,7 +232,7 @@ def _sparse(fresh: Words, before: Words, bits: Bytes, ordered: bool) -> Bytes:
 
 
 def _apply(reader: Reader, values: Words, ordered: bool) -> None:
-    """Reads what `_sparse` wrote, and changes words [n] in place once all of it is read."""
+    """Read what `_sparse` wrote, and change words [n] in place once everything is read."""
     word = values.dtype
     changed = reader.number(len(values))
     positions = PositionReader(reader, len(values), changed)
@@ -251,21 +251,21 @@ def _apply(reader: Reader, values: Words, ordered: bool) -> None:
 
 
 def _run(where: Indices) -> Indices | slice:
-    """Increasing elements; as a slice, which needs no copy, if they follow each other."""
+    """Return increasing indices, as a slice (which needs no copy) if they are consecutive."""
     if len(where) and where[-1] - where[0] == len(where) - 1:
         return slice(int(where[0]), int(where[-1]) + 1)
     return where
 
 
 def _difference(new: Words, old: Words, ordered: bool) -> Words:
-    """Steps from old to new, modulo the words' size."""
+    """Return the steps from old to new, modulo the words' size."""
     return _ordered(new, ordered) - _ordered(old, ordered)
 
 
 def _ordered(patterns: Words, sign_magnitude: bool) -> Words:
-    """Bit patterns as two's-complement integers in the order of their values; its own inverse.
+    """Map bit patterns to two's-complement integers in the order of their values; the map is its own inverse.
 
-    Of negative ones all bits but the sign are inverted: -0.0 becomes -1, the next below it -2, and so on.
+    For negative values all bits but the sign are inverted: -0.0 becomes -1, the next lower value -2, and so on.
     """
     if not sign_magnitude:
         return patterns

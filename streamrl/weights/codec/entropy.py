@@ -1,11 +1,11 @@
-"""Streams, position sets and numbers as bytes close to their entropy: what the delta codec is made of.
+"""Code streams, position sets and numbers in bytes close to their entropy: the parts of the delta codec.
 
-zstd is wanted for its Huffman coder more than for its matches: where symbols are drawn at random from few, spurious
-matches make the output up to a third larger than the entropy. So what goes into it is arranged to have none: gaps
-instead of sparse bitmasks, and small numbers as packed bits ("more than 0?", "more than 1?", ...) instead of bytes.
+zstd is used for its Huffman coder more than for its matches: if symbols are drawn at random from a few, spurious
+matches make the output up to a third larger than the entropy. So its input is arranged to have no matches: gaps instead
+of sparse bitmasks, and small numbers as packed bits ("more than 0?", "more than 1?", ...) instead of bytes.
 
-Everything is numpy on one thread. What is read is checked against sizes that the reader knows already, so a malformed
-payload raises `CorruptDelta`, and cannot make it allocate more than a few times its tensor's size.
+Everything is numpy on one thread. All input is checked against sizes that the reader already knows, so a malformed
+payload raises `CorruptDelta`, and cannot make the reader allocate more than a few times its tensor's size.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ Indices = npt.NDArray[np.int64]
 BLOCK = 1 << 19
 """Elements handled at once: few enough for temporaries to stay in cache, enough to make numpy's calls cheap."""
 MIN_ZSTD = 48
-"""A shorter stream is stored as it is: a zstd frame has a header and a Huffman table."""
+"""Bytes below which a stream is stored uncompressed: a zstd frame has a header and a Huffman table."""
 ONE_BYTE_GAP, TWO_BYTE_GAP = 150, 30_000
-"""Up to these mean gaps, gaps are coded in one and two bytes, with few escapes; in three above."""
+"""Largest mean gaps that are coded in one and two bytes, with few escapes; larger ones take three."""
 RICE_GAP = 64
-"""From this mean gap on Rice's code is tried beside: below, bits of gaps take longer than what they save is worth."""
+"""Mean gap from which Rice's code is tried as well; below it, coding the bits takes more time than it is worth."""
 MASK_SHARE = 0.22
-"""From this share of chosen elements a bitmask through zstd is smaller than gaps (both within 2 % of the entropy)."""
+"""Share of chosen elements above which a bitmask through zstd is smaller than gaps (both within 2 % of the entropy)."""
 HELD_SHARE = 0.5
-"""Below this share of bytes with any bit set, only those are looked into."""
+"""Share of non-zero bytes below which only those are unpacked."""
 LEVEL_SHARE = 0.3
-"""Numbers of which more than this share are the smallest possible have that said in a set of its own."""
+"""Share of numbers with the smallest possible value above which those get a separate set."""
 LEVEL_COUNT, MAX_LEVELS = 4, 12
-"""Fewer numbers than this are not worth a set; sets that are tried one after the other."""
+"""Fewest numbers worth a set, and most sets tried one after the other."""
 NOTHING, MASK, RICE = 0, 4, 5
 """Codings of a set, besides gaps in 1, 2 or 3 bytes."""
 COMPLEMENT = 8
-"""Added to the coding: elements that are *not* chosen are listed."""
+"""Flag added to the coding: the elements that are *not* chosen are listed."""
 _ZSTD = pa.Codec("zstd", compression_level=1)
 
 
 class CorruptDelta(CorruptWeights):
-    """A payload that cannot be decoded."""
+    """Raised for a payload that cannot be decoded."""
 
 
 class Writer:
-    """A payload as it is written."""
+    """A payload that is being written."""
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
 
     def number(self, value: int) -> None:
-        """A non-negative number in 7 bits a byte, low ones first; the top bit says that more follow."""
+        """Write a non-negative number in 7 bits per byte, low bits first; the top bit says that more follow."""
         coded = bytearray()
         while value > 0x7F:
             coded.append(value & 0x7F | 0x80)
@@ -67,7 +67,7 @@ class Writer:
         self._parts.append(coded)
 
     def stream(self, data: Bytes) -> None:
-        """Bytes whose count the reader knows: compressed if that makes them fewer."""
+        """Write bytes whose count the reader knows, compressed if that makes them fewer."""
         data = np.ascontiguousarray(data)
         if data.size >= MIN_ZSTD:
             packed = _ZSTD.compress(data)
@@ -79,30 +79,30 @@ class Writer:
         self._parts.append(data)
 
     def bits(self, data: npt.NDArray[np.bool_]) -> None:
-        """Bits whose count the reader knows, as they are."""
+        """Write bits whose count the reader knows, uncompressed."""
         self._parts.append(np.packbits(data, bitorder="little"))
 
     def add(self, other: Writer) -> None:
-        """All that the other one wrote."""
+        """Append everything that another writer wrote."""
         self._parts += other._parts
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     def payload(self) -> Bytes:
-        """All of it."""
+        """Return everything written."""
         return np.frombuffer(bytearray().join(self._parts), dtype=np.uint8)
 
 
 class Reader:
-    """Reads what a `Writer` wrote; whatever it cannot have written raises `CorruptDelta`."""
+    """A payload that is being read; anything that a `Writer` cannot have written raises `CorruptDelta`."""
 
     def __init__(self, payload: Bytes) -> None:
         self._data = np.ascontiguousarray(payload).data
         self._at = 0
 
     def number(self, most: int) -> int:
-        """A number up to `most`."""
+        """Read a number up to `most`."""
         value = shift = 0
         while True:
             byte = self._take(1)[0]
@@ -116,7 +116,7 @@ class Reader:
                 raise CorruptDelta("a number does not end")
 
     def stream(self, count: int) -> Bytes:
-        """`count` bytes."""
+        """Read `count` bytes."""
         length = self.number(count)
         if length == 0:
             return np.frombuffer(self._take(count), dtype=np.uint8)
@@ -127,12 +127,12 @@ class Reader:
         return np.frombuffer(data, dtype=np.uint8)
 
     def bits(self, count: int) -> Bytes:
-        """`count` bits as uint8 [count], zero or one."""
+        """Read `count` bits as uint8 [count], zero or one."""
         data = np.frombuffer(self._take((count + 7) // 8), dtype=np.uint8)
         return np.unpackbits(data, count=count, bitorder="little")
 
     def end(self) -> None:
-        """Nothing may follow."""
+        """Check that nothing follows."""
         if self._at != len(self._data):
             raise CorruptDelta(f"{len(self._data) - self._at} bytes too many")
 
@@ -144,24 +144,24 @@ class Reader:
 
 
 class PositionWriter:
-    """Codes which `k` of `n` elements are chosen.
+    """A coder of which `k` of `n` elements are chosen.
 
-    For elements chosen at random gaps between them are geometric, and Rice's code of them is within 0.14 bit each of
-    log2 C(n, k): the low bits as they are, what is above in unary. Where elements cluster, symbols of 1 to 3 bytes are
-    smaller, whose largest value says "go on as far, nothing is chosen there", and which zstd codes by their frequency.
-    The smaller of both is written. From `MASK_SHARE` on a bitmask is near the entropy, and quicker. Of more than half,
-    those left out are coded.
+    Elements chosen at random have geometric gaps, for which Rice's code is within 0.14 bit each of log2 C(n, k): low
+    bits uncoded, the rest in unary. Where elements cluster, symbols of 1 to 3 bytes are smaller; zstd codes them by
+    frequency, and their largest value means "skip so many elements, none of them is chosen". The smaller coding is
+    written. Above `MASK_SHARE` a bitmask is near the entropy, and faster. If more than half are chosen, the others are
+    coded.
     """
 
     def __init__(self, bits: Bytes, n: int, k: int) -> None:
-        """Takes a bitmask, uint8 [ceil(n / 8)], little endian, of `k` ones."""
+        """Take a bitmask, uint8 [ceil(n / 8)], little endian, with `k` ones."""
         self._bits, self._n = bits, n
         self._coding = _coding(n, k)
         self._gaps: list[Indices] = []
 
     def blocks(self) -> Iterator[Indices]:
-        """Chosen elements, increasing, a block after the other; to be asked for once, and before `finish`."""
-        gaps = 0 < self._coding < MASK  # coded on the way
+        """Yield the chosen elements in increasing blocks; call this once, before `finish`."""
+        gaps = 0 < self._coding < MASK  # they are collected on the way
         last = -1
         for where in chosen(self._bits, self._n):
             if gaps and len(where):
@@ -170,7 +170,7 @@ class PositionWriter:
             yield where
 
     def finish(self, writer: Writer) -> None:
-        """Writes the set; `n` and `k` are for the caller to write."""
+        """Write the set; the caller writes `n` and `k`."""
         complement, planes, bits = self._coding & COMPLEMENT, self._coding & ~COMPLEMENT, self._bits
         if complement:
             bits = _inverted(bits, self._n)
@@ -188,7 +188,7 @@ class PositionWriter:
 
 
 class PositionReader:
-    """A set that a `PositionWriter` wrote, checked as it is made: exactly `k` elements below `n`."""
+    """A set that a `PositionWriter` wrote, checked on creation: exactly `k` elements below `n`."""
 
     def __init__(self, reader: Reader, n: int, k: int) -> None:
         coding = reader.number(COMPLEMENT + RICE)
@@ -196,7 +196,7 @@ class PositionReader:
         coded = n - k if complement else k
         self._n = n
         self._skip = -1 if planes == RICE else 256**planes - 1
-        self._symbols: Words | None = None  # of gaps
+        self._symbols: Words | None = None  # gaps
         self._bits = np.zeros((n + 7) // 8 if complement and planes != MASK else 0, dtype=np.uint8)
         if planes > RICE:
             raise CorruptDelta("no such coding of a set")
@@ -219,17 +219,17 @@ class PositionReader:
             self._bits = _inverted(self._bits, n)
 
     def blocks(self) -> Iterator[Indices]:
-        """Chosen elements, increasing, a block after the other."""
+        """Yield the chosen elements in increasing blocks."""
         if self._symbols is not None:
             return _ends(self._symbols, self._skip)
         return chosen(self._bits, self._n) if self._bits.size else iter(())
 
 
 def chosen(bits: Bytes, n: int) -> Iterator[Indices]:
-    """Which of `n` bits are one, increasing, a block after the other."""
+    """Yield the indices of the ones among `n` bits, in increasing blocks."""
     for start in range(0, len(bits), BLOCK // 8):
         some = bits[start : start + BLOCK // 8]
-        held = np.flatnonzero(some != 0)  # bytes with any: most have none where few bits are one
+        held = np.flatnonzero(some != 0)  # if few bits are one, most bytes have none
         if len(held) < HELD_SHARE * len(some):
             which = np.flatnonzero(np.unpackbits(some[held], bitorder="little").view(np.bool_))
             yield ((held + start) << 3)[which >> 3] + (which & 7)
@@ -239,12 +239,12 @@ def chosen(bits: Bytes, n: int) -> Iterator[Indices]:
 
 
 def ones(bits: Bytes) -> int:
-    """How many bits are one."""
+    """Count the bits that are one."""
     return sum(int(np.bitwise_count(bits[at : at + BLOCK]).sum()) for at in range(0, len(bits), BLOCK))
 
 
 def _inverted(bits: Bytes, n: int) -> Bytes:
-    """The bitmask of the others; bits behind the end stay zero."""
+    """Return the bitmask of the other elements; bits after the end stay zero."""
     others = ~bits
     if n % 8:
         others[-1] &= (1 << n % 8) - 1
@@ -252,18 +252,18 @@ def _inverted(bits: Bytes, n: int) -> Bytes:
 
 
 def _read_gaps(reader: Reader, planes: int, n: int, count: int) -> Words:
-    """Symbols that lead to `count` elements below `n`."""
+    """Read symbols that lead to `count` elements below `n`."""
     skip = 256**planes - 1
     length = reader.number(count + n // skip)
     symbols = read_planes(reader, length, np.dtype(f"<u{(1, 2, 4)[planes - 1]}"), planes)
-    # A symbol goes one further than its gap, on to the element; the largest has no element and goes as far as it says.
+    # A symbol advances by its gap and one more, onto the element; the largest advances by its value, to no element.
     if np.count_nonzero(symbols != skip) != count or int(symbols.sum(dtype=np.int64)) + count > n:
         raise CorruptDelta("gaps lead elsewhere")
     return symbols
 
 
 def _ends(symbols: Words, skip: int) -> Iterator[Indices]:
-    """Elements that gaps lead to, a block after the other."""
+    """Yield the elements that gaps lead to, in blocks."""
     at = -1
     for start in range(0, len(symbols), BLOCK):
         some = symbols[start : start + BLOCK]
@@ -275,7 +275,7 @@ def _ends(symbols: Words, skip: int) -> Iterator[Indices]:
 
 
 def _coding(n: int, k: int) -> int:
-    """The smallest coding of `k` of `n` elements chosen at random; clusters are smaller in any."""
+    """Return the smallest coding of `k` of `n` elements chosen at random; clustered ones are smaller in any coding."""
     complement = COMPLEMENT if 2 * k > n else 0
     coded = n - k if complement else k
     if coded == 0:
@@ -286,12 +286,12 @@ def _coding(n: int, k: int) -> int:
 
 
 def _coded_gaps(gaps: Indices, planes: int, n: int) -> tuple[int, Writer]:
-    """The coding of gaps that is smaller, and what it writes.
+    """Return the smaller coding of gaps, and its output.
 
     Args:
-        gaps: int64 [k], elements left out before each that is chosen.
+        gaps: int64 [k], elements left out before each chosen one.
         planes: bytes of a symbol.
-        n: the set's elements.
+        n: number of elements.
     """
     symbols, rice = Writer(), Writer()
     coded = _symbols(gaps, planes)
@@ -316,7 +316,7 @@ def _coded_gaps(gaps: Indices, planes: int, n: int) -> tuple[int, Writer]:
 
 
 def _read_rice(reader: Reader, n: int, count: int) -> Words:
-    """Gaps before `count` elements below `n`, int64 [count]."""
+    """Read the gaps before `count` elements below `n`, int64 [count]."""
     low = _low_bits(n, count)
     total = reader.number(n >> low)
     bits = reader.bits((low + 1) * count + total)
@@ -332,12 +332,12 @@ def _read_rice(reader: Reader, n: int, count: int) -> Words:
 
 
 def _low_bits(n: int, k: int) -> int:
-    """Bits of a gap that Rice's code leaves as they are; the mean gap is 1 to 2 times what they can say."""
+    """Return the bits of a gap that Rice's code leaves uncoded; the mean gap is 1 to 2 times their range."""
     return max(0, (n // max(k, 1)).bit_length() - 1)
 
 
 def _symbols(gaps: Indices, planes: int) -> Bytes:
-    """Gaps as symbols: uint8 [symbols, planes]."""
+    """Return gaps as symbols, uint8 [symbols, planes]."""
     skip = 256**planes - 1
     word = (np.uint8, np.uint16, np.uint32)[planes - 1]
     if int(gaps.max()) < skip:
@@ -351,11 +351,11 @@ def _symbols(gaps: Indices, planes: int) -> Bytes:
 
 
 def write_numbers(writer: Writer, values: Words) -> None:
-    """Non-negative numbers of which small ones are frequent.
+    """Write non-negative numbers of which small ones are frequent.
 
-    While many are the smallest possible, a set says which are not, and only those go on, less one: a unary code, each
-    of whose bits costs about its entropy. The rest is stored in as few bytes each as most of them need, lowest bytes of
-    all first; larger ones stand before them in full.
+    While many are 0, a set says which are not, and only those continue, less one: a unary code, each of whose bits
+    costs about its entropy. The rest is stored in as few bytes each as most of them need, lowest bytes of all first;
+    larger numbers precede them in full.
     """
     levels: list[tuple[int, PositionWriter]] = []
     while len(values) >= LEVEL_COUNT and len(levels) < MAX_LEVELS:
@@ -384,9 +384,9 @@ def write_numbers(writer: Writer, values: Words) -> None:
 
 
 def read_numbers(reader: Reader, count: int, word: np.dtype[Any]) -> Words:
-    """`count` numbers that `write_numbers` wrote, as words of this type."""
+    """Read `count` numbers that `write_numbers` wrote, as words of this type."""
     values = np.zeros(count, dtype=word)
-    places: Indices | None = None  # of the numbers that go on; None: all
+    places: Indices | None = None  # places of the numbers that continue; None: all
     for _ in range(reader.number(MAX_LEVELS)):
         left = count if places is None else len(places)
         found = PositionReader(reader, left, reader.number(left))
@@ -414,14 +414,14 @@ def read_numbers(reader: Reader, count: int, word: np.dtype[Any]) -> Words:
 
 
 def write_planes(writer: Writer, values: Words, planes: int) -> None:
-    """The low `planes` bytes of words: all lowest ones, all next ones, ..."""
+    """Write the low `planes` bytes of words: all lowest bytes, all next ones, ..."""
     data = values.view(np.uint8).reshape(len(values), values.dtype.itemsize)
     for plane in range(planes):
         writer.stream(data[:, plane])
 
 
 def read_planes(reader: Reader, count: int, word: np.dtype[Any], planes: int) -> Words:
-    """`count` words that `write_planes` wrote, new and writable."""
+    """Read `count` words that `write_planes` wrote, as a new writable array."""
     data = np.zeros((count, word.itemsize), dtype=np.uint8)
     for plane in range(planes):
         data[:, plane] = reader.stream(count)

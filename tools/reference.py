@@ -1,0 +1,528 @@
+"""Write docs/reference/ from the code: the cluster file, the run file, the command line, metrics, files, messages.
+
+    .venv/bin/python tools/reference.py            # write the pages (make docs)
+    .venv/bin/python tools/reference.py --check    # exit with 1 if a page differs from what would be written
+
+Descriptions come from where the code has them: pydantic fields, click options, docstrings, and the string below a
+constant. Nothing is written by hand here but the head of each page.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
+WRITTEN = "<!-- Written by tools/reference.py (`make docs`): change the code, not this page. -->"
+BOUNDS = {
+    "ge": ">= {}",
+    "gt": "> {}",
+    "le": "<= {}",
+    "lt": "< {}",
+    "min_length": "length >= {}",
+    "max_length": "length <= {}",
+}
+PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any", type(None): "null"}
+
+
+def text_of(documented: Any) -> str:
+    """Return a docstring as paragraphs of one line each; '' without one, or with one that is only inherited."""
+    own = vars(documented).get("__doc__") if isinstance(documented, type) else documented.__doc__
+    return "\n\n".join(" ".join(part.split()) for part in re.split(r"\n\s*\n", inspect.cleandoc(own or "")))
+
+
+def cell(text: str) -> str:
+    """Escape what would end a table's cell or be taken for HTML outside of code."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    plain = [part if part.startswith("`") else part.replace("<", "&lt;").replace("*", r"\*") for part in parts]
+    return "".join(plain).replace("|", r"\|")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, or nothing without rows."""
+    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *lines, ""] if lines else []
+
+
+def anchor(heading: str) -> str:
+    """Return the fragment that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def bare(annotation: Any) -> tuple[Any, list[Any]]:
+    """Return an annotation without `Annotated`, and what was annotated."""
+    notes: list[Any] = []
+    while get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        notes += more
+    return annotation, notes
+
+
+def members(annotation: Any) -> list[Any]:
+    """Return the members of a union without `None`; other types are their own only member."""
+    annotation, _ = bare(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for one in get_args(annotation) if one is not type(None) for inner in members(one)]
+    return [annotation]
+
+
+def bounds(notes: Iterable[Any]) -> str:
+    """Return the limits among a field's annotations, e.g. ' >= 1'."""
+    found, patterns = [], []
+    for note in notes:
+        for one in [note, *getattr(note, "metadata", [])]:
+            found += [words.format(getattr(one, name)) for name, words in BOUNDS.items() if _number(one, name)]
+            if isinstance(pattern := getattr(one, "pattern", None), str):
+                patterns.append(f"`{pattern}`")
+    shown = ", ".join(dict.fromkeys(found)) + (f" matching {patterns[0]}" if patterns else "")
+    return f", {shown.strip()}" if shown.startswith("length") else f" {shown.strip()}" if shown else ""
+
+
+def _number(note: Any, name: str) -> bool:
+    return isinstance(getattr(note, name, None), int | float)
+
+
+def type_text(annotation: Any, name: Callable[[Any], str] = lambda one: f"`{one.__name__}`") -> str:
+    """Return a type in words; `name` writes classes."""
+    annotation, notes = bare(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        shown = " or ".join(dict.fromkeys(type_text(one, name) for one in arguments if one is not type(None)))
+        return shown + bounds(notes) + (" or null" if type(None) in arguments else "")
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (list, set, frozenset) or (origin is tuple and arguments[1:] == (...,)):
+        return f"list of {type_text(arguments[0], name)}" + bounds(notes)
+    if origin is tuple:
+        return f"[{', '.join(type_text(one, name) for one in arguments)}]"
+    if origin is dict:
+        return f"map of {type_text(arguments[0], name)} to {type_text(arguments[1], name)}" + bounds(notes)
+    if annotation in PLAIN:
+        return PLAIN[annotation] + bounds(notes)
+    if isinstance(annotation, type) and not arguments:
+        return name(annotation)
+    return f"`{str(annotation).replace('typing.', '')}`"
+
+
+def default_text(info: FieldInfo) -> str:
+    """Return a field's default as YAML has it; a section's is that of each of its keys."""
+    if info.default_factory is not None:
+        made = info.default_factory()  # type: ignore[call-arg]
+        if isinstance(made, BaseModel):
+            tag, values = tag_of(type(made))
+            return f"`{{{tag}: {values[0]}}}`" if tag else "of its keys"
+        return ", ".join(f"`{getattr(one, 'key', one)}`" for one in made) if made else f"`{made}`"
+    if info.default is PydanticUndefined:
+        return "required"
+    value = info.default
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else "`''`"
+
+
+def is_model(annotation: Any) -> bool:
+    """Whether an annotation is a pydantic model."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def models_below(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models that an annotation names, also inside lists and maps."""
+    for one in members(annotation):
+        if is_model(one):
+            yield one
+        for argument in get_args(one):
+            yield from models_below(argument)
+
+
+@dataclass
+class ConfigPage:
+    """A page about a YAML file: a section for each model that the file may hold."""
+
+    top: type[BaseModel]
+    headings: dict[type[BaseModel], str] = field(default_factory=dict)
+    shared: dict[type[BaseModel], type[BaseModel]] = field(default_factory=dict)
+    """Model -> the base whose keys its union shares."""
+
+    def __post_init__(self) -> None:
+        self.headings[self.top] = "Top level"
+        self._name(self.top, "")
+
+    def _name(self, model: type[BaseModel], above: str) -> None:
+        for key, info in model.model_fields.items():
+            found = [one for one in dict.fromkeys(models_below(info.annotation)) if one not in self.headings]
+            many = bool(re.search(r"\b(list|dict)\[", str(info.annotation)))
+            path = f"{above}{key}" + (".<name>" if "dict[" in str(info.annotation) else "[]" if many else "")
+            base = _shared_base(found)
+            if base is not None and base not in self.headings:
+                self.headings[base] = f"{path}, whatever its {tag_of(found[0])[0]}"
+            for one in found:
+                tag, values = tag_of(one) if len(found) > 1 else ("", ())
+                self.headings[one] = f"{path} ({tag}: {' or '.join(values)})" if tag else path
+                if base is not None:
+                    self.shared[one] = base
+            for one in found:
+                self._name(one, f"{path}.")
+
+    def link(self, model: type[BaseModel]) -> str:
+        """Return a link to a model's section."""
+        heading = self.headings[model]
+        return f"[{heading.partition(': ')[2].rstrip(')') or heading}](#{anchor(heading)})"
+
+    def sections(self) -> Iterator[str]:
+        """Yield the page's lines."""
+        for model, heading in self.headings.items():
+            yield from (f"{'#' * 2} {cell(heading)}", "")
+            if text := text_of(model):
+                yield from (text, "")
+            base = self.shared.get(model)
+            rows = [
+                (f"`{key}`", self.type_of(info), default_text(info), info.description or "")
+                for key, info in sorted(model.model_fields.items(), key=lambda one: one[0] != tag_of(model)[0])
+                if base is None or _differs(base, key, info)
+            ]
+            if base is not None:
+                yield from (f"Beside the [keys of all](#{anchor(self.headings[base])}):", "")
+            yield from table(("key", "type", "default", "meaning"), rows)
+
+    def type_of(self, info: FieldInfo) -> str:
+        """Return a field's type with links to the sections of its models."""
+        shown = type_text(info.annotation, self.link)
+        limits = bounds(info.metadata)
+        return shown.removesuffix(" or null") + limits + " or null" if shown.endswith(" or null") else shown + limits
+
+
+def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
+    """Return the key by which a union tells its members apart, and the values that stand for this one."""
+    for key in ("kind", "name"):
+        info = model.model_fields.get(key)
+        if info is not None and get_origin(info.annotation) is Literal:
+            return key, get_args(info.annotation)
+    return "", ()
+
+
+def _shared_base(found: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
+    if len(found) < 2:
+        return None
+    common = [one for one in found[0].__mro__ if is_model(one) and all(issubclass(other, one) for other in found)]
+    return next((one for one in common if one.model_fields), None)
+
+
+def _differs(base: type[BaseModel], key: str, info: FieldInfo) -> bool:
+    other = base.model_fields.get(key)
+    return other is None or (default_text(other), str(other.annotation)) != (default_text(info), str(info.annotation))
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
+
+
+def page(title: str, about: str, lines: Iterable[str]) -> str:
+    """Return a whole page; runs of blank lines become one."""
+    text = "\n".join([WRITTEN, "", f"# {title}", "", _filled(about), "", *lines])
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def cluster_file() -> str:
+    """Return docs/reference/cluster_file.md."""
+    from streamrl.config.cluster import ClusterConfig
+
+    about = """
+    Where things run. [cluster_configs/](../../cluster_configs) has commented examples; how to write one is in
+    [sites](../how-to/sites.md) and [cluster](../how-to/cluster.md). Unknown keys are errors. `streamrl schema
+    cluster` prints the same as JSON Schema, with which an editor completes and checks.
+    """
+    return page("Cluster file", about, ConfigPage(ClusterConfig).sections())
+
+
+def run_file() -> str:
+    """Return docs/reference/run_file.md."""
+    from streamrl.config.run import RunConfig
+
+    about = """
+    What is trained, and how. Every key has a default, so an empty file is a valid run; unknown keys are errors.
+    Combinations that make no sense are refused when the file is read, with the reason. `--set
+    batch.prompts_per_step=4` changes a key, `--set tasks.0.weight=2` one of a list. `streamrl schema run` prints
+    the same as JSON Schema, with which an editor completes and checks. Examples: [examples/](../../examples).
+    """
+    return page("Run file", about, ConfigPage(RunConfig).sections())
+
+
+def _help(text: str) -> Iterator[str]:
+    r"""Yield a command's help; paragraphs that click must not wrap (\b) become code, but for their first line."""
+    for part in re.split(r"\n\s*\n", inspect.cleandoc(text)):
+        lines = part.splitlines()
+        if lines[0].strip() == "\b":
+            yield from (lines[1].strip(), "", "```", *textwrap.dedent("\n".join(lines[2:])).splitlines(), "```", "")
+        else:
+            yield from (" ".join(part.split()), "")
+
+
+def command_lines() -> Iterator[str]:
+    """Yield a section for each command."""
+    from streamrl.cli.main import COMMANDS, cli
+
+    group = click.Context(cli, info_name="streamrl")
+    yield from table(("command", ""), ((f"[`{name}`](#streamrl-{name})", text) for name, text in COMMANDS.items()))
+    for name in COMMANDS:
+        command = cli.get_command(group, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=group, max_content_width=100, terminal_width=100)
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield from (f"## streamrl {name}", "", "```", f"streamrl {name} {usage}", "```", "")
+        yield from _help(command.help or "")
+        records = [one.get_help_record(context) for one in command.params if isinstance(one, click.Option)]
+        yield from table(("option", "meaning"), ((f"`{one[0]}`", one[1]) for one in records if one))
+
+
+def cli_page() -> str:
+    """Return docs/reference/cli.md."""
+    about = """
+    `streamrl COMMAND --help` prints the same. Exit codes: 0 done, 1 a run that failed, 2 bad input (nothing was
+    started), 130 stopped by the user.
+    """
+    return page("Command line", about, command_lines())
+
+
+def _link_to(model: type) -> str:
+    """Return a link to the section of a model that a page describes."""
+    return f"[`{model.__name__}`]({'metrics.md' if model is _metrics_row() else ''}#{anchor(model.__name__)})"
+
+
+def model_table(model: type[BaseModel]) -> list[str]:
+    """Return a table of a model's fields with their types."""
+    rows = (
+        (f"`{key}`", type_text(info.annotation, _link_to) + bounds(info.metadata), info.description or "")
+        for key, info in model.model_fields.items()
+    )
+    return table(("key", "type", "meaning"), rows)
+
+
+def _with_models_below(model: type[BaseModel], level: int, seen: set[type[BaseModel]]) -> Iterator[str]:
+    seen.add(model)
+    yield from (f"{'#' * level} {model.__name__}", "", text_of(model), "", *model_table(model))
+    for info in model.model_fields.values():
+        for one in models_below(info.annotation):
+            if one not in seen:
+                yield from _with_models_below(one, level, seen)
+
+
+def metrics() -> str:
+    """Return docs/reference/metrics.md."""
+    from streamrl.run_dir.evaluations import EvaluationRow
+    from streamrl.run_dir.metrics import MetricsRow
+
+    about = """
+    `metrics.jsonl` in a run's folder has one JSON object for each optimizer step, `evaluations.jsonl` one for each
+    evaluation. Both only grow; a resumed run first removes the rows behind its checkpoint. `null` means that there
+    is no figure. `streamrl report` plots them; [evaluate](../how-to/evaluate.md) explains the evaluations and the
+    length audit.
+    """
+    lines = ["## metrics.jsonl", ""]
+    seen: set[type[BaseModel]] = set()
+    lines += [*_with_models_below(MetricsRow, 3, seen), "## evaluations.jsonl", ""]
+    return page("Metrics", about, [*lines, *_with_models_below(EvaluationRow, 3, seen)])
+
+
+def constants(path: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (group, constant, value, meaning) of a module's text constants in their order.
+
+    A group is the comment line above its first constant, and ends at a constant that is no text; a meaning is the
+    string below a constant.
+    """
+    source = path.read_text(encoding="utf-8")
+    lines, body = source.splitlines(), ast.parse(source).body
+    group = ""
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        above = lines[node.lineno - 2].strip() if node.lineno > 1 else ""
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))):
+                group = above.removeprefix("# ") if above.startswith("# ") else group
+                match after:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield group, name, value, " ".join(text.split())
+                    case _:
+                        yield group, name, value, ""
+            case ast.Assign():
+                group = ""
+
+
+def run_folder() -> str:
+    """Return docs/reference/run_folder.md."""
+    from streamrl.config.load import RESOLVED_NAME
+    from streamrl.run_dir import instance_files, layout
+    from streamrl.run_dir.site_status import SiteStatus
+    from streamrl.run_dir.status import RunStatus
+
+    about = """
+    What a run leaves in `runs/<name>`, and which process writes it. Names are those of `streamrl/run_dir/layout.py`;
+    checkpoints are described [below](#checkpoints). [architecture](../explanation/architecture.md#the-runs-folder)
+    says how the files work together.
+    """
+    names = [("launcher", f"`{RESOLVED_NAME}`", "Cluster file and run file with every key.")]
+    known = FILES
+    for group, name, value, meaning in constants(Path(inspect.getfile(layout))):
+        names.append((group.removeprefix("written by "), f"`{value}`", meaning or known.get(name, "")))
+    lines = [*_docstring(layout), "## Files and folders", ""]
+    lines += table(("written by", "name", "content"), names)
+    seen: set[type[BaseModel]] = set()
+    lines += ["## status.json", "", *_docstring(importlib.import_module("streamrl.run_dir.status"))]
+    lines += list(_with_models_below(RunStatus, 3, seen | {_metrics_row()}))
+    lines += ["## site.json", ""]
+    lines += list(_docstring(importlib.import_module("streamrl.run_dir.site_status")))
+    lines += list(_with_models_below(SiteStatus, 3, seen))
+    lines += ["## instances.json and processes.json", "", *_docstring(instance_files)]
+    for record in (instance_files.WantedInstance, instance_files.StartedProcess):
+        lines += [f"### {record.__name__}", "", text_of(record), "", *_record_table(record)]
+    return page("Run folder", about, [*lines, "## Checkpoints", "", _filled(CHECKPOINTS)])
+
+
+def _metrics_row() -> type[BaseModel]:
+    from streamrl.run_dir.metrics import MetricsRow
+
+    return MetricsRow
+
+
+FILES = {
+    "STATUS": "The run's state right now, replaced about twice a second.",
+    "METRICS": "One row for each optimizer step: [metrics](metrics.md).",
+    "EVALUATIONS": "One row for each evaluation: [metrics](metrics.md#evaluationsjsonl).",
+    "TRACE": "Spans of every process in Perfetto's format; open it in https://ui.perfetto.dev.",
+    "LEDGER": "SQLite: every sample, from issued to trained.",
+    "CHECKPOINTS": "Folder: one folder for each checkpoint.",
+    "SITE_STATUS": "State of a site that does not train.",
+    "TOKEN_JOURNAL": "SQLite: tokens of the requests in flight, so that another instance can continue them.",
+    "WANTED_INSTANCES": "Which instances should run now.",
+    "ADDRESSES": "Where each process listens.",
+    "PROCESSES": "Processes that were started, and how those that ended did.",
+    "REPORT": "The report: plots, timeline, samples.",
+    "START_STAGES": "Folder: what each process does before it is ready, one file per process, one line per stage.",
+    "STACKS": "Folder: stacks of a process, written on request of `streamrl why-stuck`.",
+    "LAUNCHER_LOG": "What the launcher of a run printed.",
+    "WEIGHTS": "Folder of a service: the site's versions of the weights, where shared memory cannot be used.",
+}
+"""Content of those files whose names say enough in the code."""
+
+CHECKPOINTS = """
+`checkpoints/step_<n>/` is the model after `n` optimizer steps, a folder in Hugging Face's format that
+`AutoModelForCausalLM.from_pretrained` loads; `trainer_state/` in it is the optimizer's state in torch's distributed
+format. `checkpoints/best.json` names the one with the best evaluation.
+"""
+
+
+def _record_table(record: type) -> list[str]:
+    """Return a table of the fields of a dataclass or struct; the string below a field is its meaning."""
+    hints = get_type_hints(record, include_extras=True)
+    meanings = field_texts(record)
+    rows = ((f"`{name}`", type_text(hint), meanings.get(name, "")) for name, hint in hints.items() if name[0] != "_")
+    return table(("field", "type", "meaning"), rows)
+
+
+def field_texts(record: type) -> dict[str, str]:
+    """Return the strings below the fields of a class, those of its bases included."""
+    found: dict[str, str] = {}
+    for one in reversed(record.__mro__):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        except (OSError, TypeError):
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for node, after in zip(body.body, body.body[1:], strict=False):
+            match node, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def structs_of(module: types.ModuleType) -> list[type]:
+    """Return the message types that a module defines, in the order of its text."""
+    try:
+        import msgspec
+    except ImportError:
+        return []
+    own = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    own = [one for one in own if one.__module__ == module.__name__ and not one.__name__.startswith("_")]
+    return sorted(own, key=lambda one: inspect.getsourcelines(one)[1])
+
+
+def struct_lines(struct: type) -> list[str]:
+    """Return the section of a message type."""
+    tag = getattr(getattr(struct, "__struct_config__", None), "tag", None)
+    named = [f"`{tag}` on the wire.", ""] if isinstance(tag, str) else []
+    return [f"### {struct.__name__}", "", text_of(struct), "", *named, *_record_table(struct)]
+
+
+def messages() -> str:
+    """Return docs/reference/messages.md."""
+    package = importlib.import_module("streamrl.protocol")
+    about = """
+    What the processes of a run say to each other: the message types of `streamrl/protocol/`, one module for each
+    edge. How messages are framed, acknowledged and repeated is in
+    [architecture](../explanation/architecture.md#rules-that-hold-everywhere).
+    """
+    lines = [*_docstring(package), ""]
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda one: one.name):
+        module = importlib.import_module(f"streamrl.protocol.{info.name}")
+        lines += [f"## {info.name}", "", *_docstring(module), ""]
+        for struct in structs_of(module):
+            lines += struct_lines(struct)
+    return page("Messages", about, lines)
+
+
+def _docstring(module: types.ModuleType) -> Iterator[str]:
+    """Yield a module's docstring; indented parts (drawings, tables) become code."""
+    for part in re.split(r"\n\s*\n", inspect.cleandoc(module.__doc__ or "")):
+        if all(line.startswith("    ") for line in part.splitlines()):
+            yield from ("```", *textwrap.dedent(part).splitlines(), "```", "")
+        else:
+            yield from (" ".join(part.split()), "")
+
+
+WRITERS: dict[str, Callable[[], str]] = {
+    "cluster_file.md": cluster_file,
+    "run_file.md": run_file,
+    "cli.md": cli_page,
+    "metrics.md": metrics,
+    "run_folder.md": run_folder,
+    "messages.md": messages,
+}
+"""Page -> what makes its text."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or compare them with the code (`--check`)."""
+    PAGES.mkdir(parents=True, exist_ok=True)
+    stale = 0
+    for name, write in WRITERS.items():
+        path, text = PAGES / name, write()
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        if "--check" in arguments:
+            print(f"{path.relative_to(ROOT)} differs from the code; run: make docs")
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {path.relative_to(ROOT)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main(sys.argv[1:]))
