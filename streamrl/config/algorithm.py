@@ -15,7 +15,7 @@ from streamrl.config.cluster import StrictModel
 
 GroupAdvantage = Literal["group_std", "group_mean", "leave_one_out"]
 AdvantageKind = Literal["group_std", "group_mean", "leave_one_out", "batch", "batch_group_baseline", "gae"]
-SurrogateKind = Literal["clip", "sequence_clip", "detached_clip", "reinforce"]
+SurrogateKind = Literal["clip", "sequence_clip", "detached_clip", "soft_gate", "reinforce"]
 AggregationKind = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -36,7 +36,8 @@ SurrogateKey = Annotated[
     SurrogateKind,
     Field(
         description="clip: clip each token's ratio (PPO); sequence_clip: clip one ratio per sequence (GSPO); "
-        "detached_clip: use the clipped ratio as a constant weight (CISPO); reinforce: no ratio",
+        "detached_clip: use the clipped ratio as a constant weight (CISPO); soft_gate: a sigmoid of the ratio in "
+        "place of a clip (SAPO); reinforce: no ratio",
     ),
 ]
 AggregationKey = Annotated[
@@ -51,6 +52,14 @@ ClipLow = Annotated[
 ]
 ClipHigh = Annotated[
     Annotated[float, Field(gt=0)] | None, Field(description="the ratio is clipped above 1 + clip_high")
+]
+
+GatePositive = Annotated[
+    Annotated[float, Field(gt=0)] | None,
+    Field(description="soft_gate: temperature of tokens with a positive advantage"),
+]
+GateNegative = Annotated[
+    Annotated[float, Field(gt=0)] | None, Field(description="soft_gate: temperature of all other tokens")
 ]
 
 
@@ -124,6 +133,8 @@ class Algorithm(StrictModel):
     aggregation: AggregationKey = "token"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
+    gate_positive: GatePositive = None
+    gate_negative: GateNegative = None
     kl: KLConfig = Field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = Field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig | None = Field(
@@ -169,6 +180,12 @@ class Algorithm(StrictModel):
         assert self.clip_low is not None and self.clip_high is not None
         return self.clip_low, self.clip_high
 
+    @property
+    def gate(self) -> tuple[float, float]:
+        """Temperatures (gate_positive, gate_negative) of surrogate soft_gate."""
+        assert self.gate_positive is not None and self.gate_negative is not None
+        return self.gate_positive, self.gate_negative
+
     def needs_proximal(self, sync_every: int) -> bool:
         """Whether a copy of the last published weights must be kept.
 
@@ -210,9 +227,15 @@ class Algorithm(StrictModel):
 
     def _about_clip(self) -> str | None:
         given = [key for key in ("clip_low", "clip_high") if getattr(self, key) is not None]
-        if self.surrogate == "reinforce" and given:
-            return f"surrogate: reinforce has no ratio to clip: set {' and '.join(given)} to null, or choose clip"
-        if self.surrogate != "reinforce" and len(given) < 2:
+        gates = [key for key in ("gate_positive", "gate_negative") if getattr(self, key) is not None]
+        if gates and self.surrogate != "soft_gate":
+            return f"surrogate: {self.surrogate} has no gate: set {' and '.join(gates)} to null, or choose soft_gate"
+        if self.surrogate == "soft_gate" and len(gates) < 2:
+            return "surrogate: soft_gate needs gate_positive and gate_negative (1.0 and 1.05 are usual), or choose clip"
+        if self.surrogate in ("reinforce", "soft_gate") and given:
+            why = "has no ratio to clip" if self.surrogate == "reinforce" else "gates its ratio instead of clipping it"
+            return f"surrogate: {self.surrogate} {why}: set {' and '.join(given)} to null, or choose clip"
+        if self.surrogate not in ("reinforce", "soft_gate") and len(given) < 2:
             return f"surrogate: {self.surrogate} needs clip_low and clip_high (0.2 is usual), or choose reinforce"
         return None
 
@@ -293,6 +316,18 @@ class CISPOConfig(Algorithm):
     clip_high: ClipHigh = 4.0
 
 
+class SAPOConfig(Algorithm):
+    """SAPO: a smooth gate on each token's ratio in place of a clip (arXiv 2511.20347)."""
+
+    name: Literal["sapo"] = "sapo"
+    surrogate: SurrogateKey = "soft_gate"
+    aggregation: AggregationKey = "sequence"
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
+    gate_positive: GatePositive = 1.0
+    gate_negative: GateNegative = 1.05
+
+
 class RLOOConfig(Algorithm):
     """RLOO: REINFORCE with the other samples' mean reward as baseline (arXiv 2402.14740).
 
@@ -346,6 +381,14 @@ class PPOConfig(Algorithm):
 
 
 AlgorithmConfig = Annotated[
-    GRPOConfig | DrGRPOConfig | DAPOConfig | GSPOConfig | CISPOConfig | RLOOConfig | ReinforcePPConfig | PPOConfig,
+    GRPOConfig
+    | DrGRPOConfig
+    | DAPOConfig
+    | GSPOConfig
+    | CISPOConfig
+    | SAPOConfig
+    | RLOOConfig
+    | ReinforcePPConfig
+    | PPOConfig,
     Field(discriminator="name"),
 ]

@@ -105,6 +105,24 @@ def detached_clip_loss(
     return TokenLoss(-limited * advantages * logprobs, limited != ratio)
 
 
+def soft_gate_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, positive: float, negative: float) -> TokenLoss:
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, with r = exp(log_ratio).
+
+    tau is `positive` for tokens with A > 0, else `negative`. At r = 1 the gradient is that of r A; it fades smoothly as
+    r moves away. Source: SAPO, arXiv 2511.20347.
+
+    Args:
+        log_ratio: [N] current minus old log-probability, with gradient.
+        advantages: [N].
+        positive: temperature.
+        negative: temperature.
+    """
+    ratio = torch.exp(bounded(log_ratio))
+    temperature = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
+    gated = 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0))
+    return TokenLoss(-gated * advantages, torch.zeros_like(ratio, dtype=torch.bool))
+
+
 def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
     """Return -A log p, the plain policy gradient (Williams 1992; for language models arXiv 2402.14740, eq. 6).
 

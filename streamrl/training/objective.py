@@ -17,6 +17,7 @@ from streamrl.training.losses import (
     reinforce_loss,
     sequence_clip_loss,
     sequence_sums,
+    soft_gate_loss,
     token_weights,
     value_loss,
 )
@@ -197,5 +198,7 @@ def _surrogate(
             return sequence_clip_loss(log_ratio, advantages, sequence_ids, *algorithm.clip)
         case "detached_clip":
             return detached_clip_loss(logprobs, log_ratio, advantages, *algorithm.clip)
+        case "soft_gate":
+            return soft_gate_loss(log_ratio, advantages, *algorithm.gate)
         case "reinforce":
             return reinforce_loss(logprobs, advantages)

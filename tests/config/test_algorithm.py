@@ -28,6 +28,7 @@ def read(tmp_path: Path, algorithm: dict[str, Any]) -> Algorithm:
         ("dapo", "group_std", "clip", "token", (0.2, 0.28)),
         ("gspo", "group_std", "sequence_clip", "sequence", (3e-4, 4e-4)),
         ("cispo", "group_std", "detached_clip", "token", (1.0, 4.0)),
+        ("sapo", "group_std", "soft_gate", "sequence", (None, None)),
         ("rloo", "leave_one_out", "reinforce", "constant", (None, None)),
         ("reinforce_pp", "batch", "clip", "token", (0.2, 0.2)),
         ("ppo", "gae", "clip", "token", (0.2, 0.2)),
@@ -69,6 +70,12 @@ REFUSED = [
     ({"name": "reinforce_pp", "dynamic_sampling": True}, "leave it out, or choose advantage: group_std"),
     ({"name": "rloo", "clip_high": 0.2}, "no ratio to clip: set clip_high to null, or choose clip"),
     ({"name": "rloo", "surrogate": "clip"}, "surrogate: clip needs clip_low and clip_high (0.2 is usual)"),
+    ({"name": "sapo", "clip_high": 0.2}, "gates its ratio instead of clipping it: set clip_high to null"),
+    ({"name": "grpo", "gate_positive": 2.0}, "surrogate: clip has no gate: set gate_positive to null, or choose soft"),
+    (
+        {"name": "sapo", "gate_negative": None},
+        "soft_gate needs gate_positive and gate_negative (1.0 and 1.05 are usual)",
+    ),
     ({"name": "gspo", "clip_low": None}, "surrogate: sequence_clip needs clip_low and clip_high"),
     (
         {"name": "grpo", "kl": {"coef": 0.1, "placement": "reward"}},

@@ -18,6 +18,7 @@ from streamrl.training.losses import (
     kl_estimate,
     reinforce_loss,
     sequence_clip_loss,
+    soft_gate_loss,
     token_weights,
     value_loss,
 )
@@ -96,6 +97,20 @@ def test_detached_clip_loss_is_cispos() -> None:
     logp = vector(LOGP, grad=True)
     detached_clip_loss(logp, logp - vector(OLD), vector(ADV), LOW, HIGH).loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([-w * a for w, a in zip(weights, ADV, strict=True)], rel=1e-12)
+
+
+def test_soft_gate_loss_is_sapos() -> None:
+    ratios = [math.exp(new - old) for new, old in zip(LOGP, OLD, strict=True)]
+    taus = [1.0 if a > 0 else 1.05 for a in ADV]
+    expected = [-4 / tau / (1 + math.exp(-tau * (r - 1))) * a for r, a, tau in zip(ratios, ADV, taus, strict=True)]
+    result = soft_gate_loss(vector(LOGP) - vector(OLD), vector(ADV), 1.0, 1.05)
+    assert result.loss.tolist() == pytest.approx(expected, rel=1e-12) and not result.clipped.any()
+    assert torch.autograd.gradcheck(
+        lambda logp: soft_gate_loss(logp - vector(OLD), vector(ADV), 1.0, 1.05).loss, (vector(LOGP, grad=True),)
+    )
+    on_policy = vector(LOGP, grad=True)  # where r = 1 the gradient is that of r A
+    soft_gate_loss(on_policy - vector(LOGP), vector(ADV), 1.0, 1.05).loss.sum().backward()
+    assert on_policy.grad.tolist() == pytest.approx([-a for a in ADV], rel=1e-12)
 
 
 def test_without_a_lower_bound_a_small_weight_stays_small() -> None:

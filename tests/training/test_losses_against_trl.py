@@ -63,7 +63,13 @@ def trls_loss(trainer: Any, values: dict[str, torch.Tensor], weights: torch.Tens
         "max_completion_length": MAX_TOKENS,
         "aux_loss_enabled": False,
         "_entropy_bonus_enabled": False,
-        "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        "args": SimpleNamespace(
+            delta=None,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.25,
+        ),
     }
     for key, value in (defaults | options).items():
         setattr(me, key, value)
@@ -123,6 +129,8 @@ GSPO_CLIP = {"clip_low": 0.02, "clip_high": 0.03}
         ),
         # TRL's epsilon_high of this loss is the largest ratio itself
         ({"name": "cispo", "clip_high": 0.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
+        # TRL rounds its temperatures to float32
+        ({"name": "sapo", "gate_negative": 1.25}, {"loss_type": "sapo"}),
     ],
     ids=lambda part: part.get("name", ""),
 )

@@ -16,7 +16,7 @@ from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.objective import MicroStats, policy_objective, value_objective
 from tests.training.test_losses import IDS, KL, clipped, spans, vector
 
-NAMES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+NAMES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo"]
 
 NEW = [-1.0, -0.5, -0.5, -2.0, -2.0, -1.3]
 GENERATOR = [-1.1, -1.6, -1.0, -1.0, -1.7, -1.2]
@@ -73,6 +73,9 @@ def written_out(config: Algorithm, new: list[float], current: list[float]) -> fl
                 ratio = math.exp(sum(new[k] - anchor[k] for k in tokens) / len(tokens))
             if config.surrogate == "reinforce":
                 loss = -ADV[t] * new[t]
+            elif config.surrogate == "soft_gate":
+                tau = config.gate[0] if ADV[t] > 0 else config.gate[1]
+                loss = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * ADV[t]
             elif config.surrogate == "detached_clip":
                 loss = -clipped(math.exp(current[t] - anchor[t]), *config.clip) * ADV[t] * new[t]
             else:

@@ -68,6 +68,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"name": "dapo", "off_policy": {"correction": "mask", "low": 0.1, "high": 5.0}},
     {"name": "gspo"},
     {"name": "cispo"},
+    {"name": "sapo"},
     {"name": "rloo", "off_policy": {"correction": "truncate", "level": "geometric", "high": 1.1}},
     {"name": "reinforce_pp", "off_policy": {"ratio_to": "proximal", "correction": "truncate", "level": "sequence"}},
     PPO,
