@@ -1,4 +1,4 @@
-"""Policies of other systems, for comparison: random, round-robin, least-loaded, longest-first."""
+"""Policies of other systems, for comparison: random, round-robin, two choices, least-loaded, longest-first."""
 
 from __future__ import annotations
 
@@ -150,3 +150,18 @@ class Random(_InTurn):
 
     def _choose(self, names: list[str]) -> str:
         return self._random.choice(names)
+
+
+class TwoChoices(_InTurn):
+    """The less loaded of two random instances (Mitzenmacher 2001, "The power of two choices").
+
+    It needs the load of two instances only, so it suits many dispatchers that know little of each other.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def _choose(self, names: list[str]) -> str:
+        drawn = self._random.sample(names, min(2, len(names)))
+        return min(drawn, key=lambda name: len(self._queues.get(name, ())) + len(self.instances[name].running))

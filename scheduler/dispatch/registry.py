@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin
+from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import DispatchPolicy
@@ -13,6 +13,7 @@ from scheduler.dispatch.policy import DispatchPolicy
 POLICIES: dict[str, tuple[str, Callable[[float, int], DispatchPolicy]]] = {
     "random": ("any instance", lambda longest, affinity: Random()),
     "round-robin": ("instances in turn", lambda longest, affinity: RoundRobin()),
+    "two-choices": ("the less loaded of two random instances", lambda longest, affinity: TwoChoices()),
     "least-loaded": ("the instance with the fewest running requests", lambda longest, affinity: LeastLoaded(affinity)),
     "longest-first": ("least-loaded, the longest expected request first", lambda longest, affinity: LongestFirst()),
     "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda longest, affinity: Algorithm2()),

@@ -83,6 +83,7 @@ class DispatchConfig(StrictModel):
     policy: Literal[
         "random",
         "round-robin",
+        "two-choices",
         "least-loaded",
         "longest-first",
         "algorithm2",

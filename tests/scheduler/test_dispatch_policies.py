@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.cost.decode import PAPER_7B_H800, StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin
+from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Request
@@ -21,6 +21,7 @@ POLICIES: dict[str, Callable[[], DispatchPolicy]] = {
     "longest-first": LongestFirst,
     "round-robin": RoundRobin,
     "random": Random,
+    "two choices": TwoChoices,
     "algorithm 2": Algorithm2,
     "algorithm 2, max": lambda: Algorithm2("max"),
     "skew-aware": SkewAware,
@@ -236,3 +237,25 @@ def test_what_waits_starts_on_any_instance_of_its_stretch_the_longest_first() ->
         policy.finished(request_id)
         started += [(d.request_id, d.instance) for d in policy.decide()]
     assert started == [("500", "b"), ("400", "b"), ("300", "b"), ("200", "b")]
+
+
+def test_two_choices_keep_loads_far_more_level_than_one() -> None:
+    def spread(policy: Random | TwoChoices) -> int:
+        for n in range(32):
+            policy.join(f"i{n}", 1000)
+        policy.submit(Request(f"r{n}", f"r{n}") for n in range(3200))
+        loads = [0] * 32
+        for decision in policy.decide():
+            loads[int(decision.instance[1:])] += 1
+        assert sum(loads) == 3200
+        return max(loads) - min(loads)
+
+    for seed in range(5):
+        assert 4 * spread(TwoChoices(seed)) < spread(Random(seed))
+
+
+def test_two_choices_of_one_instance_is_that_one() -> None:
+    policy = TwoChoices()
+    policy.join("only", 2)
+    policy.submit([Request("r", "r")])
+    assert [decision.instance for decision in policy.decide()] == ["only"]
