@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
     "fetch-model": "Make a known model available offline.",
     "scale": "Add instances to a running job, or remove some.",
+    "checkpoint": "Have a running job write a checkpoint.",
     "report": "Write the report of a run.",
     "status": "Show the state and progress of a run.",
     "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
+    from streamrl.protocol.operator import PoolScaled
     from streamrl.run_dir.status import RunStatus
 
 ANSWER_S = 15.0
@@ -44,48 +44,16 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
     status = read_status(directory)
     if status.final:
         raise UserError(f"{directory} is {status.state}: only a running job can be scaled")
-    from streamrl.protocol.operator import ScalePool, ScalingRefused
+    from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
+    from streamrl.runtime.operator_link import ask_controller
 
-    answer = asyncio.run(_ask(directory, ScalePool(pool=pool, site=site, replicas=replicas)))
+    answer = asyncio.run(ask_controller(directory, ScalePool(pool=pool, site=site, replicas=replicas)))
     if isinstance(answer, ScalingRefused):
         raise UserError(f"{directory}: {answer.error}")
+    assert isinstance(answer, PoolScaled)
     click.echo(f"pool {answer.pool}: {answer.before} -> {answer.after} instances")
     if wait:
         _follow(directory, answer)
-
-
-async def _ask(directory: Path, order: ScalePool) -> PoolScaled | ScalingRefused:
-    """Send the request to the controller and return its answer.
-
-    Raises:
-        UserError: the controller does not answer.
-    """
-    import contextlib
-    import os
-
-    from streamrl.errors import RunFailed, UserError
-    from streamrl.protocol.message import MessageReader, wire
-    from streamrl.protocol.operator import FROM_CONTROLLER
-    from streamrl.runtime.process_context import Addresses
-    from streamrl.runtime.site_connections import OPERATOR
-    from streamrl.transport.deadlines import WaitRegistry
-    from streamrl.transport.endpoint import Link
-
-    link = Link(f"{OPERATOR}-{os.getpid()}", "operator", WaitRegistry("streamrl scale"))
-    link.reads = MessageReader({"hub": FROM_CONTROLLER})
-    try:
-        await link.connect(Addresses.load(directory).controller, ANSWER_S)
-        await link.send(*wire(order))
-        async with link.waits.deadline("the controller's answer", ANSWER_S):
-            delivery = await link.receive()
-        delivery.ack()
-        answer: PoolScaled | ScalingRefused = delivery.body
-        return answer
-    except (OSError, RunFailed) as error:
-        raise UserError(f"{directory}: its controller does not answer: {error}") from error
-    finally:
-        with contextlib.suppress(RunFailed):
-            await link.close()
 
 
 def _follow(directory: Path, answer: PoolScaled) -> None:

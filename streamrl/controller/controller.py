@@ -1,9 +1,9 @@
-"""The controller: the whole loop of a run.
+"""The controller, which runs the main loop of a run.
 
     prompts -> groups -> services -> samples -> ledger -> rewards -> pool -> batch -> trainer -> weights -> services
 
-`run` is the loop: whatever may start now is started, then the next messages are handled, one method per kind. What may
-start when is the schedule's decision (`scheduler/schedule/schedules.py`).
+`Controller.run` is the loop: it starts all work that may start now, then handles the next messages, one method per
+kind. The schedule decides what may start when (`scheduler/schedule/schedules.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from streamrl.protocol.controller_trainer import (
     TrainDone,
 )
 from streamrl.protocol.message import MessageReader, wire
-from streamrl.protocol.operator import ScalePool
+from streamrl.protocol.operator import CheckpointNow, CheckpointPlanned, ScalePool
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -75,7 +75,7 @@ from streamrl.transport.endpoint import Delivery
 log = logging.getLogger(__name__)
 
 MOST_EVENTS_AT_ONCE = 512
-"""Messages committed to the ledger in one transaction."""
+"""Limit on the messages that are committed to the ledger in one transaction."""
 
 SENDERS = {
     "service": controller_site.FROM_SERVICE,
@@ -83,11 +83,11 @@ SENDERS = {
     "rewards": controller_rewards.FROM_REWARDS,
     "operator": operator.FROM_OPERATOR,
 }
-"""What the controller may be sent, by the sender's role."""
+"""Messages that the controller accepts, by the sender's role."""
 
 
 class Controller:
-    """One run."""
+    """The process that drives one run."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context, self.config = context, context.run
@@ -99,10 +99,10 @@ class Controller:
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = StepBatch(context.run, 1)
-        """Of the step under way."""
+        """Batch of the current step."""
         self.preparation = Preparation()
         self._cores_due: tuple[int, ...] = ()
-        """CPU cores that the trainer is to move to."""
+        """CPU cores that the trainer has yet to move to; (): none."""
         self.audit = LengthAudit(context.run.sampling.max_tokens)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / layout.LEDGER)
@@ -122,17 +122,20 @@ class Controller:
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.step = 0
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         self.publish_due, self.checkpoint_due = True, False
+        self.checkpoint_wanted = False
+        """Whether a person has requested a checkpoint after the current step."""
         self._learning: asyncio.Task[StepLengths] | None = None
-        """What is learned from the output lengths of the step under way, once it has all its groups."""
+        """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
     async def run(self) -> None:
-        """Runs all steps.
+        """Run all steps.
 
         Raises:
             RunFailed: something that the run needs is gone or did not answer in time.
-            StartAgain: a process hangs, or is gone, without which it cannot go on: it can from the newest checkpoint.
+            StartAgain: a process that the run cannot do without hangs or is gone; a restart from the newest checkpoint
+                can recover.
         """
         writing = asyncio.ensure_future(self.telemetry.keep_writing())
         try:
@@ -158,14 +161,14 @@ class Controller:
             await self.hub.close()
 
     async def _close(self, state: str, error: str | None = None) -> None:
-        """Writes the last status, and tells sites that have launchers of their own."""
+        """Write the last status, and notify the sites that have launchers of their own."""
         self.telemetry.close(state, error)
         await self.services.finish(state, error)
 
-    # -- the parts of the loop, in its order
+    # -- the parts of the loop, in order
 
     async def _start(self) -> None:
-        """Waits for all processes and restores the run's position; the first weights are then due."""
+        """Wait for all processes and restore the run's position; publishing the first weights is then due."""
         from transformers import AutoTokenizer
 
         self.context.say("loading the tokenizer and the tasks")
@@ -199,7 +202,7 @@ class Controller:
         self.context.say(READY)
 
     def _restore(self) -> None:
-        """Goes back to the newest checkpoint: what no step up to there has trained is generated again."""
+        """Rewind to the newest checkpoint; groups that no step up to it has trained are generated again."""
         self.step = self.checkpoints.latest() or 0
         if self.step:
             state = json.loads((self.checkpoints.path(self.step) / "state.json").read_text())
@@ -212,23 +215,23 @@ class Controller:
         self.telemetry.metrics.rewind(self.step)
         self.evaluator.rewind(self.step)
         self.telemetry.step = self.step
-        log.info("resumed after step %d; %d trained samples of later steps will be made again", self.step, undone)
+        log.info("resumed after step %d; %d trained samples of later steps will be generated again", self.step, undone)
 
     def _done(self) -> bool:
-        """All steps are trained, and what follows the last one is done, too."""
+        """Return whether all steps are trained and the work that follows the last one is done."""
         open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.updating
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
 
     def _new_group(self) -> Group:
-        """The next prompt's group, as issued now."""
+        """Issue the next prompt's group."""
         group = self.groups.group(self.pool.issued // self.pool.batch + 1)
         self.pool.issue([group], self.services.version)
         self.audit.issued(group.step, group.group_id, group.size)
         return group
 
     async def _generate(self, groups: list[Group], budget: int | None = None) -> None:
-        """Predicts the lengths of new groups, enters them in the ledger and sends them to the services."""
+        """Predict the lengths of new groups, enter them in the ledger and send them to the services."""
         if not groups:
             return
         self.lengths.predict(groups)
@@ -239,13 +242,13 @@ class Controller:
         await self.services.generate(groups, samples, budget)
 
     async def _evaluate(self) -> None:
-        """Tries the version that is served on the held-out tasks, if that is due."""
+        """Begin the evaluation of the served version on the held-out tasks, if one is due."""
         if self.services.version >= 0 and self.evaluator.due(self.services.version):
             groups = self.evaluator.begin(self.services.version, time.time())
             await self.services.generate(groups, [self.evaluator.samples(group) for group in groups])
 
     async def _drive_trainer(self) -> None:
-        """Gives the trainer its next command, if it is free and there is one."""
+        """Give the trainer its next command, if it is idle and there is one."""
         if self.trainers.busy:
             return
         if self._cores_due:
@@ -266,11 +269,14 @@ class Controller:
             await self._feed_trainer()
 
     def _may_publish(self) -> bool:
-        """Whether sites can take new weights; those that are to be evaluated must first be served everywhere."""
+        """Return whether sites can take new weights.
+
+        In a run with evaluations every version must first be served everywhere, since it may have to be evaluated.
+        """
         return self.services.can_take_version if self.config.evaluation is None else not self.services.updating
 
     async def _take_groups(self) -> None:
-        """Moves complete groups from the pool into the step's batch, as far as the schedule lets them."""
+        """Move complete groups from the pool into the step's batch, as far as the schedule allows."""
         while (group := self.issuer.next_group(self.step, len(self.batch.groups))) is not None:
             if self.issuer.schedule.exclusive and not await self._devices_are_free():
                 return
@@ -281,12 +287,12 @@ class Controller:
                 self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
 
     async def _devices_are_free(self) -> bool:
-        """Colocated: whether generation has left the devices to the trainer; asks it to, once nothing runs."""
+        """Return whether generation has left the devices to the trainer (colocated); request it once nothing runs."""
         generating = self.pool.running + self.evaluator.unfinished
         return generating == 0 and not self.services.updating and await self.services.leave_devices()
 
     async def _feed_trainer(self) -> None:
-        """Sends the trainer its next micro-batch, if one is ready; else it may work ahead for groups that wait."""
+        """Send the trainer its next micro-batch, if one is ready; else let it work ahead for waiting groups."""
         limits = self.config.batch.micro_batch_tokens, len(self.trainers.workers)
         if (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
@@ -294,7 +300,7 @@ class Controller:
             await self.trainers.prepare(ahead)
 
     async def _receive(self) -> None:
-        """Takes what has arrived (at least one message), commits it at once, handles it."""
+        """Receive at least one message, commit samples and rewards in one transaction each, and handle all messages."""
         self._register_waits()
         deliveries = [await self.waits.first_of_begun(self.hub.receive())]
         while len(deliveries) < MOST_EVENTS_AT_ONCE and (more := self.hub.receive_now()) is not None:
@@ -305,10 +311,10 @@ class Controller:
             if not isinstance(delivery.body, SampleBatch | ScoreAnswer):
                 await self._handle(delivery)
 
-    # -- what follows when the trainer has done something
+    # -- answers of the trainer
 
     async def _trainer_done(self, answers: list[Delivery]) -> None:
-        """All ranks have answered a command; rank 0's answer comes first."""
+        """Handle the answers of all ranks to a command; rank 0's comes first."""
         first: Answer = answers[0].body
         self.times.trainer.append((answers[0].kind.removesuffix("_done"), first.started, first.finished))
         match first:
@@ -326,7 +332,7 @@ class Controller:
                 self.checkpoint_due = False
 
     async def _step_done(self, result: StepDone) -> None:
-        """An optimizer step is done: rollouts to Parquet, ledger, metrics, trace; then the next batch."""
+        """Record a finished optimizer step (rollouts, ledger, metrics, trace) and begin the next batch."""
         async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", self.limits.training_s):
             assert self._learning is not None
             lengths = await self._learning
@@ -348,12 +354,14 @@ class Controller:
         self.publish_due = self.publish_due or publishes
         last = self.step == self.config.steps
         evaluated = publishes and self.evaluator.due(self.step)
-        self.checkpoint_due = last or evaluated or self.step % self.config.checkpoint.every == 0
+        regular = self.step % self.config.checkpoint.every == 0
+        self.checkpoint_due = last or evaluated or regular or self.checkpoint_wanted
+        self.checkpoint_wanted = False
         await self.scaling.step_done(batch, times)
         await self._change_to(await self.choice.step_done(self.step, batch, times, self.times.ended_trainer))
 
     async def _change_to(self, setup: Setup | None) -> None:
-        """Change the schedule and the split of the devices from the next step on; None: they stay."""
+        """Change the schedule and the split of the devices from the next step on; None leaves them unchanged."""
         if setup is not None:
             self.issuer.change_to(setup)
             self._cores_due = setup.trainer_cores
@@ -364,7 +372,7 @@ class Controller:
     # -- messages
 
     def _register_waits(self) -> None:
-        """Samples and rewards are waited for as long as some are missing; each one that comes renews the wait."""
+        """Register waits for missing samples and rewards; every one that arrives renews its wait."""
         pool = self.pool
         resting = self.issuer.rounds.resting
         for name, missing, limit_s in (
@@ -377,7 +385,7 @@ class Controller:
                 self.waits.begin(name, f"{missing} {name} of {len(pool.groups)} groups", limit_s)
 
     async def _samples(self, deliveries: list[Delivery]) -> None:
-        """Finished samples: commit, acknowledge, ask for their rewards."""
+        """Commit finished samples, acknowledge them and request their rewards."""
         arrivals = arrived(deliveries)
         contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
         new = self.ledger.finish(contents) if contents else set()
@@ -390,7 +398,7 @@ class Controller:
             elif sample.sample_id in new:
                 group = self._received(sample, now)
             else:
-                log.warning("ignoring sample %s: not waited for", sample.sample_id)
+                log.warning("ignoring sample %s, which is not awaited", sample.sample_id)
                 continue
             self.services.finished(group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
@@ -400,14 +408,14 @@ class Controller:
             self.waits.end("samples")
 
     def _received(self, sample: Sample, now: float) -> Group:
-        """A sample to be trained has come."""
+        """Record a finished sample that will be trained on; return its group."""
         group = self.pool.finish(sample, now)
         self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
         self.issuer.rounds.finished(group.group_id)
         return group
 
     def _rewards(self, deliveries: list[Delivery]) -> None:
-        """Rewards: groups with all of them are complete, and wait to be taken into a step."""
+        """Record rewards; groups that have all of theirs are complete."""
         scored = []
         for delivery in deliveries:
             answer: ScoreAnswer = delivery.body
@@ -421,7 +429,7 @@ class Controller:
                 if group.complete:
                     self._complete(group)
             else:
-                log.warning("ignoring reward of %s: not waited for", sample_id)
+                log.warning("ignoring the reward of sample %s, which is not awaited", sample_id)
         if scored:
             self.ledger.score(scored)
             self.waits.end("rewards")
@@ -429,7 +437,7 @@ class Controller:
             delivery.ack()
 
     def _complete(self, group: Group) -> None:
-        """A group has all its rewards: it waits to be taken into a step, unless another one is to replace it."""
+        """Let a complete group wait to be taken into a step, or drop it if dynamic sampling replaces it."""
         if self.batch.may_replace(group):
             self.batch.dropped.append(self.pool.drop(group.group_id))
             self.issuer.rounds.dropped(group.group_id)
@@ -437,14 +445,14 @@ class Controller:
             self.issuer.rounds.completed(group.group_id)
 
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
-        """A site's instances serve the coming version."""
+        """Record that a site's instances serve a new version."""
         self.telemetry.weights_applied(answer.number, answer.applied)
         self.times.loading += [(instance, *span) for instance, span in answer.applied.items()]
         if await self.services.ready(service, answer):
             self.times.weights_served(time.time())
 
     async def _handle(self, delivery: Delivery) -> None:
-        """Everything but samples and rewards."""
+        """Handle a message other than samples and rewards."""
         match delivery.body:
             case Answer():
                 if (answers := self.trainers.answered(delivery)) is not None:
@@ -455,16 +463,19 @@ class Controller:
                 await self._weights_ready(delivery.peer, ready)
             case SiteAsleep():
                 self.services.asleep(delivery.peer)
-            case FleetChanged() as told:
-                self.scaling.fleet_changed(delivery.peer, told)
+            case FleetChanged() as report:
+                self.scaling.fleet_changed(delivery.peer, report)
             case ScalePool():
                 await self.scaling.asked(delivery, self.hub)
-            case WeightCall() as call:  # NCCL path: the trainer's calls to the instances pass through here, and back
+            case CheckpointNow():
+                self.checkpoint_wanted = True
+                await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.step + 1)))
+            case WeightCall() as call:  # NCCL path: calls of the trainer to the instances are relayed
                 await self.services.tell(call)
             case WeightAnswer() as answer:
                 await self.hub.send(self.trainers.names[0], *wire(answer))
             case _ if delivery.kind == "hello":
                 await self.recovery.hello(delivery.peer, delivery.body["session"])
             case _ if delivery.kind == "bye" and delivery.peer in self.services.names:
-                self.services.gone(delivery.peer)  # its launcher decides what follows
+                self.services.gone(delivery.peer)  # its launcher decides whether it restarts
         delivery.ack()

@@ -1,8 +1,8 @@
-"""What is generated next, and which complete groups may be trained: schedule, rounds, and the automatic choice of both.
+"""The issuer, which decides what is generated next and which complete groups may be trained.
 
-schedule          which groups may be issued and taken now (`scheduler/schedule/schedules.py`)
-rounds            issue in rounds that do not wait for their stragglers (`live_rounds.py`); or none
-schedule choice   `schedule: auto` changes the schedule at the end of a step (`schedule_tuner.py`); or never
+schedule          decides which groups may be issued and taken now (`scheduler/schedule/schedules.py`)
+rounds            optional: issue in rounds that do not wait for their stragglers (`live_rounds.py`)
+schedule choice   `schedule: auto` may change the schedule at the end of a step (`schedule_tuner.py`)
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from streamrl.controller.site_services import Services
 from streamrl.protocol.controller_site import Park, Parked, Resume
 from streamrl.rollouts.types import Group
 
-Generate = Callable[[list[Group], int | None], Awaitable[None]]
-"""Sends new groups to the services; their samples are parked after so many tokens (None: never)."""
+SendGroups = Callable[[list[Group], int | None], Awaitable[None]]
+"""Function that sends new groups to the services; their samples are parked after that many tokens (None: never)."""
 
 
 class Issuer:
-    """Decides what is generated and trained next; the controller asks before it does either."""
+    """Decisions on what is generated and trained next; the controller makes neither by itself."""
 
     def __init__(
-        self, run: RunConfig, pool: GroupPool, services: Services, new_group: Callable[[], Group], generate: Generate
+        self, run: RunConfig, pool: GroupPool, services: Services, new_group: Callable[[], Group], generate: SendGroups
     ) -> None:
         """
         Args:
             run: the run file.
-            pool: groups that are issued and not in a step.
-            services: they generate.
+            pool: groups that are issued and that no step has taken.
+            services: the generation services.
             new_group: makes the next prompt's group and enters it into the pool.
             generate: sends new groups to the services.
         """
@@ -49,7 +49,7 @@ class Issuer:
         self._taking = self.rounds.taking(self.schedule)
         """The schedule that decides which complete groups may be trained."""
         self._issued_before: set[str] = set()
-        """Groups of the previous schedule, while one schedule follows another."""
+        """Open groups that the previous schedule issued; empty when a change of schedules is complete."""
 
     def change_to(self, setup: Setup) -> None:
         """Change the schedule from the next step on; groups of the previous one are still taken by its rules."""
@@ -61,11 +61,11 @@ class Issuer:
         return self.pool.state(self.services.version, step, taken, self._taking.max_staleness)
 
     async def issue(self, step: int, taken: int) -> None:
-        """Send the services as many groups as the schedule admits now, or those of the round that begins now.
+        """Send the services as many groups as the schedule admits now, or those of a round that begins now.
 
         Args:
-            step: optimizer steps done.
-            taken: groups that the current step has.
+            step: number of optimizer steps done.
+            taken: number of groups that the current step has taken.
         """
         if self.services.version < 0 or step == self.run.steps:
             return
@@ -80,7 +80,7 @@ class Issuer:
         await self._generate(groups, None)
 
     async def _next_rounds(self, step: int) -> None:
-        """End the round that is over; begin the one that may begin."""
+        """End the current round if it is over, and begin the next one if it may begin."""
         rounds = self.rounds
         while (deferred := rounds.end_if_over()) or rounds.may_begin(self.services.version, step):
             if deferred:
@@ -94,11 +94,11 @@ class Issuer:
             await self._generate(groups, begun.budget)
 
     def next_group(self, step: int, taken: int) -> Group | None:
-        """Return the complete group that the current step may take next; None: it has to wait for one.
+        """Return the complete group that the current step may take next; None if it has to wait.
 
         Args:
-            step: optimizer steps done.
-            taken: groups that the current step has.
+            step: number of optimizer steps done.
+            taken: number of groups that the current step has taken.
         """
         if not self.rounds.may_train(step, self.schedule.whole_batches):
             return None
@@ -116,5 +116,5 @@ class Issuer:
                 self._taking = self.schedule
 
     def parked(self, parked: Parked, group_id: str) -> None:
-        """Record that a sample has used up its budget of tokens."""
+        """Record that a sample has used up its token budget."""
         self.rounds.parked(parked.sample_id, group_id, parked.round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -217,10 +218,12 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     process = project.start(steps=500, tasks=easy, checkpoint={"every": 1000}, **changes)
     run_dir = project.run_dir()
 
-    def scale(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "streamrl.cli.main", "scale", str(run_dir), *options]
-        done = warm.run(command, scaled(200))
+    def run(name: str, *options: str) -> tuple[int, str]:
+        done = warm.run([sys.executable, "-m", "streamrl.cli.main", name, str(run_dir), *options], scaled(200))
         return done.returncode, done.stdout + done.stderr
+
+    def scale(*options: str) -> tuple[int, str]:
+        return run("scale", *options)
 
     def steps() -> int:
         return len(read_metrics(run_dir / "metrics.jsonl"))
@@ -248,6 +251,10 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     assert ready() == {"here/regular": 1}
     assert "here-regular-1" not in read_status(run_dir).roles
     shrunk = steps()
+    code, output = run("checkpoint")
+    told = re.search(r"writes a checkpoint after step (\d+)", output)
+    assert code == 0 and told is not None and int(told[1]) > shrunk, output
+    wait_for(lambda: (run_dir / "checkpoints" / f"step_{told[1]}").is_dir(), 100, process)
     wait_for(lambda: steps() >= shrunk + 2, 100, process)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
@@ -255,6 +262,8 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     assert process.returncode == 130, output
     assert psutil.wait_procs(family, timeout=scaled(2))[1] == []
     assert read_status(run_dir).state == "interrupted"
+    code, refusal = run("checkpoint")
+    assert code == 2 and "only a running job can write a checkpoint" in refusal
     assert f"--resume {run_dir.relative_to(project.folder)}" in output
     rows = trained_rows(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")

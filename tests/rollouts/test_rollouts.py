@@ -11,6 +11,8 @@ import pytest
 
 from scheduler.cost.length_forecast import Forecast
 from streamrl.errors import RunFailed
+from streamrl.protocol.controller_site import Generate
+from streamrl.protocol.message import parse, wire
 from streamrl.protocol.samples import (
     groups_from_wire,
     groups_to_wire,
@@ -194,9 +196,10 @@ def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
     groups = [make_group("g0"), make_group("g1")]
     groups[0].forecast = Forecast((1.0, 2.0), (3.0, 4.0))
     samples = [[("g0.0", 5, None), ("g0.1", 6, 0.0)], [("g1.0", 7, None)]]
-    message = Message("generate", "s", 1, *groups_to_wire(groups, samples, 9.5, budget=64))
-    received = decode([bytes(frame) for frame in encode(message)])
-    (first, forecast), (second, none) = groups_from_wire(received.body, received.arrays)
+    issued, arrays = groups_to_wire(groups, samples, 9.5, budget=64)
+    kind, body = wire(issued)
+    received = decode([bytes(frame) for frame in encode(Message(kind, "s", 1, body, dict(arrays)))])
+    (first, forecast), (second, none) = groups_from_wire(parse(Generate, received.body), received.arrays)
     assert forecast == groups[0].forecast and none is None
     assert [(r.sample_id, r.group_id, r.seed, r.temperature, r.pause_at, r.t_queued) for r in [*first, *second]] == [
         ("g0.0", "g0", 5, None, 64, 9.5),
@@ -207,7 +210,7 @@ def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
 
     kept = PartialSample("g1.0", *[np.arange(3, dtype=t) for t in ("int32", "float32", "int32")], 1.0, 2.0)
     moved = replace(second[0], kept=kept)
-    again = request_from_wire(*request_to_wire(moved))
+    again = request_from_wire(*request_to_wire(moved, "tail"))
     assert again.kept is not None and (again.seed, again.kept.t_first_token) == (7, 2.0)
     np.testing.assert_array_equal(again.kept.logprobs, kept.logprobs)
-    assert request_from_wire(*request_to_wire(second[0])).kept is None
+    assert request_from_wire(*request_to_wire(second[0], "regular")).kept is None
