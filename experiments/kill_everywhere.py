@@ -28,7 +28,8 @@ from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_res
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
-from streamrl.run_dir.metrics import FILE_NAME, read_metrics
+from streamrl.run_dir.layout import METRICS
+from streamrl.run_dir.metrics import read_metrics
 
 OUT = HERE / "results"
 CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", ROOT / "examples" / "small_reasoner.yaml"
@@ -80,7 +81,7 @@ def switch_off(process: subprocess.Popen[bytes]) -> None:
 
 def done_steps(run_dir: Path) -> int:
     """Optimizer steps that the run has recorded."""
-    path = run_dir / FILE_NAME
+    path = run_dir / METRICS
     return len(read_metrics(path)) if path.is_file() else 0
 
 
@@ -113,7 +114,7 @@ def outcome(run_dir: Path, seconds: float, starts: int, at: list[int]) -> Outcom
     trained = [row for row in rows if row["t_trained"] is not None]
     ids = Counter(row["sample_id"] for row in trained)
     ledger = Ledger(run_dir / layout.LEDGER)
-    counts, metrics = ledger.counts(), read_metrics(run_dir / FILE_NAME)
+    counts, metrics = ledger.counts(), read_metrics(run_dir / METRICS)
     agree = ledger.trained_ids() == sorted(ids) and sum(row.samples_total or 0 for row in metrics) == len(trained)
     agree &= [row.step for row in metrics] == list(range(1, len(metrics) + 1))
     twice = sum(count - 1 for count in ids.values())

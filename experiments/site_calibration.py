@@ -21,7 +21,7 @@ from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
 from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
 from streamrl.config.cluster import SiteLink
-from streamrl.run_dir.trace import FILE_NAME as TRACE_FILE
+from streamrl.run_dir.layout import TRACE as TRACE_FILE
 from streamrl.run_dir.trace import read_trace, trace_origin
 
 CLUSTER = HERE / "clusters" / "two_sites.yaml"

@@ -340,7 +340,7 @@ def template() -> Template | None:
 
 
 class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen` that starts the process through the session's template if possible."""
+    """A `subprocess.Popen` that starts the process through the session's template if possible."""
 
     def _execute_child(self, *given: Any) -> None:
         """Start the process, as `subprocess.Popen` does."""

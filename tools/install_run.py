@@ -80,12 +80,12 @@ class Progress:
     def __init__(self, every_s: float) -> None:
         self.terminal = sys.stdout.isatty()
         self.every_s = every_s
-        self.started = self.told = time.monotonic()
+        self.started = self.shown = time.monotonic()
 
     def show(self, stage: str, written: float | None) -> None:
         """Show the current stage."""
         now = time.monotonic()
-        if not self.terminal and now - self.told < self.every_s:
+        if not self.terminal and now - self.shown < self.every_s:
             return
         if written is not None and written > 5e7:
             stage += f", {written / 1e9:.2f} GB unpacked"
@@ -94,13 +94,13 @@ class Progress:
             print(f"\r\033[K  {stage}", end="", flush=True)
         else:
             say(f"  {stage}")
-            self.told = now
+            self.shown = now
 
     def tell(self, text: str) -> None:
         """Print a line that stays."""
         self.clear()
         say(text)
-        self.told = time.monotonic()
+        self.shown = time.monotonic()
 
     def clear(self) -> None:
         """Remove the rewritten line."""

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -302,7 +302,7 @@ def cli_page() -> str:
 
 
 def _link_to(model: type) -> str:
-    """Return a link to the section of a model that a page describes."""
+    """Return a link to the section of a model or dataclass on the same page, or to the page of metrics."""
     return f"[`{model.__name__}`]({'metrics.md' if model is _metrics_row() else ''}#{anchor(model.__name__)})"
 
 
@@ -315,11 +315,26 @@ def model_table(model: type[BaseModel]) -> list[str]:
     return table(("key", "type", "meaning"), rows)
 
 
-def _with_models_below(model: type[BaseModel], level: int, seen: set[type[BaseModel]]) -> Iterator[str]:
-    seen.add(model)
-    yield from (f"{'#' * level} {model.__name__}", "", text_of(model), "", *model_table(model))
-    for info in model.model_fields.values():
-        for one in models_below(info.annotation):
+def _records_below(annotation: Any) -> Iterator[type]:
+    """Yield the models and dataclasses that an annotation names."""
+    for one in members(annotation):
+        if is_model(one) or is_dataclass(one):
+            yield one
+        for argument in get_args(one):
+            yield from _records_below(argument)
+
+
+def _with_models_below(record: type, level: int, seen: set[type]) -> Iterator[str]:
+    """Yield the section of a model or dataclass, then those of the ones in its fields."""
+    seen.add(record)
+    if is_model(record):
+        inner: Iterable[Any] = [info.annotation for info in record.model_fields.values()]
+        lines = model_table(record)
+    else:
+        inner, lines = get_type_hints(record).values(), _record_table(record)
+    yield from (f"{'#' * level} {record.__name__}", "", text_of(record), "", *lines)
+    for annotation in inner:
+        for one in _records_below(annotation):
             if one not in seen:
                 yield from _with_models_below(one, level, seen)
 
@@ -336,7 +351,7 @@ def metrics() -> str:
     length audit.
     """
     lines = ["## metrics.jsonl", ""]
-    seen: set[type[BaseModel]] = set()
+    seen: set[type] = set()
     lines += [*_with_models_below(MetricsRow, 3, seen), "## evaluations.jsonl", ""]
     return page("Metrics", about, [*lines, *_with_models_below(EvaluationRow, 3, seen)])
 
@@ -382,7 +397,7 @@ def run_folder() -> str:
         names.append((group.removeprefix("written by "), f"`{value}`", meaning or known.get(name, "")))
     lines = [*_docstring(layout), "## Files and folders", ""]
     lines += table(("written by", "name", "content"), names)
-    seen: set[type[BaseModel]] = set()
+    seen: set[type] = set()
     lines += ["## status.json", "", *_docstring(importlib.import_module("streamrl.run_dir.status"))]
     lines += list(_with_models_below(RunStatus, 3, seen | {_metrics_row()}))
     lines += ["## site.json", ""]
@@ -427,12 +442,16 @@ format. `checkpoints/best.json` names the one with the best evaluation.
 """
 
 
-def _record_table(record: type) -> list[str]:
+def _record_table(record: type, name: Callable[[Any], str] = lambda one: _record_name(one)) -> list[str]:
     """Return a table of the fields of a dataclass or struct; the string below a field is its meaning."""
     hints = get_type_hints(record, include_extras=True)
     meanings = field_texts(record)
-    rows = ((f"`{name}`", type_text(hint), meanings.get(name, "")) for name, hint in hints.items() if name[0] != "_")
+    rows = ((f"`{key}`", type_text(hint, name), meanings.get(key, "")) for key, hint in hints.items() if key[0] != "_")
     return table(("field", "type", "meaning"), rows)
+
+
+def _record_name(one: type) -> str:
+    return _link_to(one) if is_dataclass(one) else f"`{one.__name__}`"
 
 
 def field_texts(record: type) -> dict[str, str]:
@@ -466,7 +485,14 @@ def struct_lines(struct: type) -> list[str]:
     """Return the section of a message type."""
     tag = getattr(getattr(struct, "__struct_config__", None), "tag", None)
     named = [f"`{tag}` on the wire.", ""] if isinstance(tag, str) else []
-    return [f"### {struct.__name__}", "", text_of(struct), "", *named, *_record_table(struct)]
+    return [
+        f"### {struct.__name__}",
+        "",
+        text_of(struct),
+        "",
+        *named,
+        *_record_table(struct, lambda one: f"`{one.__name__}`"),
+    ]
 
 
 def messages() -> str:

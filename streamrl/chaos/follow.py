@@ -126,7 +126,7 @@ class Following:
         self._loaded = False
         """Whether an instance that had to load damaged weights has loaded some."""
         self._back: float | None = None
-        """When all targets were back as other processes, in unix seconds."""
+        """Time at which all targets were back as other processes, in unix seconds."""
 
     @property
     def done(self) -> bool:

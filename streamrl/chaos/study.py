@@ -62,7 +62,7 @@ class Result:
     tokens: int | None = None
     """Tokens of these requests, as last reported."""
     kept: int | None = None
-    """How many of these tokens are in the journal."""
+    """Number of these tokens in the journal."""
     unseen: int | None = None
     """Estimated tokens since the instance's last report: its rate times half the interval between reports."""
     lost: int = 0

@@ -70,18 +70,18 @@ def _times(seconds: Sequence[float | None]) -> str:
 
 
 def _tokens(results: Sequence[Result]) -> tuple[str, str]:
-    told = [one for one in results if one.tokens is not None and one.kept is not None]
-    if not told:
+    with_tokens = [one for one in results if one.tokens is not None and one.kept is not None]
+    if not with_tokens:
         return NOT_SEEN, NOT_SEEN
-    again = sum(one.regenerated or 0 for one in told)
-    kept = sum(one.kept or 0 for one in told)
+    again = sum(one.regenerated or 0 for one in with_tokens)
+    kept = sum(one.kept or 0 for one in with_tokens)
     return (f"{kept / (kept + again):.1%}" if kept + again else NOT_SEEN), str(again)
 
 
 def kept_share(results: Sequence[Result]) -> float | None:
     """Return the share of tokens kept, of all lost instances; None: none was lost with requests."""
-    told = [one for one in results if one.tokens is not None and one.kept is not None]
-    kept, again = sum(one.kept or 0 for one in told), sum(one.regenerated or 0 for one in told)
+    with_tokens = [one for one in results if one.tokens is not None and one.kept is not None]
+    kept, again = sum(one.kept or 0 for one in with_tokens), sum(one.regenerated or 0 for one in with_tokens)
     return kept / (kept + again) if kept + again else None
 
 
@@ -101,43 +101,41 @@ def problems(results: Sequence[Result], found: Audit | None, ended: str) -> list
         found: findings of the last audit; None: the audit failed.
         ended: why the study ended before its time.
     """
-    told = [] if results else ["no fault was injected"]
+    found_wrong = [] if results else ["no fault was injected"]
     for one in results:
         what = f"fault {one.number}, {one.kind} of {one.target}"
         if one.hang:
-            told.append(f"{what}: {one.hang}")
+            found_wrong.append(f"{what}: {one.hang}")
         if one.ended and not one.harmless:
-            told.append(f"{what}: the run ended: {one.ended}")
+            found_wrong.append(f"{what}: the run ended: {one.ended}")
         if one.unnoticed:
-            told.append(f"{what}: damaged weights were loaded, and nobody noticed")
+            found_wrong.append(f"{what}: damaged weights were loaded unnoticed")
         if one.lost or one.twice:
-            told.append(f"{what}: {one.lost} samples lost, {one.twice} trained twice")
+            found_wrong.append(f"{what}: {one.lost} samples lost, {one.twice} trained twice")
     if ended:
-        told.append(ended)
-    return [*told, *(found.faults if found is not None else ["what the run has left cannot be audited"])]
+        found_wrong.append(ended)
+    return [*found_wrong, *(found.faults if found is not None else ["the run's files cannot be audited"])]
 
 
 def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None) -> list[str]:
     """Return the sentences below the table."""
-    told = []
+    sentences = []
     if found is not None:
-        told.append(
+        sentences.append(
             f"{found.samples} samples trained in {found.steps} steps: {found.lost} lost, {found.twice} trained twice, "
             f"{found.malformed} malformed; {found.open} prompts open"
         )
     for what, kinds in AFTER.items():
         if serving := [one.serving_s for one in results if one.kind in kinds and one.serving_s is not None]:
-            told.append(f"after {what} others served in at most {max(serving):.1f} s")
+            sentences.append(f"after {what} others served in at most {max(serving):.1f} s")
     if (share := kept_share(results)) is not None:
-        told.append(
-            f"{share:.1%} of interrupted tokens kept (what an instance had not told yet is estimated from its rate)"
-        )
+        sentences.append(f"{share:.1%} of interrupted tokens kept (those not yet reported are estimated from the rate)")
     if curve is not None:
-        told.append(
+        sentences.append(
             f"reward: {curve.first:.3f} in the first {curve.steps} steps, {curve.last:.3f} in the last {curve.steps} "
             f"(one step's mean deviates by {curve.deviation:.3f})"
         )
-    return told
+    return sentences
 
 
 def markdown(

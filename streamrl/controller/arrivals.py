@@ -1,4 +1,4 @@
-"""Samples as they arrive, many in one message, and what the ledger keeps of each."""
+"""Reading of arrived samples, many in one message, with the content that the ledger keeps of each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from streamrl.transport.endpoint import Delivery
 
 
 def arrived(deliveries: Iterable[Delivery]) -> list[tuple[Sample, bytes]]:
-    """All samples of some messages, each with its content for the ledger.
+    """Return all samples of some messages, each with its content for the ledger.
 
     Raises:
-        RunFailed: a message that was acknowledged nowhere cannot be read; it names its sender.
+        RunFailed: a message, not acknowledged yet, cannot be read; the error names its sender.
     """
     found = []
     for delivery in deliveries:

@@ -1,15 +1,14 @@
-"""When a weight version is evaluated, on what, and how it did. Pure: no I/O and no clock.
+"""The plan of evaluations: which weight versions, on which prompts, with what scores. Pure: no I/O and no clock.
 
     due -> begin: groups and their samples -> finish, once per scored sample -> an `EvaluationRow` with the last one
 
-Every evaluation asks the same prompts with the same random seeds, so that two versions differ by their weights and not
-by what they were asked. Its samples run on the same instances as those of training, behind no barrier of their own:
-they are no part of a batch, so they count neither for admission nor for staleness, and are never trained on. New
-weights may come while they run; what share of the tokens that concerns is part of the row. Several versions may be
-under evaluation at once.
+Every evaluation uses the same prompts with the same random seeds, so that scores of two versions differ only by their
+weights. Its samples run on the same instances as those of training, without a barrier. They are not part of a batch:
+they count neither for admission nor for staleness, and are never trained on. New weights may arrive while they run; the
+row has the share of tokens sampled under other versions. Several versions may be evaluated at once.
 
-Resuming: the rows that are there are told by `restore`. An evaluation that was under way when the run died is made
-again only if its version is the one that is served after the resume; an older version's weights are gone.
+Resume: `restore` takes the existing rows. An evaluation that was in flight when the run died is repeated only if its
+version is the one served after the resume, since the weights of older versions are gone.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.tasks.source import Prompt
 
 MOST_SKIPPED_IN_A_ROW = 1000
+"""Limit on consecutive prompts that do not fit the context; reaching it is an error."""
 PREFIX = "eval-"
-"""Of every evaluation's group and sample ids; no id of training begins so."""
+"""Prefix of every evaluation's group and sample ids; no id of training begins with it."""
 
 EvaluationSample = tuple[str, int, float | None]
-"""(sample id, seed, temperature): 0 is greedy, None as in training."""
+"""(sample id, seed, temperature) of one completion; temperature None is that of training, 0 is greedy."""
 
 
 class EvaluationPrompts(Protocol):
-    """A `PromptSource` of the held-out tasks (`EvaluationConfig.held_out`), made with the run's seed."""
+    """Prompts of the held-out tasks: a `PromptSource` of `EvaluationConfig.held_out`, made with the run's seed."""
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt number `index` from 0."""
+        """Return prompt number `index`, from 0."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class _Outcome:
 
 @dataclass
 class _Open:
-    """An evaluation under way."""
+    """An evaluation in flight."""
 
     began: float
     groups: dict[str, Group]
     waiting: dict[str, str]
-    """Group of each sample that is not finished."""
+    """Group id of each unfinished sample, by sample id."""
     outcomes: dict[str, _Outcome] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class Evaluations:
         longest_prompt: int,
         last_step: int,
     ) -> None:
-        """Chooses the prompts; those that are too long for the context are passed over.
+        """Choose the prompts; those that do not fit the context are skipped.
 
         Args:
             config: the run file's `evaluation`.
@@ -86,7 +86,7 @@ class Evaluations:
             last_step: optimizer steps of the whole run; the last one is evaluated.
 
         Raises:
-            UserError: there are not as many different prompts as asked for.
+            UserError: there are fewer different prompts than `config.prompts`, or too many do not fit the context.
             RunFailed: a procedural task could not make an item.
         """
         self.config = config
@@ -97,24 +97,24 @@ class Evaluations:
         self._begun: set[int] = set()
 
     def restore(self, rows: Iterable[EvaluationRow]) -> None:
-        """Takes the rows of a resumed run as done."""
+        """Mark the versions of a resumed run's rows as evaluated."""
         self._begun |= {row.step for row in rows}
 
     @property
     def pending(self) -> list[int]:
-        """Versions that are being evaluated, oldest first: their checkpoints must stay."""
+        """Versions that are being evaluated, oldest first; their checkpoints must be kept."""
         return sorted(self._open)
 
     @property
     def unfinished(self) -> int:
-        """Samples that are waited for, over all versions."""
+        """Number of awaited samples, over all versions."""
         return sum(len(one.waiting) for one in self._open.values())
 
     def due(self, step: int) -> bool:
-        """Whether the version that `step` optimizer steps have made is to be evaluated, now that it is served.
+        """Return whether the version made by `step` optimizer steps should be evaluated, now that it is served.
 
-        Versions that are never served (weights may be published every few steps only) are made up for by the next one
-        that is: there is one evaluation for every multiple of `every`, as near after it as can be.
+        There is one evaluation for every multiple of `every`: of that version or, if it is never served because weights
+        are published only every few steps, of the next one that is.
         """
         if step in self._begun:
             return False
@@ -124,17 +124,17 @@ class Evaluations:
         return step // self.config.every > before // self.config.every or step == self._last_step
 
     def begin(self, step: int, now: float) -> list[Group]:
-        """The groups of a version's evaluation, to be generated by that version.
+        """Begin a version's evaluation; return its groups, for that version to generate.
 
         Args:
-            step: the version: optimizer steps that have made it.
+            step: the version: number of optimizer steps that made it.
             now: unix seconds.
 
         Raises:
-            ValueError: this version's evaluation has begun already.
+            ValueError: this version's evaluation has already begun.
         """
         if step in self._begun:
-            raise ValueError(f"version {step} is evaluated already")
+            raise ValueError(f"the evaluation of version {step} has already begun")
         groups = [
             replace(group, group_id=f"{PREFIX}{step}-{index}", step=step, size=self._size, scored={}, issued_under=step)
             for index, group in enumerate(self._prompts)
@@ -145,7 +145,7 @@ class Evaluations:
         return groups
 
     def samples(self, group: Group) -> list[EvaluationSample]:
-        """The completions wanted of a group of `begin`: `<group>.g` is greedy, `<group>.000` and on are sampled."""
+        """Return the completions to generate of a group: `<group>.g` is greedy, `<group>.000` and on are sampled."""
         index = group.group_id.rpartition("-")[2]
         greedy: list[EvaluationSample] = [(f"{group.group_id}.g", 0, 0.0)] if self.config.greedy else []
         return greedy + [
@@ -154,19 +154,19 @@ class Evaluations:
         ]
 
     def _sample_seed(self, index: str, number: int) -> int:
-        """Without the version: every version draws with the same numbers."""
+        """Return a sample's seed; it does not depend on the version, so every version draws the same numbers."""
         return derive_seed(self._seed, f"evaluation/{index}/{number}")
 
     def open_groups(self) -> dict[str, Group]:
-        """Of all evaluations under way, by id."""
+        """Return the groups of all evaluations in flight, by id."""
         return {group_id: group for one in self._open.values() for group_id, group in one.groups.items()}
 
     def awaits(self, sample_id: str) -> bool:
-        """Whether a sample belongs to an evaluation and is not finished yet."""
+        """Return whether a sample belongs to an evaluation and is not finished yet."""
         return any(sample_id in one.waiting for one in self._open.values())
 
     def group_of(self, sample_id: str) -> Group:
-        """The group of an awaited sample: its task and reward input are what scoring needs.
+        """Return the group of an awaited sample, which has the task and reward input for scoring.
 
         Raises:
             KeyError: the sample is not awaited.
@@ -185,18 +185,18 @@ class Evaluations:
         token_versions: npt.NDArray[np.integer],
         now: float,
     ) -> EvaluationRow | None:
-        """A sample is generated and scored; gives the evaluation's row with its last sample, else None.
+        """Record a generated and scored sample; return the evaluation's row if it was the last one, else None.
 
         Args:
             sample_id: an awaited sample.
             reward: its reward (0 when it could not be scored).
-            error: why it could not be scored.
+            error: reason why it could not be scored; None: it was.
             length: completion tokens.
             token_versions: weight version under which each token was sampled, shape [C].
             now: unix seconds.
 
         Raises:
-            KeyError: the sample is not awaited (it has been finished before, say).
+            KeyError: the sample is not awaited; it may have finished before.
         """
         step = self.group_of(sample_id).step
         one = self._open[step]
@@ -249,7 +249,7 @@ class Evaluations:
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """Chance that one of k completions passes, estimated from n of which c passed: 1 - C(n - c, k) / C(n, k).
+    """Estimate the chance that one of k completions passes, from n of which c passed: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for k <= n (Chen et al. 2021, arXiv 2107.03374, equation 1).
     """
@@ -263,7 +263,12 @@ def _mean(values: Sequence[float]) -> float | None:
 def _choose(
     count: int, source: EvaluationPrompts, tokenize: Callable[[str], IntArray], longest_prompt: int
 ) -> list[Group]:
-    """The first `count` prompts that fit, as groups without an id."""
+    """Return the first `count` prompts that fit the context, as groups without an id.
+
+    Raises:
+        UserError: there are fewer different prompts, or too many do not fit.
+        RunFailed: a procedural task could not make an item.
+    """
     chosen: list[Group] = []
     index = skipped = 0
     while len(chosen) < count:

@@ -1,5 +1,7 @@
-"""Evaluation in a running job: `evaluation_plan.py` decides, here samples wait for their rewards and rows are
-written. Without an `evaluation` in the run file nothing is ever due."""
+"""The evaluator of a running job: holds samples until they are scored, and writes the rows.
+
+`evaluation_plan.py` decides. Without `evaluation` in the run file nothing is ever due.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,18 @@ class Evaluator:
         """
         Args:
             run: the run file.
-            run_dir: its folder.
-            groups: knows the chat template.
-            mark_best: told of the step and the score of the version that is the best so far.
+            run_dir: the run's folder.
+            groups: source of groups, for its chat template.
+            mark_best: called with the step and the score of a version that is the best so far.
 
         Raises:
-            UserError, RunFailed: there are not enough prompts.
+            UserError: there are not enough prompts that fit the context.
+            RunFailed: a procedural task could not make an item.
         """
         self._evaluations: Evaluations | None = None
         self._mark_best = mark_best
         self._samples: dict[str, Sample] = {}
-        """Generated, without a reward."""
+        """Generated samples that wait for their reward, by id."""
         if run.evaluation is None:
             return
         source = PromptSource(run.evaluation.held_out(run.tasks), run.seed)
@@ -45,7 +48,7 @@ class Evaluator:
         self._writer = EvaluationWriter(self._path)
 
     def rewind(self, step: int) -> None:
-        """A resumed run: evaluations of later versions are forgotten, earlier ones are done."""
+        """Rewind to a resumed run's step: forget evaluations of later versions and mark earlier ones as done."""
         if self._evaluations is not None:
             self._writer.rewind(step)
             self._evaluations.restore(read_evaluations(self._path))
@@ -57,44 +60,43 @@ class Evaluator:
 
     @property
     def unfinished(self) -> int:
-        """Samples without a reward."""
+        """Number of samples without a reward."""
         return self._evaluations.unfinished if self._evaluations else 0
 
     def due(self, version: int) -> bool:
-        """Whether a version is to be evaluated, once it is served."""
+        """Return whether a version that is now served should be evaluated."""
         return self._evaluations is not None and self._evaluations.due(version)
 
     def begin(self, version: int, now: float) -> list[Group]:
-        """The groups of a version's evaluation."""
+        """Begin a version's evaluation; return its groups."""
         assert self._evaluations is not None
         return self._evaluations.begin(version, now)
 
     def samples(self, group: Group) -> list[EvaluationSample]:
-        """The completions wanted of a group."""
+        """Return the completions to generate of a group."""
         assert self._evaluations is not None
         return self._evaluations.samples(group)
 
     def open_groups(self) -> dict[str, Group]:
-        """Groups of evaluations under way, by id."""
+        """Return the groups of evaluations in flight, by id."""
         return self._evaluations.open_groups() if self._evaluations else {}
 
     def unfinished_samples(self, group: Group) -> list[EvaluationSample]:
-        """The completions of a group that generation owes."""
+        """Return the completions of a group that generation has not finished."""
         return [sample for sample in self.samples(group) if self.awaits(sample[0]) and sample[0] not in self._samples]
 
     def awaits(self, sample_id: str) -> bool:
-        """Whether a sample is part of an evaluation and has no reward yet."""
+        """Return whether a sample belongs to an evaluation and has no reward yet."""
         return self._evaluations is not None and self._evaluations.awaits(sample_id)
 
     def received(self, sample: Sample) -> Group:
-        """A sample has been generated; its group says how it is scored."""
+        """Record a generated sample; return its group, which says how to score it."""
         assert self._evaluations is not None
         self._samples[sample.sample_id] = sample
         return self._evaluations.group_of(sample.sample_id)
 
     def scored(self, sample_id: str, reward: float, error: str | None, now: float) -> None:
-        """A sample has its reward. With the last one of its version the row is written, and the best checkpoint may be
-        another."""
+        """Record a sample's reward; with the last one of a version, write its row and mark it if it is the best."""
         assert self._evaluations is not None
         sample = self._samples.pop(sample_id)
         row = self._evaluations.finish(sample_id, reward, error, sample.output_length, sample.token_versions, now)

@@ -1,9 +1,9 @@
-"""Groups that were issued and that no optimizer step has taken: where samples and rewards come together. Pure.
+"""The pool of groups that were issued and that no optimizer step has taken yet. Pure: no I/O and no clock.
 
     issue -> (finish, score of each sample) -> complete -> take     (dynamic sampling: drop instead of take)
 
-Groups wait in the order in which they are due: those issued under the oldest weights first, among them those that were
-complete first.
+Complete groups wait in the order in which they are due: those with the oldest policy version at issue first, and among
+them those that were complete first.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from streamrl.rollouts.types import Group, Sample, Scored
 
 @dataclass
 class GroupPool:
-    """See the module's text."""
+    """Groups between issue and training, with the samples and rewards that they still miss."""
 
     batch: int
-    """Groups of an optimizer step."""
+    """Number of groups of an optimizer step."""
     steps: int
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
     groups: dict[str, Group] = field(default_factory=dict)
-    """Issued and not taken, by group id, in the order of issue."""
+    """Groups issued and not taken, by id, in the order of issue."""
     received: dict[str, tuple[Sample, float]] = field(default_factory=dict)
-    """Finished samples that wait for their reward, with the time of their arrival."""
+    """Finished samples that wait for their reward, by id, with their time of arrival."""
     issued: int = 0
-    """Groups issued since the run's start, less those dropped."""
+    """Number of groups issued since the run's start, less those dropped."""
     generated: int = 0
-    """Groups of which every sample has ended, likewise."""
+    """Number of groups whose samples have all finished, less those dropped."""
     _missing: dict[str, int] = field(default_factory=dict)
-    """Samples that each group still waits for from generation."""
+    """Number of samples that generation still owes, by group."""
     _complete: list[tuple[int, int, str]] = field(default_factory=list)
-    """Heap of (issued under, order of completion, group)."""
+    """Heap of (policy version at issue, order of completion, group id)."""
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     def resume_at(self, step: int) -> None:
-        """A resumed run: so many steps are trained, and nothing is open."""
+        """Begin a resumed run after `step` trained steps, with no open group."""
         self.issued = self.generated = step * self.batch
 
     def issue(self, groups: Iterable[Group], version: int) -> None:
-        """Groups go out to generation while every instance serves `version` or newer."""
+        """Enter groups that are issued now, while every instance serves `version` or a newer one."""
         for group in groups:
             group.issued_under = version
             self.groups[group.group_id] = group
@@ -53,10 +53,10 @@ class GroupPool:
             self.issued += 1
 
     def finish(self, sample: Sample, now: float) -> Group:
-        """A sample has arrived and is committed.
+        """Record a finished sample, which the ledger has committed; return its group.
 
         Raises:
-            KeyError: its group is not open.
+            KeyError: its group is not in the pool.
         """
         group = self.groups[sample.group_id]
         self.received[sample.sample_id] = (sample, now)
@@ -65,7 +65,7 @@ class GroupPool:
         return group
 
     def score(self, sample_id: str, reward: float, error: str | None) -> tuple[Scored, Group]:
-        """A reward has arrived; with the last one of a group it is complete.
+        """Record a sample's reward; the last one of a group completes it.
 
         Raises:
             KeyError: no such sample waits for a reward.
@@ -79,25 +79,25 @@ class GroupPool:
 
     @property
     def complete(self) -> int:
-        """Groups with all rewards."""
+        """Number of groups that have all their rewards."""
         return len(self._complete)
 
     @property
     def waiting(self) -> list[Group]:
-        """Groups with all rewards, in the order in which they are due."""
+        """Groups that have all their rewards, in the order in which they are due."""
         return [self.groups[group_id] for _, _, group_id in sorted(self._complete)]
 
     @property
     def running(self) -> int:
-        """Samples that generation has not ended."""
+        """Number of samples that generation has not finished."""
         return sum(self._missing.values())
 
     def missing(self, group_id: str) -> int:
-        """Samples of a group that generation has not ended; 0 also for one that is not open."""
+        """Return the number of samples of a group that generation has not finished; 0 also for unknown groups."""
         return self._missing.get(group_id, 0)
 
     def unfinished(self, group_ids: Iterable[str]) -> list[str]:
-        """Samples of these groups that generation has not ended; groups that are not open have none."""
+        """Return the ids of the samples of these groups that generation has not finished; unknown groups have none."""
         groups = [self.groups[group_id] for group_id in group_ids if group_id in self.groups]
         return [
             sample_id
@@ -107,17 +107,17 @@ class GroupPool:
         ]
 
     def first(self) -> Group | None:
-        """The complete group that is due first."""
+        """Return the complete group that is due first; None: there is none."""
         return self.groups[self._complete[0][2]] if self._complete else None
 
     def take(self) -> Group:
-        """Removes and returns `first`."""
+        """Remove and return the complete group that is due first."""
         _, _, group_id = heapq.heappop(self._complete)
         del self._missing[group_id]
         return self.groups.pop(group_id)
 
     def drop(self, group_id: str) -> Group:
-        """Removes a complete group, as if it had never been issued: another may be issued in its place."""
+        """Remove a complete group as if it had never been issued, so that another one may be issued in its place."""
         self._complete = [entry for entry in self._complete if entry[2] != group_id]
         heapq.heapify(self._complete)
         self.issued -= 1
@@ -126,13 +126,13 @@ class GroupPool:
         return self.groups.pop(group_id)
 
     def state(self, version: int, step: int, taken: int, max_staleness: int) -> ScheduleState:
-        """What a schedule is told.
+        """Return the state that a schedule decides on.
 
         Args:
-            version: newest weights that every instance serves.
-            step: optimizer steps done.
-            taken: groups that the step under way has.
-            max_staleness: the schedule's.
+            version: newest version that every instance serves.
+            step: number of optimizer steps done.
+            taken: number of groups that the current step has taken.
+            max_staleness: bound of the schedule, in versions.
         """
         return ScheduleState(
             batch=self.batch,

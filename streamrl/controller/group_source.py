@@ -1,4 +1,4 @@
-"""From prompt source to groups: chat template, tokens, ids and seeds; deterministic in the run's seed."""
+"""The source of groups: makes prompts into token ids, sample ids and seeds, deterministic in the run's seed."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from streamrl.rollouts.types import Group
 from streamrl.tasks.source import Prompt, PromptSource
 
 MAX_SKIPPED_IN_A_ROW = 1000
+"""Limit on consecutive prompts that do not fit the context; reaching it fails the run."""
 
 
 class GroupSource:
-    """Makes groups, one after the other. Prompts that do not fit the context are skipped, and counted."""
+    """Source of a run's groups, in order; prompts that do not fit the context are skipped and counted."""
 
     def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any) -> None:
         self.run, self.source, self.tokenizer = run, source, tokenizer
         self.too_long = 0
-        """Prompts skipped since the start."""
+        """Number of prompts skipped since the start."""
         self._next_index = 0
-        self._again: deque[int] = deque()
-        """Prompts that were issued before a resume and that no step has trained."""
+        self._to_reissue: deque[int] = deque()
+        """Indices of prompts that were issued before a resume and that no step has trained."""
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
-        """Most tokens of a prompt."""
+        """Limit on the tokens of a prompt."""
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
-        """Position, for a checkpoint.
+        """Return the position in the prompts, for a checkpoint.
 
         Args:
-            open_groups: issued, and not trained by the checkpoint's step; they are made again after a resume.
+            open_groups: groups issued and not trained by the checkpoint's step; a resume issues them again.
         """
-        again = [group.prompt_index for group in open_groups] + list(self._again)
+        again = [group.prompt_index for group in open_groups] + list(self._to_reissue)
         return {"next_index": self._next_index, "too_long": self.too_long, "again": again}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint's position."""
+        """Continue from a checkpoint's position."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
-        self._again = deque(state.get("again", ()))
+        self._to_reissue = deque(state.get("again", ()))
 
     def group(self, step: int) -> Group:
-        """The next group, issued for an optimizer step (1-based).
+        """Make the next group, for optimizer step `step` (from 1).
 
         Raises:
-            RunFailed: no prompt fits the context.
+            RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context.
         """
-        if self._again:
-            index = self._again.popleft()
+        if self._to_reissue:
+            index = self._to_reissue.popleft()
             prompt = self.source.prompt(index)
             return self.make(f"{index:08d}", index, prompt, self.tokens(prompt.text), step)
         for _ in range(MAX_SKIPPED_IN_A_ROW):
@@ -67,7 +68,7 @@ class GroupSource:
         )
 
     def make(self, group_id: str, index: int, prompt: Prompt, tokens: np.ndarray, step: int) -> Group:
-        """A group of a prompt."""
+        """Make a group of a prompt."""
         return Group(
             group_id=group_id,
             step=step,
@@ -82,6 +83,7 @@ class GroupSource:
         )
 
     def tokens(self, text: str) -> np.ndarray:
+        """Return the token ids of a user's message in the model's chat template, int32 of shape [P]."""
         if self.tokenizer.chat_template is None:
             ids = self.tokenizer.encode(text)
         else:
@@ -93,21 +95,21 @@ class GroupSource:
 
 
 SampleDraw = tuple[str, int, float | None]
-"""(sample id, seed, temperature: None is the run's, 0 greedy) of one completion."""
+"""(sample id, seed, temperature) of one completion; temperature None is the run's, 0 is greedy."""
 
 
 def group_of(sample_id: str) -> str:
-    """The group that a sample of `samples_of` belongs to."""
+    """Return the id of the group that a sample of `samples_of` belongs to."""
     return sample_id.rpartition(".")[0]
 
 
 def sample_ids(group: Group) -> list[str]:
-    """Of each completion of a group."""
+    """Return the ids of a group's completions."""
     return [f"{group.group_id}.{number:03d}" for number in range(group.size)]
 
 
 def samples_of(group: Group, seed: int) -> list[SampleDraw]:
-    """Each completion of a group; id and seed depend only on the run's seed and the prompt's index."""
+    """Return the completions to generate of a group; their ids and seeds follow from run seed and prompt index."""
     return [
         (sample_id, derive_seed(seed, f"{group.group_id}/{number}"), None)
         for number, sample_id in enumerate(sample_ids(group))

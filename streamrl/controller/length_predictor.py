@@ -1,8 +1,8 @@
-"""Output lengths in a run: predicted when a step's groups are issued, learned from when they have finished.
+"""The length predictor of a run: predicts output lengths of issued groups and learns from finished ones.
 
-The ranker (`ranker.online`) is told every finished sample and refitted in a thread while the trainer still works on the
-step, so that the next step's prompts meet the newest model. Only predictions that are trusted become forecasts, which
-dispatch goes by; all are recorded, and measured against what came.
+The ranker (`ranker.online`) observes every finished sample and is refitted in a thread while the trainer still works on
+the step, so that the newest model predicts the next step's prompts. All predictions are recorded and compared with the
+actual lengths; only trusted ones become forecasts, which dispatch uses.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ log = logging.getLogger(__name__)
 _OF_GROUP = ("group_id", "task", "epoch", "step", "prompt")
 _OF_SAMPLE = ("sample_id", "output_length", "finish_reason")
 COLUMNS = (*_OF_GROUP, *_OF_SAMPLE)
-"""What the ranker learns from, of a rollout row."""
+"""Columns of a rollout row that the ranker learns from."""
 MOST_SIMULATED = 8192
-"""Samples of a step above which the saving is not simulated: it would take more than some seconds."""
+"""Limit on the samples of a step whose saving is simulated; more would take too many seconds."""
 
 
 @dataclass(frozen=True)
 class StepLengths:
-    """What a finished step tells of its predictions."""
+    """Quality of a finished step's length predictions."""
 
     measured: Trust | None
-    """None: nothing was predicted, or too little has finished."""
+    """Accuracy of the predictions; None: nothing was predicted, or too few samples finished."""
     saving: Saving | None
-    """Simulated from the step's lengths and the instances' step times; None: not done."""
+    """Saving by dispatch, simulated from the step's lengths and the instances' step times; None: not simulated."""
 
 
 class LengthPredictor:
-    """The ranker of a run."""
+    """The ranker of a run, with the trust in its predictions."""
 
     def __init__(self, run: RunConfig) -> None:
         """
         Raises:
-            UserError: the run's ranker file is none.
+            UserError: the file of `ranker.path` is not a ranker.
         """
         self.run = run
         self.ranker = OnlineRanker(load_ranker(run), seed=run.seed, window=run.ranker.window)
         self.note = ""
-        """What was last decided about trust, for people."""
-        self._told_trusted = False
-        self._tell(0)
+        """Last change of trust, as shown to the operator."""
+        self._reported_trusted = False
+        self._report_trust(0)
 
     def restore(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Learns from a resumed run's earlier rollouts, oldest first."""
+        """Learn from a resumed run's earlier rollouts, oldest first."""
         self.ranker.observe(list(rows))
         if self.run.ranker.refit_every:
             self.ranker.refit()
 
     def predict(self, groups: Sequence[Group]) -> None:
-        """Fills in the predictions of a step's groups."""
+        """Set the predictions of a step's groups, in place."""
         if not groups:
             return
         prediction = self.ranker.predict(
@@ -89,14 +89,14 @@ class LengthPredictor:
             group.forecast = forecast if self.ranker.trusted else None
 
     def observe(self, groups: Sequence[Group]) -> Trust | None:
-        """All samples of a step have come: measures its predictions, and whether they are to be trusted."""
+        """Observe all samples of a step; return the accuracy of its predictions, which decides on trust."""
         self.ranker.observe([row for group in groups for row in _rows(group)])
         measured = self.ranker.end_step()
-        self._tell(groups[0].step)
+        self._report_trust(groups[0].step)
         return measured
 
     async def learn(self, groups: Sequence[Group], fleet: Sequence[SimulatedInstance]) -> StepLengths:
-        """The whole work on a step whose samples have come; what takes long runs in a thread."""
+        """Observe a complete step, refit the ranker if due and simulate the saving; the slow parts run in threads."""
         measured = self.observe(groups)
         every = self.run.ranker.refit_every
         if every and groups[0].step % every == 0 and (job := self.ranker.refit_job()) is not None:
@@ -109,7 +109,7 @@ class LengthPredictor:
         return StepLengths(measured, saved)
 
     def state(self) -> dict[str, Any]:
-        """For the live view."""
+        """Return the state of the predictions, for the run's status."""
         trust = self.ranker.trust
         return {
             "trusted": self.ranker.trusted,
@@ -118,11 +118,11 @@ class LengthPredictor:
             "note": self.note,
         }
 
-    def _tell(self, step: int) -> None:
-        """Says when trust has changed."""
-        if self.ranker.trusted == self._told_trusted:
+    def _report_trust(self, step: int) -> None:
+        """Log a change of trust."""
+        if self.ranker.trusted == self._reported_trusted:
             return
-        self._told_trusted = self.ranker.trusted
+        self._reported_trusted = self.ranker.trusted
         trust = self.ranker.trust
         found = f" (recall@20 {trust.recall_at_20:.2f}, tau {trust.kendall_tau:.2f})" if trust else ""
         after = f"after step {step}" if step else "from the start"
@@ -135,7 +135,7 @@ class LengthPredictor:
 
 
 def _rows(group: Group) -> list[dict[str, Any]]:
-    """A group's finished samples, with what the ranker learns from."""
+    """Return the rows of a group's finished samples, with the columns that the ranker learns from."""
     shared = {name: getattr(group, name) for name in _OF_GROUP}
     return [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
 
@@ -147,7 +147,7 @@ def _simulated(group: Group, sample: Sample) -> SimulatedRequest:
 
 
 def places(scores: Sequence[float] | np.ndarray) -> np.ndarray:
-    """[n] each score's place among all: 0 the lowest, 1 the highest, equal ones share the mean of theirs."""
+    """Return each score's relative rank, shape [n]: 0 the lowest, 1 the highest; ties share the mean of their ranks."""
     values = np.asarray(scores, dtype=np.float64)
     if len(values) < 2:
         return np.zeros(len(values))
@@ -157,10 +157,10 @@ def places(scores: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def load_ranker(run: RunConfig) -> LengthModel | None:
-    """The model that a run begins with.
+    """Load the model that a run begins with; None: the run file names none.
 
     Raises:
-        UserError: the file is no ranker.
+        UserError: the file is not a ranker.
     """
     if run.ranker.path is None:
         return None

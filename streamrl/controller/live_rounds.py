@@ -1,4 +1,7 @@
-"""The rounds of a live run (`scheduler/schedule/rounds.py`): which groups are issued, deferred, continued, and when."""
+"""The rounds of a live run: which groups are issued, deferred and continued, and when.
+
+`scheduler/schedule/rounds.py` plans them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from streamrl.controller.group_pool import GroupPool
 
 
 class NoRounds:
-    """Rounds of a run that has none: the schedule alone decides."""
+    """Stand-in for a run without rounds: the schedule alone decides."""
 
     active = False
     number = 0
@@ -29,7 +32,8 @@ class NoRounds:
         return False
 
     def begin(self, version: int) -> Round:
-        """
+        """Refuse to begin a round.
+
         Raises:
             RuntimeError: always; `may_begin` never allows it.
         """
@@ -53,7 +57,7 @@ class NoRounds:
         """Ignore a group that has all its rewards."""
 
     def dropped(self, group_id: str) -> None:
-        """Ignore a group that another one will replace."""
+        """Ignore a group that is dropped and replaced."""
 
     def finished(self, group_id: str) -> None:
         """Ignore a finished sample."""
@@ -71,26 +75,26 @@ class NoRounds:
 
 
 class LiveRounds(NoRounds):
-    """Rounds of a live run: reports to the planner, which works on groups, what becomes of samples."""
+    """Rounds of a live run: translate the events of samples into those of groups, which the planner works on."""
 
     active = True
 
     def __init__(self, planner: Rounds, pool: GroupPool) -> None:
         self.planner, self.pool = planner, pool
         self.version = -1
-        """Weight version under which the newest round has begun."""
+        """Weight version that was served when the newest round began."""
         self.number = 0
         """Number of the newest round; a service reports it with each sample that it parks."""
         self.deferred = 0
-        """Samples deferred since the last call of `count_deferred`."""
+        """Number of samples deferred since the last call of `count_deferred`."""
         self._parked: defaultdict[str, set[str]] = defaultdict(set)
-        """Samples that have used up their budget in this round, by group."""
-        self._off: set[str] = set()
-        """Deferred groups."""
+        """Samples that have used up their token budget in this round, by group."""
+        self._deferred_groups: set[str] = set()
+        """Ids of the deferred groups."""
 
     @property
     def budget(self) -> int | None:  # type: ignore[override]
-        """Tokens after which samples of the current round are parked; None: never, or there is no current round."""
+        """Tokens after which samples of the current round are parked; None if they never are, or between rounds."""
         return self.planner.round.budget if self.planner.round is not None else None
 
     def taking(self, schedule: Schedule) -> Schedule:
@@ -114,7 +118,7 @@ class LiveRounds(NoRounds):
         self.planner.dropped(group_id)
 
     def may_begin(self, version: int, step: int) -> bool:
-        """Return whether the next round may begin: that of new weights, or another under the same ones."""
+        """Return whether the next round may begin: the first under new weights, or another under the same weights."""
         return self.planner.round is None and (self.planner.again or self.version < version == step)
 
     def begin(self, version: int) -> Round:
@@ -123,17 +127,17 @@ class LiveRounds(NoRounds):
         self.number += 1
         self._parked.clear()
         begun = self.planner.begin(version)
-        self._off.difference_update(begun.resumed)
+        self._deferred_groups.difference_update(begun.resumed)
         return begun
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        """Record that a sample has used up its budget; a no-op for a round that has ended meanwhile."""
+        """Record that a sample has used up its token budget; a no-op if its round has ended meanwhile."""
         if number == self.number:
             self._parked[group_id].add(sample_id)
             self.finished(group_id)
 
     def finished(self, group_id: str) -> None:
-        """Record that a sample of a group has finished: its siblings may all be parked."""
+        """Report the group as parked if generation works on none of its samples any more."""
         if self.planner.round is None:
             return
         missing = self.pool.missing(group_id)
@@ -141,8 +145,10 @@ class LiveRounds(NoRounds):
             self.planner.parked(group_id)
 
     def may_train(self, step: int, whole_batches: bool) -> bool:
-        """Return whether training may take complete groups now: the round has begun, and has ended if the schedule
-        trains whole batches."""
+        """Return whether training may take complete groups now.
+
+        The round of the current version must have begun, and have ended if the schedule trains whole batches.
+        """
         return self.version == step and not (whole_batches and self.planner.round is not None)
 
     def end_if_over(self) -> list[str]:
@@ -151,20 +157,20 @@ class LiveRounds(NoRounds):
             return []
         groups = self.planner.end()
         self.deferred += sum(self.pool.missing(group_id) for group_id in groups)
-        self._off.update(groups)
+        self._deferred_groups.update(groups)
         self._parked.clear()
         return groups
 
     @property
     def resting(self) -> int:  # type: ignore[override]
-        """Number of unfinished samples that no instance works on: the controller does not wait for them now."""
-        off = sum(self.pool.missing(group_id) for group_id in self._off)
+        """Number of unfinished samples that no instance works on; the controller does not wait for them now."""
+        off = sum(self.pool.missing(group_id) for group_id in self._deferred_groups)
         return off + sum(min(len(some), self.pool.missing(name)) for name, some in self._parked.items())
 
     def resting_samples(self) -> list[str]:
         """Return the ids of the resting samples."""
         used_up = [sample_id for some in self._parked.values() for sample_id in some]
-        return [*self.pool.unfinished(self._off), *used_up]
+        return [*self.pool.unfinished(self._deferred_groups), *used_up]
 
     def count_deferred(self) -> int:
         """Return the number of samples deferred since the last call."""

@@ -1,7 +1,7 @@
-"""How many instances each pool has and is to have: what a person asks for (`streamrl scale`), and the run's own
-elasticity (`scheduler/capacity/elasticity.py`).
+"""Present and target numbers of instances of each pool.
 
-Pools are named "site/pool" in here. What was asked for last is kept in the run's folder, for a run that is resumed.
+Targets come from the operator (`streamrl scale`) and from the run's elasticity (`scheduler/capacity/elasticity.py`).
+Pools are named "site/pool" here. The last targets are kept in the run's folder, for a resume.
 """
 
 from __future__ import annotations
@@ -43,32 +43,33 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Coming:
-    """An instance that was added while the run goes on; times are unix seconds, None: not yet."""
+    """An instance that was added during the run; times are unix seconds, None: not yet."""
 
     instance: str
     asked_at: float
+    """Time at which its service first reported it."""
     ready_at: float | None = None
-    """It holds the weights that are served, and may get requests."""
+    """Time from which it holds the served weights and may get requests."""
     first_sample_at: float | None = None
-    """Its first sample is here."""
+    """Arrival of its first sample."""
 
 
 @dataclass
 class _Pools:
-    """What there is, what is wanted, and what may be."""
+    """Pools by name: their configuration, target numbers and instances."""
 
     configs: dict[str, GenerationPool]
     wanted: dict[str, int]
     instances: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By pool, of each instance where it is in its life (`generation/site/instance_life.py`)."""
+    """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
 
     def ready(self) -> dict[str, int]:
-        """Instances of each pool that may get requests."""
+        """Return the number of instances of each pool that may get requests."""
         return {key: sum(life == "ready" for life in self.instances.get(key, {}).values()) for key in self.configs}
 
 
 class Scaling:
-    """See the module's text."""
+    """The numbers of instances of a run's pools: scales them and keeps track of what is there."""
 
     def __init__(
         self,
@@ -85,15 +86,15 @@ class Scaling:
             run: the run file.
             run_dir: the run's folder.
             plan: the processes that the run begins with.
-            services: of all sites.
-            times: is told which instances there are.
+            services: the generation services.
+            times: gets the instances that can work.
         """
         self.cluster, self.run, self.services, self.times = cluster, run, services, times
         configs = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
         self._file = run_dir / layout.REPLICAS
         self.pools = _Pools(configs, {key: pool.replicas for key, pool in configs.items()})
         self.coming: list[Coming] = []
-        """Instances that were added, the newest last."""
+        """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
         self._fixed_usd_per_hour = usd_per_hour(fixed)
         self._names: dict[str, str] = {spec.name: spec.role for spec in fixed}
@@ -104,7 +105,7 @@ class Scaling:
         self.spending = Spending(self._usd_per_hour())
         self.elasticity = self._elasticity() if run.elasticity.enabled else None
         self._kinds: dict[str, SimulatedInstance] = {}
-        """By pool, what its instances are like."""
+        """One instance of each pool, as a model of the others."""
         self._choosing: asyncio.Task[Change | None] | None = None
 
     def _elasticity(self) -> Elasticity:
@@ -115,16 +116,16 @@ class Scaling:
         options = self.run.elasticity
         return Elasticity(limits, options.patience, options.settle, options.margin, options.min_saving)
 
-    # -- what a person asks for
+    # -- targets of the operator
 
     async def asked(self, delivery: Delivery, hub: Hub) -> None:
-        """Does what `streamrl scale` asks for, and answers it."""
+        """Handle a request of `streamrl scale` and answer it."""
         order: ScalePool = delivery.body
         answer: TypedMessage
         try:
             key = self._find(order.pool, order.site)
             before = self.pools.wanted[key]
-            await self._scale(key, self._checked(key, order.replicas))
+            await self._scale(key, self._checked_replicas(key, order.replicas))
             answer = PoolScaled(pool=key, before=before, after=self.pools.wanted[key])
         except UserError as error:
             answer = ScalingRefused(error=str(error))
@@ -132,10 +133,10 @@ class Scaling:
             await hub.send(delivery.peer, *wire(answer))
 
     def _find(self, pool: str, site: str) -> str:
-        """The pool's name in here.
+        """Return the pool's full name, "site/pool".
 
         Raises:
-            UserError: there is none, or more than one.
+            UserError: no pool matches, or more than one does.
         """
         keys = [(key, *key.split("/")) for key in self.pools.configs]
         found = [key for key, its_site, name in keys if name == pool and site in ("", its_site)]
@@ -148,10 +149,11 @@ class Scaling:
         hint = f"did you mean {' or '.join(near)}?" if near and not site else f"pools: {', '.join(self.pools.configs)}"
         raise UserError(f"no pool {pool!r}{where}; {hint}")
 
-    def _checked(self, key: str, replicas: int) -> int:
-        """
+    def _checked_replicas(self, key: str, replicas: int) -> int:
+        """Return `replicas` if the pool may have that many instances.
+
         Raises:
-            UserError: the pool cannot have so many, or the run cannot be scaled.
+            UserError: the pool cannot have that many instances, or the run cannot be scaled.
         """
         pool = self.pools.configs[key]
         if replicas < pool.min_replicas:
@@ -166,7 +168,7 @@ class Scaling:
         return replicas
 
     def why_fixed(self) -> str | None:
-        """Why no instance can come or go in this run; None: they can."""
+        """Return the reason why this run cannot be scaled; None: it can."""
         if self.run.schedule.name == "auto":
             return "schedule: auto has divided the devices among the instances that the run began with"
         cuda, several = self.cluster.hardware == "cuda", bool(self.cluster.remote_sites)
@@ -187,8 +189,10 @@ class Scaling:
         replace_json(self._file, self.pools.wanted)
 
     async def begin(self, resume: bool) -> None:
-        """All services are there. A run that is resumed gets what was asked for before; any other one what its cluster
-        file says."""
+        """Set the targets of a run whose services have all connected.
+
+        A resumed run gets its last targets, any other run those of the cluster file.
+        """
         if not resume or not self._file.exists():
             self._file.unlink(missing_ok=True)
             return
@@ -200,22 +204,22 @@ class Scaling:
                 await self._scale(key, replicas)
 
     async def returned(self, service: str) -> None:
-        """A service is a new process: it has adopted the instances that it found."""
+        """Send a restarted service the targets of its site; it has adopted the instances that it found."""
         site = self.services.site_of(service)
         for key, replicas in self.pools.wanted.items():
             if key.partition("/")[0] == site:
                 await self.services.scale(site, key.partition("/")[2], replicas)
 
-    # -- what becomes of it
+    # -- present instances
 
-    def fleet_changed(self, service: str, told: FleetChanged) -> None:
-        """A service has told of its instances."""
+    def fleet_changed(self, service: str, report: FleetChanged) -> None:
+        """Record a service's report on its instances."""
         now, site = time.time(), self.services.site_of(service)
         before = set(self._living())
         for key in [key for key in self.pools.configs if key.partition("/")[0] == site]:
             pool = key.partition("/")[2]
-            self.pools.instances[key] = {name: one.life for name, one in told.instances.items() if one.pool == pool}
-        self.services.fleet_changed(service, told.fleet)
+            self.pools.instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
+        self.services.fleet_changed(service, report.fleet)
         self.spending.change(now, self._usd_per_hour())
         lives = {name: life for some in self.pools.instances.values() for name, life in some.items()}
         self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]
@@ -225,7 +229,7 @@ class Scaling:
         self.times.there_are((name for name, life in lives.items() if life == "ready"), now)
 
     def sample_came(self, sample: Sample, now: float) -> None:
-        """Of any instance."""
+        """Record a finished sample, which may be the first of an added instance."""
         for one in self.coming:
             if one.instance == sample.instance and one.ready_at is not None and one.first_sample_at is None:
                 one.first_sample_at = now
@@ -234,16 +238,16 @@ class Scaling:
         return [name for some in self.pools.instances.values() for name in some]
 
     def _usd_per_hour(self) -> float:
-        """Of all processes there are, those included that start or leave."""
+        """Return the price per hour of all processes, including those that start or leave."""
         prices = ((self.pools.configs[key].price_per_hour, len(some)) for key, some in self.pools.instances.items())
         return self._fixed_usd_per_hour + sum(price * count for price, count in prices)
 
     def roles(self) -> dict[str, str]:
-        """Every process there is, by name, with its role."""
+        """Return the role of every process, by name."""
         return self._names | dict.fromkeys(self._living(), "instance")
 
     def told(self) -> dict[str, Any]:
-        """For the run's status (`run_dir/status.py` ScalingStatus)."""
+        """Return the scaling part of the run's status (`run_dir/status.py` ScalingStatus)."""
         return {
             "wanted": self.pools.wanted,
             "ready": self.pools.ready(),
@@ -255,7 +259,7 @@ class Scaling:
     # -- the run's own elasticity
 
     async def step_done(self, batch: StepBatch, times: Interval) -> None:
-        """After each step: takes what was chosen since the one before, and has the next choice made in a thread."""
+        """Apply the change chosen since the previous step, and start the next choice in a thread."""
         if self.elasticity is None:
             return
         if self._choosing is not None:
@@ -267,13 +271,13 @@ class Scaling:
         self._kinds |= {self._pool_of(one.name): one for one in self.services.fleet()}
         replicas = self.pools.ready()
         if replicas != self.pools.wanted:
-            return  # a change is under way
+            return  # a change is in flight
         if (waiting := self.elasticity.waiting) is not None:
             if replicas[waiting.pool] == waiting.before:
-                self.elasticity.failed()  # somebody else has changed the pool, and back
+                self.elasticity.failed()  # the operator has changed the pool back
             else:
                 self.elasticity.changed(replicas)
-        groups, kinds, run = _shape(batch), dict(self._kinds), self.run
+        groups, kinds, run = _group_lengths(batch), dict(self._kinds), self.run
 
         def policy() -> DispatchPolicy:
             return make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
@@ -288,8 +292,8 @@ class Scaling:
         return next(key for key, some in self.pools.instances.items() if instance in some)
 
 
-def _shape(batch: StepBatch) -> list[tuple[int, list[int]]]:
-    """(prompt tokens, output lengths) of a step's groups."""
+def _group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
+    """Return (prompt tokens, output lengths) of each of a step's groups."""
     return [
         (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()
     ]

@@ -1,4 +1,4 @@
-"""What is open for a process that was started anew, told to it as soon as it says hello."""
+"""Recovery of restarted processes: the controller sends them their open work again as soon as they say hello."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Knows which life of each process the run works with."""
+    """Recovery of restarted processes, which it recognises by their new sessions."""
 
     def __init__(
         self,
@@ -32,25 +32,25 @@ class Recovery:
     ) -> None:
         self.hub, self.services, self.scaling, self.rewarders = hub, services, scaling, rewarders
         self.pool, self.evaluator, self.rounds, self.seed = pool, evaluator, rounds, seed
-        self._lives = {name: peer.session for name, peer in hub.peers.items()}
-        """Sessions of those who were there when the run began."""
+        self._sessions = {name: peer.session for name, peer in hub.peers.items()}
+        """Current session of each known process; at first, those that were connected when the run began."""
 
     async def hello(self, name: str, session: str) -> None:
-        """A process has said hello."""
-        if self._lives.get(name) == session or name not in self.hub.peers:
+        """Handle a process's hello; replay outstanding work to it if it has restarted."""
+        if self._sessions.get(name) == session or name not in self.hub.peers:
             return
-        known = name in self._lives
-        self._lives[name] = session
+        known = name in self._sessions
+        self._sessions[name] = session
         if not known:
-            return  # a person's command
-        log.warning("%s was started anew", name)
+            return  # a command of the operator, not a process of the run
+        log.warning("%s has restarted; sending it its outstanding work again", name)
         if name in self.services.names:
-            await self._service(name)
+            await self._replay_to_service(name)
         elif name in self.rewarders.names:
             await self.rewarders.returned(name)
 
-    async def _service(self, name: str) -> None:
-        """It gets weights, and all that its site has not finished."""
+    async def _replay_to_service(self, name: str) -> None:
+        """Send a restarted service the weights and all that its site has not finished."""
         ids = await self.services.returned(name)
         await self.scaling.returned(name)
         groups, samples = [], []
@@ -66,6 +66,6 @@ class Recovery:
             if wanted:
                 groups.append(group)
                 samples.append(wanted)
-        await self.services.again(name, groups, samples, self.rounds.budget)
+        await self.services.resend(name, groups, samples, self.rounds.budget)
         if self.rounds.active:
-            await self.services.rest(name, self.rounds.number, self.rounds.resting_samples())
+            await self.services.park_resting(name, self.rounds.number, self.rounds.resting_samples())

@@ -1,14 +1,14 @@
-"""What an idle trainer works out ahead: the frozen reference's log-probabilities of groups that have to wait. Pure.
+"""Prefetch of the frozen reference's log-probabilities: an idle trainer computes them for waiting groups. Pure: no I/O.
 
-    sync, one_step_off: complete groups wait in the pool until the last one is there
+    sync, one_step_off: complete groups wait in the pool until the last one is complete
     batch advantages:   taken groups wait in the batch for its last reward
 
-The reference never changes, so its log-probabilities may be computed at any time, by any rank. They come back here, are
-kept with the group, and travel with the micro-batch that trains on it. So the trainer holds no state between the two,
-and how the samples are dealt to ranks then need not be how they are dealt now.
+The reference never changes, so any rank may compute its log-probabilities at any time. They are returned to the
+controller, kept with the group, and sent with the micro-batch that trains on it. So the trainer keeps no state between
+the two, and other ranks may train on the samples than those that prepared them.
 
-What is asked for at once is at most a micro-batch: the trainer is soon free again when there is something to train. One
-request is under way at a time; what it covers is kept before the next is chosen, so nothing is computed twice.
+A request covers at most a micro-batch, so that the trainer is soon free for training. Only one request is in flight at
+a time, and its result is stored before the next one is chosen, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from streamrl.rollouts.types import FloatArray, Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked(TrainSequence):
-    """A sequence that remembers whose it is; its advantage is 0, it may not be known yet."""
+class _PendingSequence(TrainSequence):
+    """A sequence with its group and sample id; its advantage is set to 0, since it may not be known yet."""
 
     group: Group
     sample_id: str
@@ -32,21 +32,21 @@ class _Asked(TrainSequence):
 
 @dataclass
 class Preparation:
-    """See the module's text."""
+    """The prefetch of reference log-probabilities for groups that wait for training."""
 
     under_way: list[list[TrainGroup]] = field(default_factory=list)
-    """What each rank works on; empty: nothing."""
+    """Share of each rank in the request in flight; empty: no request."""
 
     def next(self, batch: StepBatch, pool: GroupPool, max_tokens: int, ranks: int) -> list[list[TrainGroup]] | None:
-        """What each rank is to prepare now; None if nothing waits unprepared, or the algorithm has no reference.
+        """Return each rank's share of the next request; None if nothing is missing or the algorithm has no reference.
 
         Groups come in the order in which they will be trained, without samples that have no loss.
 
         Args:
-            batch: of the step under way; nothing in its queue.
+            batch: batch of the current step; its queue is empty.
             pool: groups that no step has taken.
-            max_tokens: packed tokens that a rank may get.
-            ranks: of the trainer.
+            max_tokens: limit on the packed tokens of a rank.
+            ranks: number of workers of the trainer.
         """
         if not batch.run.algorithm.needs_reference:
             return None
@@ -57,10 +57,10 @@ class Preparation:
         return self.under_way
 
     def done(self, values: Sequence[FloatArray]) -> None:
-        """All ranks have answered.
+        """Store the answers of all ranks with their groups.
 
         Args:
-            values: of each rank, the log-probabilities of its share's completion tokens, [N].
+            values: log-probabilities of the completion tokens of each rank's share, each of shape [N].
 
         Raises:
             ValueError: there are more or fewer values than tokens.
@@ -71,18 +71,18 @@ class Preparation:
                 raise ValueError(f"{len(row)} reference log-probabilities for {tokens} tokens")
             start = 0
             for sequence in (sequence for group in share for sequence in group.sequences):
-                assert isinstance(sequence, _Asked)
+                assert isinstance(sequence, _PendingSequence)
                 end = start + len(sequence.completion_tokens)
                 sequence.group.reference_logprobs[sequence.sample_id] = row[start:end]
                 start = end
 
 
 def _missing(batch: StepBatch, group: Group) -> TrainGroup | None:
-    """The part of a complete group that has a loss and no reference log-probabilities."""
-    if len(group.reference_logprobs) == group.size:  # the usual case, and this is asked often
+    """Return the part of a complete group that has a loss and no reference log-probabilities; None: there is none."""
+    if len(group.reference_logprobs) == group.size:  # the usual case; this function runs often
         return None
     sequences: list[TrainSequence] = [
-        _Asked(
+        _PendingSequence(
             completion_tokens=m.sample.completion_tokens,
             logprobs=m.sample.logprobs,
             advantage=0.0,

@@ -1,4 +1,4 @@
-"""Samples on their way to a reward: which worker process scores each, and what is open there."""
+"""The client of the rewards processes: assigns samples to them and keeps track of open requests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Rewarders:
         self.names = list(names)
         self._hub = hub
         self._open: defaultdict[str, dict[str, ScoreRequest]] = defaultdict(dict)
-        """By process and sample: what was asked."""
+        """Open requests, by process and sample."""
 
     async def ask(self, group: Group, sample_id: str, text: str) -> None:
-        """Has a sample scored; siblings go to the same process."""
+        """Request the score of a sample; samples of one group go to the same process."""
         name = self.names[hash(group.group_id) % len(self.names)]
         order = ScoreRequest(sample_id=sample_id, task=group.task, completion=text, reward_input=group.reward_input)
         self._open[name][sample_id] = order
         await self._send(name, order)
 
     def answered(self, name: str, sample_id: str) -> None:
-        """A reward has come."""
+        """Record that a process has answered the request for a sample."""
         self._open[name].pop(sample_id, None)
 
     async def returned(self, name: str) -> None:
-        """A process was started anew: it is asked again for what it owes."""
+        """Send a restarted process its open requests again."""
         for order in list(self._open[name].values()):
             await self._send(name, order)
 
     async def _send(self, name: str, order: ScoreRequest) -> None:
-        if name in self._hub.peers:  # else it is asked when it is back
+        if name in self._hub.peers:  # otherwise it gets the request when it reconnects
             await self._hub.send(name, *wire(order))

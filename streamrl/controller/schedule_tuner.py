@@ -1,12 +1,12 @@
-"""`schedule: auto` in a running job: profiles the first steps, chooses, and changes at the end of a step. Pure.
+"""The tuner of `schedule: auto`: profiles the first steps, then chooses a schedule; changes it at the end of a step.
 
-    profiling  with all devices in turns (colocated), where trainer and instances can share them profiling  with devices
-    split between them (stream) running    what `scheduler.capacity.auto_schedule` has chosen; predicted anew when
-    lengths or the trainer's speed drift
+    profiling  with trainer and instances in turns on all devices (colocated), where they can share them
+    profiling  with the devices split between them (stream)
+    running    under the choice of `scheduler.capacity.auto_schedule`, which predicts again when lengths or the
+               trainer's speed drift
 
-A *setup* is one way to run: a schedule, the instances that generate under it, and the CPU cores that are the trainer's.
-On CPU cores can change hands in a running job; CUDA devices cannot, so there every setup has the devices that the
-cluster file gives each role.
+A *setup* is a schedule, the instances that generate under it, and the trainer's CPU cores. CPU cores can change hands
+in a running job; CUDA devices cannot, so with CUDA every setup has the devices that the cluster file gives each role.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 
 WINDOW_STEPS = 8
-"""Newest steps whose lengths a prediction draws from."""
+"""Number of newest steps whose lengths a prediction draws from."""
 FIRST_REVIEW = 4
-"""Steps after a choice at which it is looked at again, with what was measured since; then after twice as many each
-time. A profile is a few steps long, and a step's time may be off by a fifth by chance."""
-MOST_SPLITS = 4
-"""Splits that are compared: a prediction takes a fraction of a second for each and each schedule."""
+"""Number of steps after which a choice is reviewed with the measurements since; doubles with each review.
 
+A profile is only a few steps long, and chance may move a step's time by a fifth."""
+MOST_SPLITS = 4
+"""Limit on the splits compared: predicting takes a fraction of a second for each pair of split and schedule."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to run."""
+    """A schedule with its division of the devices."""
 
     label: str
     schedule: Schedule
     instances: tuple[str, ...]
-    """That generate; the others stand still."""
+    """Instances that generate; the others are idle."""
     trainer_cores: tuple[int, ...]
-    """CPU cores of the trainer; (): as the cluster file has it."""
+    """CPU cores of the trainer; (): those of the cluster file."""
 
 
 @dataclass
 class _Measured:
-    """What the steps under one division of the devices have shown."""
+    """Measurements of the steps under one division of the devices."""
 
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    """Tokens, prompts included, per second of training."""
+    """Tokens per second of training, prompts included, by step."""
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    """Seconds of generation by what the instances' step times, measured alone, say of the same lengths."""
+    """Measured seconds of generation over those simulated for the same lengths from the instances' step times."""
 
 
 def setups(
     instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...], shareable: bool, max_staleness: int
 ) -> list[Setup]:
-    """All setups of a job.
+    """Return all setups of a job.
 
     Args:
-        instances: CPU cores of each; () if it is not pinned.
-        trainer_cores: the trainer's; () if it is not pinned.
-        shareable: generation and training may take turns on the same devices.
-        max_staleness: of `async`.
+        instances: CPU cores of each instance; () if it is not pinned.
+        trainer_cores: CPU cores of the trainer; () if it is not pinned.
+        shareable: whether generation and training may take turns on the same devices.
+        max_staleness: staleness bound of `async`, in versions.
     """
     names = tuple(instances)
     found = []
@@ -90,14 +90,14 @@ def setups(
 
 
 def _splits(instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """(instances that generate, cores that are left to the trainer), at most `MOST_SPLITS`."""
+    """Return up to `MOST_SPLITS` splits: (number of instances that generate, cores left to the trainer)."""
     found = []
     for count in range(1, len(instances) + 1):
         taken = {core for cores in list(instances.values())[:count] for core in cores}
         left = tuple(core for core in trainer_cores if core not in taken)
         if left or not trainer_cores or not taken:
             found.append((count, left))
-    # of splits that leave the trainer the same cores, more instances are better
+    # among splits that leave the trainer the same cores, the one with the most instances is best
     best = {left: (count, left) for count, left in found}
     ordered = list(best.values())
     if len(ordered) <= MOST_SPLITS:
@@ -106,7 +106,7 @@ def _splits(instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...
 
 
 class Auto:
-    """See the module's text."""
+    """The profile and the decisions of `schedule: auto`. Pure: no I/O and no clock."""
 
     def __init__(
         self, run: RunConfig, choices: Sequence[Setup], fleet: Sequence[SimulatedInstance], steps: int
@@ -114,9 +114,9 @@ class Auto:
         """
         Args:
             run: the run file.
-            choices: of `setups`.
+            choices: the setups to choose from (`setups`).
             fleet: all instances with their step times.
-            steps: that each division of the devices is profiled for, after a first one for warming up.
+            steps: number of steps for which each division of the devices is profiled, after one warm-up step.
         """
         self.run, self.choices = run, list(choices)
         self.fleet = {instance.name: instance for instance in fleet}
@@ -124,12 +124,12 @@ class Auto:
         split = [setup for setup in self.choices if setup.schedule.name == "stream"]
         self._to_profile = deque([*shared[:1], split[len(split) // 2]])
         self.setup = self._to_profile.popleft()
-        """What runs now."""
+        """The setup that runs now."""
         self.note = f"profiling under {self.setup.label}"
-        """What was last decided, for people."""
+        """Last decision, as shown to the operator."""
         self._each, self._left = steps, steps + 1
         self._measured: dict[tuple[int, ...], _Measured] = {}
-        """By the trainer's cores; colocated ones under (-1,)."""
+        """Measurements by the trainer's cores; those of colocated steps are under (-1,)."""
         self._groups: deque[list[tuple[int, list[int]]]] = deque(maxlen=WINDOW_STEPS)
         self._optimizer: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._weights: deque[float] = deque(maxlen=WINDOW_STEPS)
@@ -137,12 +137,12 @@ class Auto:
         self._review_in, self._patience = 0, FIRST_REVIEW
 
     def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
-        """Takes what a step has shown.
+        """Record the measurements of a finished step.
 
         Args:
-            batch: the step's.
-            times: the step's.
-            trainer: what the trainer did in it: (command, start, end).
+            batch: the step's batch.
+            times: the step's times.
+            trainer: commands that the trainer worked on in the step: (command, start, end), unix seconds.
         """
         groups = [
             (len(group.prompt_tokens), [m.sample.output_length for m in group.members()])
@@ -156,17 +156,17 @@ class Auto:
         tokens = sum(prompt + length for prompt, lengths in groups for length in lengths)
         if micro_batches_s > 0:
             measured.rates.append(tokens / micro_batches_s)
-        if self.setup.schedule.max_staleness == 0:  # then the step's samples are generated in it, and no others
+        if self.setup.schedule.max_staleness == 0:  # then exactly this step's samples are generated in it
             alone = self._simulated(groups, self.setup)
             measured.slowdowns.append(times.generate_s / alone if alone > 0 else 1.0)
         self._left -= 1
         self._review_in -= 1
-        if self._choice is None and self._left == self._each:  # the first step of a division has warmed it up
+        if self._choice is None and self._left == self._each:  # the first step of a division only warms it up
             measured.rates.clear()
             measured.slowdowns.clear()
 
     def next_setup(self) -> Setup | None:
-        """What to profile next; None: go on as now."""
+        """Return the setup to profile next; None: keep the current one."""
         if self._choice is not None or self._left > 0 or not self._to_profile:
             return None
         self.setup, self._left = self._to_profile.popleft(), self._each + 1
@@ -174,13 +174,13 @@ class Auto:
         return self.setup
 
     def wants_choice(self) -> bool:
-        """Whether to predict: the profile is complete, what it was made of has drifted, or a review is due."""
+        """Return whether to predict: the profile has just been completed or has drifted, or a review is due."""
         if self._left > 0 or self._to_profile:
             return False
         return self._choice is None or self._review_in <= 0 or self._choice.drifted(self._profile())
 
     def choice_job(self, step: int) -> Callable[[], Decision]:
-        """Predicts and decides, on what is known now; takes some seconds, for another thread."""
+        """Return a job that predicts and decides on the present measurements; it takes seconds: run it in a thread."""
         self._review_in, self._patience = self._patience, 2 * self._patience
         options = [self._option(setup) for setup in self.choices]
         if self._choice is None:
@@ -195,7 +195,7 @@ class Auto:
         )
 
     def decided(self, decision: Decision) -> Setup | None:
-        """Takes a decision; the setup to change to, or None if it runs already."""
+        """Record a decision; return the setup to change to, or None if it runs already."""
         self.note = decision.why
         chosen = next(setup for setup in self.choices if setup.label == decision.option.label)
         if chosen == self.setup:
@@ -219,7 +219,7 @@ class Auto:
         )
 
     def _option(self, setup: Setup) -> Option:
-        """The setup with its instances as slow as they were seen to be, and the trainer's rate on its cores."""
+        """Return the setup with its instances slowed down as measured, and the trainer's rate on its cores."""
         division = self._division(setup)
         own = self._measured.get(division)
         split = [value for other, m in self._measured.items() if other != (-1,) for value in m.slowdowns]
@@ -229,7 +229,7 @@ class Auto:
         return Option(setup.label, setup.schedule, instances, rate)
 
     def _rate_of(self, cores: int) -> float | None:
-        """The trainer's rate on so many cores, on the line through what was measured; None: nothing was."""
+        """Return the trainer's rate on that many cores, on a line through the measured ones; None: none is measured."""
         known = sorted(
             (len(self._setup_of(division).trainer_cores), statistics.median(m.rates))
             for division, m in self._measured.items()
@@ -243,7 +243,7 @@ class Auto:
         return max(slow * 0.1, slow + (fast - slow) * (cores - few) / (many - few))
 
     def _setup_of(self, division: tuple[int, ...]) -> Setup:
-        """A setup under that division of the devices."""
+        """Return a setup with that division of the devices."""
         return next(setup for setup in self.choices if self._division(setup) == division)
 
     @staticmethod
@@ -251,7 +251,7 @@ class Auto:
         return SimulatedInstance(instance.name, instance.curve.scaled(slowdown), instance.slots, instance.pool)
 
     def _simulated(self, groups: Iterable[tuple[int, list[int]]], setup: Setup) -> float:
-        """Seconds in which the setup's instances generate these groups, by their own step times."""
+        """Return the seconds that the setup's instances need for these groups, simulated from their own step times."""
         requests = [
             SimulatedRequest(f"{g}.{n}", float(max(1, length)), f"{g}", prompt)
             for g, (prompt, lengths) in enumerate(groups)
@@ -262,7 +262,7 @@ class Auto:
 
 
 def make_auto(context: RoleContext, config: AutoScheduleConfig, fleet: Sequence[SimulatedInstance]) -> Auto:
-    """For a run that begins.
+    """Make the tuner of a run that begins.
 
     Args:
         context: its cluster and run files.
@@ -279,29 +279,29 @@ def make_auto(context: RoleContext, config: AutoScheduleConfig, fleet: Sequence[
 
 
 class FixedSchedule:
-    """The schedule choice of a run whose schedule is the run file's: it never changes."""
+    """The schedule choice of a run with a fixed schedule: it never changes."""
 
     first_setup: Setup | None = None
-    """The setup that the run begins with; None: the run file's."""
+    """Setup that the run begins with; None: that of the run file."""
     note = ""
-    """What is shown of the choice."""
+    """Text that is shown of the choice."""
 
     async def step_done(
         self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
     ) -> Setup | None:
-        """Return the setup to change to at the end of a step; None: it stays.
+        """Return the setup to change to at the end of a step; None: keep the current one.
 
         Args:
-            step: optimizer steps done.
-            batch: the step's.
-            times: the step's.
-            trainer: what the trainer did in the step: (command, begin, end), unix seconds.
+            step: number of optimizer steps done.
+            batch: the step's batch.
+            times: the step's times.
+            trainer: commands that the trainer worked on in the step: (command, start, end), unix seconds.
         """
         return None
 
 
 class TunedSchedule(FixedSchedule):
-    """The choice of `schedule: auto`: profiles, predicts in a thread, and decides at the end of a step."""
+    """The schedule choice of `schedule: auto`: profiles, predicts in a thread, and decides at the end of a step."""
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
@@ -310,13 +310,13 @@ class TunedSchedule(FixedSchedule):
 
     @property
     def note(self) -> str:  # type: ignore[override]
-        """What the tuner does now, or why it chose what runs."""
+        """Present activity of the tuner, or the reason for its choice."""
         return self.auto.note
 
     async def step_done(
         self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
     ) -> Setup | None:
-        """Continue profiling, have options predicted, or decide; see `FixedSchedule.step_done`."""
+        """Continue profiling, start a prediction, or decide; arguments and result as in `FixedSchedule.step_done`."""
         self.auto.step_done(batch, times, trainer)
         setup = self.auto.next_setup()
         if self._choosing is not None and self._choosing.done():

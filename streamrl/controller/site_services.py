@@ -1,8 +1,7 @@
-"""The generation services of all sites as one: groups go out, weights spread, devices change hands.
+"""The generation services of all sites behind one interface: dispatch of groups, weight updates, shared devices.
 
-Which site generates a group is `scheduler/sites/site_dispatch.py`'s decision. Every site takes new weights on its own:
-one that is still loading a version when the next one is made gets that one afterwards, or, if there is a newer one by
-then, only the newest.
+`scheduler/sites/site_dispatch.py` decides which site generates a group. Sites take new weights independently: a site
+that is still loading a version when the next one is made gets the newest version afterwards.
 """
 
 from __future__ import annotations
@@ -46,30 +45,30 @@ from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
 
 WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
-"""Names of what is waited for; weights and returns have a service behind."""
+"""Names of waits; those for weights and for a return are followed by the service's name."""
 RETURN_S = 300.0
-"""For the service of the trainer's site to be started again."""
+"""Seconds for the service of the trainer's site to restart."""
 MEASURED_BYTES = 500_000
-"""A transfer of weights from this size on tells the bandwidth of its path."""
+"""Smallest transfer of weights from which the bandwidth of its path is measured, bytes."""
 HISTORY = 10
-"""Versions that a site is remembered to have served."""
+"""Number of versions for which the controller remembers that a site has served them."""
 FINISH_S = 3.0
-"""For a site to hear that the run is over; one that does not notices the silence."""
+"""Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 BYTES_PER_TOKEN = 12.0
-"""Of a sample on a link: id, log-probability and weight version, 4 bytes each, before compression."""
+"""Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression."""
 
 
 class Services:
-    """See the module's text."""
+    """The generation services of all sites, as the controller uses them."""
 
     def __init__(
         self, hub: Hub, waits: WaitRegistry, sites: Mapping[str, str], cluster: ClusterConfig, run: RunConfig
     ) -> None:
         """
         Args:
-            hub: that the services connect to.
-            waits: where waits for them are registered.
-            sites: of each service by name.
+            hub: the hub that the services connect to.
+            waits: registry of the waits for them.
+            sites: the site of each service, by the service's name.
             cluster: the cluster file.
             run: the run file.
         """
@@ -83,100 +82,100 @@ class Services:
         self._serving = dict.fromkeys(sites, -1)
         """Newest version that every instance of a site serves."""
         self._served: dict[str, deque[int]] = {name: deque(maxlen=HISTORY) for name in sites}
-        """Its newest versions, by service: deltas from one of them on can be had there."""
+        """Newest versions that a site has served, by service; its relay has the deltas from any of them."""
         self._paths = {
             frozenset(link.between): RelayPath(link.bytes_per_s * link.weight_share, link.rtt_s)
             for link in cluster.links
         }
-        """Between sites, as declared, and as measured since."""
+        """Paths between sites: as declared, then as measured."""
         self._version_bytes = 0.0
-        """Of the last transfer of weights that was one."""
-        self._coming: dict[str, int] = {}
-        """Version that is on its way to a site's instances."""
-        self._next: dict[str, LoadWeights] = {}
-        """Announcement of what a site gets after that."""
+        """Bytes of the last transfer of weights that was large enough to be measured."""
+        self._in_flight: dict[str, int] = {}
+        """Version in flight to a site's instances, by service."""
+        self._queued: dict[str, LoadWeights] = {}
+        """Announcement that a site gets after the version in flight, by service."""
         self._newest: LoadWeights | None = None
-        """Announcement of the version that was made last."""
+        """Announcement of the newest version."""
         self._fleets: dict[str, list[dict[str, Any]]] = {}
-        """Instances of each service's site, as it has told."""
+        """Instances of each service's site, as the service last reported them."""
         self._using: list[str] | None = None
-        """What `use` has said last."""
+        """Instances of the last call of `use`; None: all generate."""
         self._asleep: set[str] = set()
-        """Those whose instances have left their devices to the trainer."""
+        """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
         self._carried: dict[str, int] = {}
-        """Bytes to and from each service since the start, weights aside, as counted last."""
+        """Bytes to and from each service since the start, without weights, at the last count."""
         self._dispatch = SiteDispatch(run.sampling.max_tokens, BYTES_PER_TOKEN, run.dispatch.price_tolerance)
 
     @property
     def version(self) -> int:
-        """Newest weights that every instance of every site serves, or newer ones; -1: none yet."""
+        """Newest version such that every instance of every site serves it or a newer one; -1: none yet."""
         return min(self._serving.values())
 
     @property
     def updating(self) -> bool:
-        """Whether weights are on their way to any site."""
-        return bool(self._coming)
+        """Whether weights are in flight to any site."""
+        return bool(self._in_flight)
 
     @property
     def can_take_version(self) -> bool:
-        """Whether a new version would go to some site at once."""
-        return len(self._coming) < len(self.names)
+        """Whether at least one site could take a new version at once."""
+        return len(self._in_flight) < len(self.names)
 
     def joined(self) -> None:
-        """All services have said hello, with their instances."""
+        """Record the instances of all services, which have just connected."""
         for name in self.names:
             self._fleets[name] = self._hub.peers[name].meta["fleet"]
-            self._dispatch.join(self._facts(name))
+            self._dispatch.join(self._site_load(name))
 
     def gone(self, name: str) -> None:
-        """A service has said goodbye: its launcher, or a new process in its place, may bring it back."""
+        """Wait for a service that has said goodbye to reconnect; its launcher may restart it."""
         remote = self._sites[name] in self._cluster.remote_sites
         self._waits.begin(f"{RETURN} {name}", f"{name} to come back", self._cluster.absence_s if remote else RETURN_S)
 
     async def returned(self, name: str) -> list[str]:
-        """A service is a new process, which knows nothing: it gets the newest weights.
+        """Bring a restarted service up to date: send it the newest weights and the instances to use.
 
         Returns:
-            The groups that its site has, to be sent to it again (`again`).
+            Ids of the groups that its site has, to be sent to it again with `resend`.
         """
         self._waits.end(f"{RETURN} {name}")
         self._waits.end(f"{WEIGHTS} {name}")
-        self._coming.pop(name, None)
+        self._in_flight.pop(name, None)
         self._served[name].clear()
         self._asleep.discard(name)
         self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
         if self._newest is not None:
-            self._next[name] = self._newest
+            self._queued[name] = self._newest
             await self._announce(name)
         if self._using is not None:
             await self._send(name, Use(instances=self._using))
         return self._dispatch.groups_of(self._sites[name])
 
-    async def again(
+    async def resend(
         self, name: str, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None
     ) -> None:
-        """Sends a service what its site has, as `generate` did."""
+        """Send a restarted service the open groups of its site again; arguments as for `generate`."""
         if groups:
             message, arrays = groups_to_wire(groups, samples, time.time(), budget)
             await self._send(name, message, arrays)
 
-    async def rest(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
-        """Tells a service the number of the round under way, and which samples rest in it."""
+    async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
+        """Tell a restarted service the number of the current round and which samples are parked in it."""
         await self._send(name, Resume(sample_ids=[], budget=None, round=number))
         await self._send(name, Park(sample_ids=list(sample_ids)))
 
     async def use(self, instances: Sequence[str]) -> None:
-        """From now on only these instances generate."""
+        """Let only these instances generate from now on."""
         self._using = list(instances)
         await self.tell(Use(instances=self._using))
 
     async def _send(self, name: str, message: TypedMessage, arrays: Arrays | None = None) -> None:
-        """A service that is away gets nothing: when it is back, it is told all that is open."""
+        """Send a message; a no-op for a service that is not connected, which is brought up to date when it returns."""
         with contextlib.suppress(KeyError):
             await self._hub.send(name, *wire(message), arrays)
 
-    def _facts(self, name: str) -> SiteLoad:
+    def _site_load(self, name: str) -> SiteLoad:
         site, fleet = self._sites[name], self._fleet(name)
         link = self._cluster.link(site)
         prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
@@ -190,36 +189,36 @@ class Services:
         )
 
     def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:
-        """Other instances of a service's site get requests now."""
+        """Record the instances of a service's site that get requests from now on."""
         self._fleets[name] = fleet
         if fleet:
-            self._dispatch.change(self._facts(name))
+            self._dispatch.change(self._site_load(name))
 
     def site_of(self, name: str) -> str:
-        """Of a service."""
+        """Return the site of a service."""
         return self._sites[name]
 
     async def scale(self, site: str, pool: str, replicas: int) -> None:
-        """A pool of a site is to have so many instances."""
+        """Set the number of instances that a pool of a site should have."""
         for name in (name for name, other in self._sites.items() if other == site):
             await self._send(name, ScalePools(replicas={pool: replicas}))
 
     async def tell(self, message: TypedMessage) -> None:
-        """Sends all of them the same."""
+        """Send all services the same message."""
         for name in self.names:
             await self._send(name, message)
 
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
     ) -> None:
-        """Sends groups to the sites that are to generate them.
+        """Send groups to the sites that will generate them.
 
         Args:
-            groups: any number.
-            samples: the completions wanted of each.
+            groups: any number of groups.
+            samples: the completions to generate of each group.
             budget: tokens after which a sample is parked; None: it runs to its end.
         """
-        self._hold_absent()
+        self._hold_unreachable()
         self._dispatch.submit(
             SiteGroup(group.group_id, len(some), group.forecast, len(group.prompt_tokens))
             for group, some in zip(groups, samples, strict=True)
@@ -234,8 +233,8 @@ class Services:
                 message, arrays = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
                 await self._send(name, message, arrays)
 
-    def _hold_absent(self) -> None:
-        """Sites that are away or congested get nothing new as long as another one can work."""
+    def _hold_unreachable(self) -> None:
+        """Hold sites that are silent or congested, as long as another site can work; release all others."""
         states = {name: self._hub.peers[name].state for name in self.names if name in self._hub.peers}
         able = {
             name
@@ -249,18 +248,18 @@ class Services:
                 self._dispatch.unhold(site)
 
     def finished(self, group_id: str, length: int) -> None:
-        """A sample has come, with so many tokens."""
+        """Record that a sample of a group has finished with `length` tokens."""
         self._dispatch.finished(group_id, length)
 
     async def spread(self, made: PublishDone) -> bool:
-        """A version is made: it goes to every site, while everything else goes on.
+        """Send a new version to every site; generation and training continue meanwhile.
 
         Args:
-            made: the trainer's answer.
+            made: the trainer's answer to `Publish`.
 
         Returns:
-            Whether it is there already: the trainer itself has brought it (NCCL), or all sites were quicker to get it
-            than this to hear of it.
+            Whether every site has it already: the trainer itself has delivered it (NCCL), or all sites got it before
+            the controller heard of it.
         """
         if not made.content_hash:
             self._count(made.bytes * len(self.names), None, 0.0)
@@ -270,21 +269,21 @@ class Services:
         self._newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
         for name in self.names:
             if self._serving[name] < made.number:
-                self._next[name] = self._newest
-                if name not in self._coming:
+                self._queued[name] = self._newest
+                if name not in self._in_flight:
                     await self._announce(name)
-        return not self._coming
+        return not self._in_flight
 
     async def _announce(self, name: str) -> None:
-        made = msgspec.structs.replace(self._next.pop(name), source=self._source(name))
-        self._coming[name] = made.number
-        # a site that is away gets its weights when it is back
+        made = msgspec.structs.replace(self._queued.pop(name), source=self._source(name))
+        self._in_flight[name] = made.number
+        # a remote site that is disconnected gets its weights when it reconnects
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
         self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s)
         await self._send(name, made)
 
     def _source(self, name: str) -> str | None:
-        """The site whose relay a service is to get its next weights from; None: the trainer's."""
+        """Return the site whose relay a service gets its next weights from; None: the trainer's."""
         site, holds = self._sites[name], self._serving[name]
         able = {
             other
@@ -302,7 +301,7 @@ class Services:
         return None if parents[site] == root else parents[site]
 
     def _measure(self, name: str, report: WeightsReady) -> None:
-        """What a transfer says of its path."""
+        """Update the bandwidth of the path of a finished transfer."""
         nbytes, seconds = report.bytes, report.transfer_s
         ends = frozenset((self._sites[name], report.source or self._cluster.trainer_site))
         if nbytes >= MEASURED_BYTES and seconds > 0 and ends in self._paths:
@@ -310,46 +309,46 @@ class Services:
             self._version_bytes = nbytes
 
     async def ready(self, name: str, report: WeightsReady) -> bool:
-        """A service's instances serve the version that was coming, or one that was newer by then.
+        """Record that a service's instances serve the version that was in flight to them, or a newer one.
 
         Args:
-            name: which.
-            report: what the service says of it.
+            name: the service.
+            report: its report on the transfer.
 
         Returns:
-            Whether every site now serves the newest version there is.
+            Whether every site now serves the newest version.
         """
-        if self._coming.get(name) is None:
-            return not self._coming  # of a process that has been replaced since
+        if self._in_flight.get(name) is None:
+            return not self._in_flight  # report of a process that has been replaced since
         self._waits.end(f"{WEIGHTS} {name}")
         source = report.source or self._cluster.trainer_site
         link = self._cluster.link_between(self._sites[name], source)
         usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
         self._count(report.bytes, report.fetched - report.started, usd)
         self._measure(name, report)
-        del self._coming[name]
+        del self._in_flight[name]
         self._serving[name] = report.number
         self._served[name].append(self._serving[name])
-        self._asleep.discard(name)  # new weights wake instances up
-        if name in self._next and self._next[name].number <= self._serving[name]:
-            del self._next[name]
-        if name in self._next:
+        self._asleep.discard(name)  # loading weights wakes instances up
+        if name in self._queued and self._queued[name].number <= self._serving[name]:
+            del self._queued[name]
+        if name in self._queued:
             await self._announce(name)
-        return not self._coming
+        return not self._in_flight
 
     async def finish(self, state: str, error: str | None) -> None:
-        """The run is over: other sites are told how, if they can be reached within a moment."""
+        """Tell remote sites that the run is over and how it ended, as far as they acknowledge it within `FINISH_S`."""
         kind, body = wire(Finish(state=state, error=error))
         for name, site in self._sites.items():
             if site in self._cluster.remote_sites and name in self._hub.peers:
-                told = asyncio.get_running_loop().create_future()
+                acknowledged = asyncio.get_running_loop().create_future()
                 with contextlib.suppress(RunFailed, TimeoutError):
                     async with asyncio.timeout(FINISH_S):
-                        await self._hub.send(name, kind, body, on_ack=functools.partial(told.set_result, None))
-                        await told
+                        await self._hub.send(name, kind, body, on_ack=functools.partial(acknowledged.set_result, None))
+                        await acknowledged
 
     def traffic(self) -> Traffic:
-        """With all sites, since the last call."""
+        """Return the traffic with all sites since the last call."""
         for name, site in self._sites.items():
             link, peer = self._cluster.link(site), self._hub.peers.get(name)
             if link is not None and peer is not None:
@@ -365,7 +364,10 @@ class Services:
         self._traffic = Traffic(before.nbytes + nbytes, longest, before.usd + usd)
 
     async def leave_devices(self) -> bool:
-        """Whether all instances have left their devices to the trainer; asks them to. Nothing may be running."""
+        """Return whether all instances have left their devices to the trainer; if not, request it.
+
+        Nothing may be generating.
+        """
         if self._asleep == set(self.names):
             return True
         if SLEEP not in self._waits.begun:
@@ -374,7 +376,7 @@ class Services:
         return False
 
     def asleep(self, name: str) -> None:
-        """A service's instances have left their devices."""
+        """Record that a service's instances have left their devices."""
         self._asleep.add(name)
         if self._asleep == set(self.names):
             self._waits.end(SLEEP)
@@ -383,18 +385,18 @@ class Services:
         return fleet_from_wire(self._fleets[name])
 
     def fleet(self) -> list[SimulatedInstance]:
-        """All instances, as their services have told."""
+        """Return all instances, as their services last reported them."""
         return [instance for name in self.names for instance in self._fleet(name)]
 
     def remote(self) -> dict[str, dict[str, Any]]:
-        """What is known of each site behind a link (`run_dir/status.py` RemoteSite)."""
+        """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
         return {
-            site: self._about(name)
+            site: self._site_status(name)
             for name, site in self._sites.items()
             if site in self._cluster.remote_sites and name in self._hub.peers
         }
 
-    def _about(self, name: str) -> dict[str, Any]:
+    def _site_status(self, name: str) -> dict[str, Any]:
         state = self._hub.peers[name].state
         uplink = state.get("uplink", {})
         rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
@@ -409,7 +411,7 @@ class Services:
         }
 
     def busy_since(self) -> dict[str, float]:
-        """Since when each busy instance has had something to do, as the last heartbeats told (unix seconds)."""
+        """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
         known = [self._hub.peers[name] for name in self.names if name in self._hub.peers]
         states = [peer.state.get("instances", {}) for peer in known]
         return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}

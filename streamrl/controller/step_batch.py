@@ -1,4 +1,4 @@
-"""The batch of the optimizer step under way: its groups, their advantages, what the trainer was sent. Pure."""
+"""The batch of the current optimizer step: its groups, their advantages and its micro-batches. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from streamrl.rollouts.types import Group, Scored
 
 @dataclass
 class StepBatch:
-    """Groups of one step and how far the trainer has come with them.
+    """The groups of one step and the trainer's progress on them.
 
-    A group without a gradient (all rewards equal, group-relative advantages, no KL term) is counted and not sent to the
-    trainer: its loss has gradient zero, only its tokens count in the batch's normalisation.
+    A group without a gradient (all rewards equal, group-relative advantages, no KL term) is not sent to the trainer;
+    only its tokens count, in the batch's normalisation.
     """
 
     run: RunConfig
     step: int
-    """1-based."""
+    """Number of the step, from 1."""
     groups: dict[str, Group] = field(default_factory=dict)
-    """Taken, by group id."""
+    """Groups taken, by id."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of equal rewards that dynamic sampling has replaced."""
     no_gradient: int = 0
-    """Groups whose rewards are all equal, of those taken."""
+    """Number of taken groups whose rewards are all equal."""
     queue: list[TrainGroup] = field(default_factory=list)
-    """Taken groups (or parts of them) that the trainer has not been sent yet."""
+    """Taken groups (or parts of them) that have not been sent to the trainer."""
     sent_last: bool = False
-    """The micro-batch that closes the batch is sent."""
+    """Whether the micro-batch that closes the batch has been sent."""
     micro_batches: int = 0
     stats: list[dict[str, float]] = field(default_factory=list)
-    """Of every rank and micro-batch."""
+    """Statistics of every rank and micro-batch."""
     at_trainer: list[TrainGroup] = field(default_factory=list)
-    """Groups of the micro-batch that is being worked on."""
+    """Groups of the micro-batch that the trainer works on."""
     in_flight: bool = False
-    """A micro-batch is being worked on, if an empty one."""
+    """Whether the trainer works on a micro-batch; it may be an empty one."""
 
     @property
     def full(self) -> bool:
@@ -52,61 +52,63 @@ class StepBatch:
 
     @property
     def held_back(self) -> list[Group]:
-        """Taken groups whose advantages need rewards of others that are still to come."""
+        """Taken groups whose advantages depend on rewards of groups still to come."""
         return [group for group in self.groups.values() if not group.advantages]
 
     @property
     def trained(self) -> bool:
-        """Whether every micro-batch has been worked on, the last included."""
+        """Whether the trainer has finished every micro-batch of the step."""
         return self.sent_last and not self.in_flight
 
     @property
     def samples_trained(self) -> int:
-        """Samples whose gradient is in, or that have none."""
+        """Number of samples whose gradient is accumulated, or that have none."""
         return sum(group.size for group in self.groups.values()) - sum(
             len(group.sequences) for group in (*self.queue, *self.at_trainer)
         )
 
     def counted(self, group: Group) -> list[Scored]:
-        """A group's samples that have a loss."""
+        """Return the samples of a group that have a loss."""
         masked = self.run.algorithm.mask_truncated
         return [m for m in group.members() if not (masked and m.sample.finish_reason == "length")]
 
     @property
     def normalizer(self) -> float:
-        """What the summed loss of the whole batch is divided by."""
+        """Divisor of the summed loss of the whole batch."""
         counted = [m.sample for group in self.groups.values() for m in self.counted(group)]
         tokens = sum(sample.output_length for sample in counted)
         return loss_normalizer(self.run.algorithm.aggregation, tokens, len(counted), self.run.sampling.max_tokens)
 
     @property
     def off_policy(self) -> bool:
-        """Whether the mean importance ratio is above what the algorithm allows: then the step is to be skipped."""
+        """Whether the mean importance ratio exceeds the algorithm's bound, so that the step must be skipped."""
         bound = self.run.algorithm.max_importance_ratio
         tokens = sum(stats["tokens"] for stats in self.stats)
         return bound is not None and tokens > 0 and sum(stats["ratio_sum"] for stats in self.stats) > bound * tokens
 
     def rewards(self, group: Group) -> list[float]:
-        """A group's rewards as training sees them, in the order of its members."""
+        """Return a group's rewards as training sees them, in the order of its members."""
         return [
             shaped_reward(m.reward, m.sample.output_length, self.run.sampling.max_tokens, self.run.algorithm.overlong)
             for m in group.members()
         ]
 
     def may_replace(self, group: Group) -> bool:
-        """Whether dynamic sampling drops a complete group instead of training on it."""
+        """Return whether dynamic sampling drops a complete group instead of training on it."""
         algorithm = self.run.algorithm
         limit = algorithm.max_replaced * self.run.batch.prompts_per_step
         return algorithm.dynamic_sampling and len(self.dropped) < limit and is_flat(self.rewards(group))
 
     def take(self, group: Group) -> None:
-        """A complete group joins the step; its advantages follow at once, or with the last group of the batch if they
-        are relative to the whole batch."""
+        """Add a complete group to the step.
+
+        Its advantages are computed at once, or with the last group if they are relative to the whole batch.
+        """
         group.step = self.step
         self.groups[group.group_id] = group
         self.no_gradient += is_flat(self.rewards(group))
         kind = self.run.algorithm.advantage
-        if kind == "gae":  # the trainer makes advantages of them, with its critic
+        if kind == "gae":  # the trainer computes the advantages, with its critic
             self._enqueue(group, self.rewards(group))
         elif kind == "batch" or kind == "batch_group_baseline":
             groups = list(self.groups.values()) if self.full else []
@@ -124,15 +126,18 @@ class StepBatch:
             self.queue.append(train_group(group, counted))
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
-        """All ranks have worked through their shares of the micro-batch."""
+        """Record that all ranks have finished their shares of the micro-batch."""
         self.at_trainer, self.in_flight = [], False
         self.stats += stats
 
     def next_micro_batch(self, max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], bool] | None:
-        """Takes the next micro-batch from the queue: (groups of each rank, is it the batch's last), or None if
-        nothing is ready. No rank gets more than `max_tokens`, and every rank takes part, if with nothing.
+        """Take the next micro-batch from the queue.
 
-        When the whole batch is taken and nothing is left, one empty micro-batch closes it.
+        No rank gets more than `max_tokens`; every rank takes part, if need be with an empty share. If the queue is
+        empty when the step has all its groups and no micro-batch has closed the batch, an empty one closes it.
+
+        Returns:
+            (groups of each rank, whether it is the batch's last micro-batch); None: nothing is ready.
         """
         if self.sent_last:
             return None

@@ -1,4 +1,4 @@
-"""From what happened in a step to its metrics row: pure."""
+"""The metrics row of a step. Pure: no I/O and no clock."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def step_metrics(
     usd: float | None = None,
     peak_tflops: float | None = None,
 ) -> MetricsRow:
-    """The row of a finished step.
+    """Return the metrics row of a finished step.
 
     Args:
         batch: the step's batch, complete and trained.
-        times: when things happened.
+        times: the step's times.
         result: the trainer's answer to the optimizer step.
-        traffic: with sites during the step.
-        prompts_too_long: prompts skipped since the start.
+        traffic: traffic with sites during the step.
+        prompts_too_long: number of prompts skipped since the start.
         memory_gb: memory of all processes now, GiB.
         predictions: how the step's output lengths compare with what was predicted.
-        audit: what became of the lengths that were issued.
-        put_off: samples that were put off to a later round.
-        usd: what the step has cost; None: there are no prices.
-        peak_tflops: dense bf16 peak of all ranks together; None: not known.
+        audit: the length audit of the step.
+        put_off: number of samples deferred to a later round.
+        usd: cost of the step; None: the cluster file has no prices.
+        peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -133,7 +133,7 @@ def step_metrics(
 
 
 def _explained_variance(stats: dict[str, float]) -> float | None:
-    """1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
+    """Return 1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
     tokens = stats["tokens"]
     if not tokens:
         return None

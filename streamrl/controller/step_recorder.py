@@ -1,4 +1,4 @@
-"""What a finished step leaves behind: rollouts in Parquet, the ledger's account, the metrics row, the trace."""
+"""The recorder of finished steps: rollouts in Parquet, ledger, metrics row and trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamrl.rollouts.rollout_store import RolloutStore
 
 
 class Recorder:
-    """Writes it, in the order in which a crash in between loses nothing."""
+    """The recorder of finished steps; it writes in an order in which a crash in between loses nothing."""
 
     def __init__(
         self,
@@ -29,7 +29,16 @@ class Recorder:
         spending: Spending,
         peak_tflops: float | None,
     ) -> None:
-        """`spending`: of all processes; `peak_tflops`: of the trainer, see `step_metrics`."""
+        """
+        Args:
+            rollouts: store of rollouts.
+            ledger: the run's ledger.
+            audit: the length audit.
+            times: times of the current step.
+            telemetry: writer of metrics and trace.
+            spending: cost of all processes.
+            peak_tflops: dense bf16 peak of the trainer's ranks together, TFLOP/s; None: unknown.
+        """
         self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
         self.times, self.telemetry = times, telemetry
         self.spending, self.peak_tflops = spending, peak_tflops
@@ -44,16 +53,16 @@ class Recorder:
         prompts_too_long: int,
         put_off: int,
     ) -> Interval:
-        """An optimizer step is done.
+        """Record a finished optimizer step and return its times.
 
         Args:
-            batch: the step's.
-            result: the trainer's answer.
-            lengths: what was learned of the step's output lengths.
-            publishes: its weights go to generation.
-            traffic: with other sites during the step.
-            prompts_too_long: prompts skipped since the start.
-            put_off: samples put off to a later round during the step.
+            batch: the step's batch, complete and trained.
+            result: the trainer's answer to the optimizer step.
+            lengths: how the step's output lengths compare with what was predicted.
+            publishes: whether its weights go to generation.
+            traffic: traffic with sites during the step.
+            prompts_too_long: number of prompts skipped since the start.
+            put_off: number of samples deferred to a later round during the step.
         """
         now = time.time()
         for group in batch.groups.values():
@@ -62,7 +71,7 @@ class Recorder:
         self.rollouts.write(batch.step, [*groups, *batch.dropped])
         self.ledger.train(batch.step, batch.step, groups, now, batch.dropped)
         times = self.times.end_step(now, result.finished if publishes else None)
-        audit = self._audited(batch)
+        audit = self._audit_lengths(batch)
         memory_gb = self.telemetry.memory_gb
         row = step_metrics(
             batch,
@@ -81,12 +90,12 @@ class Recorder:
         return times
 
     def _usd(self, times: Interval, traffic: Traffic) -> float | None:
-        """Of the step; None: the cluster file has no prices, which says nothing about costs."""
+        """Return the cost of the step; None: the cluster file has no prices, so the cost is unknown."""
         spent = self.spending.between(times.started, times.ended)
         return spent + traffic.usd if spent or traffic.usd or self.spending.usd_per_hour else None
 
-    def _audited(self, batch: StepBatch) -> StepAudit:
-        """What became of the lengths in this step."""
+    def _audit_lengths(self, batch: StepBatch) -> StepAudit:
+        """Report the step's lengths to the audit; return its result."""
         for group in batch.groups.values():
             counted = {m.sample.sample_id for m in batch.counted(group)}
             lengths = {m.sample.sample_id: m.sample.output_length for m in group.members()}

@@ -1,7 +1,7 @@
-"""What the trainer and the instances did when, from the end of one optimizer step to the end of the next. Pure.
+"""Timing of a step: when the trainer and the instances worked between the ends of two optimizer steps. Pure.
 
-All times are unix seconds; a span is (start, end). In the overlapping schedules samples and weight updates cross the
-ends of steps: whatever lies partly in a step counts there with that part.
+All times are unix seconds; a span is (start, end). In overlapping schedules, samples and weight updates cross the ends
+of steps; each step counts the part that lies in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Span = tuple[float, float]
 
 
 def covered(spans: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of [start, end] in at least one span."""
+    """Return the seconds of [start, end] that at least one span covers."""
     total, reached = 0.0, start
     for left, right in sorted(spans):
         left, right = max(left, reached), min(right, end)
@@ -25,41 +25,42 @@ def covered(spans: Iterable[Span], start: float, end: float) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What went to sites, and came from them, in some time."""
+    """Traffic with sites over a period."""
 
     nbytes: int = 0
-    """Of weights, received by all sites."""
+    """Bytes of weights that all sites together received."""
     seconds: float | None = None
-    """From the announcement of a version until a site had all of it, verified, the longest; None: none came."""
+    """Longest time from the announcement of a version until a site had verified all of it; None: no transfer."""
     usd: float = 0.0
-    """Price of all that links carried: weights, prompts, samples."""
+    """Price of everything that links carried: weights, prompts and samples."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """One step's times."""
+    """Times of one step."""
 
     started: float
-    """The step before ended."""
+    """End of the previous step."""
     ended: float
+    """End of this step."""
     training: tuple[Span, ...]
-    """The trainer computed, or made weights."""
+    """Spans in which the trainer computed or made weights."""
     publishing: tuple[Span, ...]
-    """The part of it in which it made weights."""
+    """Part of `training` in which the trainer made weights."""
     generating: dict[str, tuple[Span, ...]]
-    """By instance: it had requests."""
+    """Spans in which each instance had requests."""
     loading: dict[str, tuple[Span, ...]]
-    """By instance: it stood still for new weights."""
+    """Spans in which each instance stood still to load weights."""
     syncs: tuple[Span, ...]
-    """From an optimizer step to the moment at which every instance served its weights."""
+    """Spans from an optimizer step until every instance served its weights."""
     present: dict[str, Span]
-    """By instance: from when to when, in the step, it could have worked."""
+    """Span of the step in which each instance could have worked."""
     learning: tuple[Span, ...] = ()
-    """The part of `training` in which it worked on micro-batches and did the optimizer step."""
+    """Part of `training` in which the trainer worked on micro-batches and the optimizer step."""
 
     @property
     def seconds(self) -> float:
-        """Length of the step."""
+        """Duration of the step."""
         return self.ended - self.started
 
     def _covered(self, *spans: Iterable[Span]) -> float:
@@ -67,27 +68,27 @@ class Interval:
 
     @property
     def train_s(self) -> float:
-        """Time in which the trainer was busy."""
+        """Seconds in which the trainer was busy."""
         return self._covered(self.training)
 
     @property
     def learn_s(self) -> float:
-        """Time in which the trainer learned."""
+        """Seconds in which the trainer worked on micro-batches and the optimizer step."""
         return self._covered(self.learning)
 
     @property
     def generate_s(self) -> float:
-        """Time in which at least one instance generated."""
+        """Seconds in which at least one instance generated."""
         return self._covered(*self.generating.values())
 
     @property
     def instances(self) -> float:
-        """How many there were, mean over the step."""
+        """Number of instances, mean over the step."""
         return sum(end - start for start, end in self.present.values()) / self.seconds
 
     @property
     def generation_bubble(self) -> float:
-        """Share of the instances' time in which they did not generate; standing still for weights is no generating."""
+        """Share of the instances' time in which they did not generate; loading weights does not count as generating."""
         busy = [
             self._covered(self.generating[name], self.loading[name]) - self._covered(self.loading[name])
             for name in self.generating
@@ -96,13 +97,16 @@ class Interval:
 
     @property
     def training_bubble(self) -> float:
-        """Share of the step in which the trainer did nothing."""
+        """Share of the step in which the trainer was idle."""
         return 1.0 - self.train_s / self.seconds
 
     @property
     def exposed_sync_s(self) -> float:
-        """Time lost to weights, mean over the instances: the trainer makes them, the instance loads them, or, while
-        they are under way, neither does anything else."""
+        """Seconds lost to weight updates, mean over the instances.
+
+        With an update in flight, time is lost while the trainer makes weights, while the instance loads them, and while
+        neither of the two does anything.
+        """
         lost = 0.0
         for name, spans in self.generating.items():
             for start, end in self._clipped(self.syncs, self.present[name]):
@@ -119,29 +123,29 @@ class Interval:
 
 @dataclass
 class StepTimes:
-    """Collects what happens; `end_step` makes an `Interval` of it and keeps what reaches into the next."""
+    """Events since the last step; `end_step` makes an `Interval` of them and keeps those that reach into the next."""
 
     instances: dict[str, float] = field(default_factory=dict)
-    """All instances (one that never works is idle), each with the time since when it can work."""
+    """All instances, including idle ones, each with the time since which it can work."""
     started: float | None = None
-    """End of the step before; None until the first weights are served."""
+    """End of the previous step; None until the first weights are served."""
     trainer: list[tuple[str, float, float]] = field(default_factory=list)
-    """(what, start, end)."""
+    """(command, start, end) of the trainer's commands."""
     generating: list[tuple[str, float, float]] = field(default_factory=list)
     """(instance, start, end) of finished samples."""
     running: dict[str, float] = field(default_factory=dict)
-    """Instances that generate right now, with the time since when they do."""
+    """Instances that generate now, each with the time since which it does."""
     loading: list[tuple[str, float, float]] = field(default_factory=list)
-    """(instance, start, end) of weights being loaded."""
+    """(instance, start, end) of weight loads."""
     gone: dict[str, Span] = field(default_factory=dict)
-    """Instances that have left during the step: from when to when they could work."""
+    """Instances that left during the step, each with the span in which it could work."""
     ended_trainer: list[tuple[str, float, float]] = field(default_factory=list)
-    """`trainer` of the step that ended last."""
+    """Commands of the trainer in the step that ended last."""
     _syncs: list[Span] = field(default_factory=list)
     _sync_began: float | None = None
 
     def weights_served(self, now: float) -> None:
-        """Every instance serves the newest weights."""
+        """Record that every instance serves the newest weights."""
         if self.started is None:
             self.started, self.trainer, self.loading = now, [], []
         if self._sync_began is not None:
@@ -149,7 +153,7 @@ class StepTimes:
             self._sync_began = None
 
     def there_are(self, instances: Iterable[str], now: float) -> None:
-        """From now on these instances can work, and no others."""
+        """Record that from now on exactly these instances can work."""
         names = set(instances)
         for name in self.instances.keys() - names:
             self.gone[name] = (self.instances.pop(name), now)
@@ -157,11 +161,11 @@ class StepTimes:
             self.instances[name] = now
 
     def end_step(self, now: float, weights_due: float | None) -> Interval:
-        """Closes the step.
+        """Close the step and return its times.
 
         Args:
             now: its end.
-            weights_due: when its weights were there to be published; None: they are not.
+            weights_due: time from which its weights could be published; None: they will not be published.
         """
         started = now if self.started is None else self.started
 

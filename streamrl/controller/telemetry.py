@@ -1,4 +1,4 @@
-"""What the controller tells the world: status.json twice a second, a metrics row per step, the trace."""
+"""The controller's reports: status.json twice a second, a metrics row per step, and the trace."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from streamrl.transport.endpoint import Hub
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
+"""Seconds between two writes of the status."""
 MEMORY_EVERY_S = 5.0
+"""Seconds between two measurements of the memory."""
 
 
 class Telemetry:
-    """Writes a run's status, metrics and trace; the controller is their only writer while it lives."""
+    """The writer of a run's status, metrics and trace; the controller is their only writer while it lives."""
 
     def __init__(self, context: RoleContext, hub: Hub, lengths: LengthPredictor) -> None:
         self.context, self.hub, self.lengths = context, hub, lengths
@@ -38,17 +40,17 @@ class Telemetry:
         self.step = 0
         self.schedule: str = context.run.schedule.name
         self.schedule_note = ""
-        """What `schedule: auto` has chosen, and why."""
+        """Choice of `schedule: auto`, with its reason."""
         self.sites: Callable[[], dict[str, Any]] = dict
-        """What is known of sites behind links."""
+        """Function that returns the state of the sites behind links."""
         self.scaling: Callable[[], dict[str, Any]] = dict
-        """How many instances there are, and are to be."""
+        """Function that returns the present and the target numbers of instances."""
         self.processes: Callable[[], dict[str, str]] = dict
-        """All processes of the run, by name, with their roles."""
+        """Function that returns the roles of all processes, by name."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
-        """Memory of all processes of the run, GiB: shared pages counted once (PSS)."""
+        """Memory of all processes of the run, GiB; shared pages count once (PSS). None: not measured."""
         self.detail = "waiting for processes"
         self.metrics = MetricsWriter(context.run_dir / layout.METRICS)
         self.trace = TraceWriter(context.run_dir / layout.TRACE)
@@ -57,10 +59,10 @@ class Telemetry:
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
         self._types: dict[str, dict[str, str]] = {}
-        """What each process computes in, and why, also after it has gone."""
+        """Number type in which each process computes, with the reason; kept after the process has gone."""
 
     async def keep_writing(self) -> None:
-        """Writes the status until cancelled."""
+        """Write the status periodically until cancelled."""
         measured = 0.0
         while True:
             if time.monotonic() - measured > MEMORY_EVERY_S:
@@ -68,12 +70,12 @@ class Telemetry:
                 self.memory_gb = await asyncio.to_thread(_family_memory_gb)
             try:
                 self.write()
-            except OSError as error:  # a full disk is noticed where it matters, in the ledger
-                log.warning("the status cannot be written: %s", error)
+            except OSError as error:  # if the disk is full, writing the ledger will fail the run
+                log.warning("cannot write the run's status: %s", error)
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self) -> None:
-        """Writes the status now."""
+        """Write the status now."""
         run = self.context.run
         left = run.steps - self.step
         eta = left * sum(self._step_times) / len(self._step_times) if self._step_times else None
@@ -108,16 +110,16 @@ class Telemetry:
         sites: Callable[[], dict[str, Any]],
         scaling: Callable[[], dict[str, Any]],
     ) -> None:
-        """From now on shows these: all processes with their roles, sites behind links, numbers of instances."""
+        """Set the functions that report roles of processes, sites behind links and numbers of instances."""
         self.processes, self.sites, self.scaling = processes, sites, scaling
 
     def watch(self, batch: StepBatch, pool: GroupPool) -> None:
-        """Shows the progress of this step from now on."""
+        """Report the progress of this step from now on."""
         self.batch, self.pool = batch, pool
         self.detail = f"step {batch.step}"
 
     def _progress(self) -> dict[str, Any]:
-        """The groups that the step has taken, and of those that wait to be, the first ones."""
+        """Return the progress of the step: of the groups it has taken and of those that will fill it up."""
         batch, pool = self.batch, self.pool
         if batch is None or pool is None:
             return {}
@@ -146,7 +148,7 @@ class Telemetry:
         }
 
     def step_done(self, row: MetricsRow, batch: StepBatch, trainer_spans: list[tuple[str, float, float]]) -> None:
-        """Records a finished step."""
+        """Record a finished step in metrics and trace."""
         self.metrics.append(row)
         self._latest, self.step = row, row.step
         if row.step_time_s is not None:
@@ -168,21 +170,21 @@ class Telemetry:
                 )
 
     def weights_applied(self, number: int, spans: dict[str, tuple[float, float]]) -> None:
-        """Records when each instance loaded a version."""
+        """Record in the trace when each instance loaded a version."""
         for instance, (start, end) in spans.items():
             self.trace.span(instance, "load weights", start, end, version=number)
 
     def close(self, state: str, error: str | None = None) -> None:
-        """Writes the last status."""
+        """Write the last status and close the files."""
         self.state, self.error = state, error
         for work in (self.write, self.trace.close, self.metrics.close):
             try:
                 work()
-            except OSError as problem:  # the error that the run ends with says more
-                log.warning("at the end of the run: %s", problem)
+            except OSError as problem:  # must not hide the error that ended the run
+                log.warning("cannot write the run's last status, metrics or trace: %s", problem)
 
     def _roles(self) -> dict[str, Any]:
-        """Every process with what its last heartbeat said."""
+        """Return the state of every process, from its last heartbeat."""
         states: dict[str, dict[str, Any]] = {}
         for peer in self.hub.peers.values():
             states[peer.name] = peer.state
@@ -221,7 +223,7 @@ class Telemetry:
 
 
 def _family_memory_gb() -> float | None:
-    """Memory of the launcher and all that it started, GiB; None when the system does not tell."""
+    """Return the memory of the launcher and its descendants, GiB; None if the system does not report it."""
     total = 0
     try:
         launcher = psutil.Process(os.getppid())

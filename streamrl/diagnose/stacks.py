@@ -154,7 +154,7 @@ class ObservedProcesses:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What its asyncio tasks await, one line each; empty unless it has answered."""
+        """Await chains of its asyncio tasks, one line each; empty unless it has answered."""
         return tuple(self.tasks_file.read_text().splitlines()[1:]) if self.loop == "answers" else ()
 
     @property
@@ -185,8 +185,8 @@ def _prepared(pid: int, file: Path, number: int) -> bool:
     """Return whether `pid` is the process that opened the file and catches the signal (Linux only)."""
     try:
         with file.open() as opened:
-            word, told, _, at = opened.readline().split()
-        if word != "pid" or int(told) != pid or psutil.Process(pid).create_time() > float(at) + CLOCK_S:
+            word, written, _, at = opened.readline().split()
+        if word != "pid" or int(written) != pid or psutil.Process(pid).create_time() > float(at) + CLOCK_S:
             return False
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))

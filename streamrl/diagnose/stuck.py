@@ -134,8 +134,8 @@ def _judge(facts: Facts) -> Verdict:
     near = [chain for chain in chains if chain.edges[0].since_s > NEAR_LIMIT * chain.edges[0].limit_s]
     if facts.late or near:
         chosen = near[0] if near else longest
-        told = "" if chosen is None else f"; {_describe_chain(chosen, facts)}"
-        return Verdict("slow", f"slow: {_place(facts)}{told}", edges, details)
+        wait = "" if chosen is None else f"; {_describe_chain(chosen, facts)}"
+        return Verdict("slow", f"slow: {_place(facts)}{wait}", edges, details)
     return Verdict("healthy", f"healthy: {_place(facts)}{_longest(longest)}", edges, details)
 
 
@@ -163,8 +163,8 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
         )
     cpu = one.cpu
     if cpu is None:
-        told = f"last said {one.doing!r}" if one.doing else "has said nothing yet"
-        return Condition(Rank.UNKNOWN, f"{told}, and cannot be looked at from here")
+        state = f"last said {one.doing!r}" if one.doing else "has said nothing yet"
+        return Condition(Rank.UNKNOWN, f"{state}, and cannot be looked at from here")
     where = f", in {frame}" if (frame := innermost(one.threads)) else ""
     used = f"{100 * cpu:.0f} % CPU"
     if one.alive == "disk-sleep":

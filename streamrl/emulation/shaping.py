@@ -82,9 +82,9 @@ class Transit:
     """Times at which sent bytes leave and arrive."""
 
     left: float
-    """When the last byte has left the sender."""
+    """Time at which the last byte has left the sender."""
     arrives: float
-    """When the last byte is at the receiver, and may be delivered."""
+    """Time at which the last byte is at the receiver, and may be delivered."""
 
 
 class ShapedFlow:
@@ -92,7 +92,7 @@ class ShapedFlow:
 
     def __init__(self) -> None:
         self.arrives = -math.inf
-        """When the bytes sent last arrive."""
+        """Arrival time of the bytes sent last."""
         self.in_flight = 0
 
     def delivered(self, nbytes: int) -> None:

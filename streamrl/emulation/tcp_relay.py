@@ -42,7 +42,7 @@ _read_buffer = memoryview(bytearray(MAX_CHUNK))
 
 
 class End(Enum):
-    """How one direction of a connection ends."""
+    """The ways in which one direction of a connection ends."""
 
     CLOSED = "closed"
     RESET = "reset"

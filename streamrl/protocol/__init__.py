@@ -5,10 +5,10 @@
     controller_trainer.py   controller <-> each rank of the trainer
     controller_rewards.py   controller <-> the rewards processes
     weights.py              publisher (trainer, or a site that relays) <-> a site's relay
-    operator.py             `streamrl scale` <-> controller
+    operator.py             an operator's commands (`streamrl scale`) <-> controller
     samples.py              how groups, requests and samples become bodies and arrays
 
-A message is a frozen struct. On the wire (`transport/wire.py`) it is an envelope with its kind and its fields, and a
-frame for each array, which the class names. A message that does not fit its type, or that its sender may not send, is
+A message is a frozen struct. On the wire (`transport/wire.py`) it is an envelope with its kind and its fields, plus one
+frame for each array that its class documents. A message that does not fit its type, or that its sender may not send, is
 refused with the field's name, acknowledged, and counted as malformed.
 """

@@ -1,7 +1,7 @@
 """Messages between the controller and the rewards processes.
 
-The rewards process acknowledges a `score` at once, for a reward may take long. The controller repeats what is open to a
-process that was restarted.
+The rewards process acknowledges a `score` at once, because a reward may take long. The controller repeats requests
+without an answer to a process that was restarted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from streamrl.protocol.message import TypedMessage
 
 
 class ScoreRequest(TypedMessage, frozen=True, tag="score"):
-    """ScoreRequest a completion. Answered by `scored`."""
+    """Score a completion. Answered by `scored`."""
 
     sample_id: str
     task: str
-    """Key of the run file's task."""
+    """Key of the task in the run file."""
     completion: str
     reward_input: dict[str, Any]
-    """What the task's scorer needs to know of the prompt's item."""
+    """Fields of the prompt's item that the task's scorer needs."""
 
 
 class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
@@ -28,7 +28,7 @@ class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
     sample_id: str
     reward: float
     error: str | None
-    """Why the scorer failed; None: it did not."""
+    """Reason for the scorer's failure; None: it did not fail."""
     seconds: float
 
 

@@ -3,8 +3,8 @@
     controller -> service   generate, park, resume, use, scale, weights, sleep, weight_call, finish
     service -> controller   samples, parked, weights_ready, asleep, fleet, weight_answer
 
-The service acknowledges a command once it has handed it on. The controller acknowledges samples once they are in the
-ledger, everything else once it has dealt with it.
+The service acknowledges a command once it has passed it on. The controller acknowledges samples once they are in the
+ledger, and everything else once it has processed it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from streamrl.protocol.message import TypedMessage
 
 
 class IssuedForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The believed distribution of a request's output length (`scheduler.cost.length_forecast.Forecast`)."""
+    """The predicted distribution of a request's output length (`scheduler.cost.length_forecast.Forecast`)."""
 
     lengths: tuple[float, ...]
     tail: tuple[float, ...]
 
 
 class IssuedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt and the samples that are wanted of it."""
+    """A prompt and the samples to generate from it."""
 
     group_id: str
     samples: list[tuple[str, int, float | None]]
-    """(sample id, seed, temperature; None: the run's)."""
+    """(sample id, seed, temperature or None for the run's) of each sample."""
     forecast: IssuedForecast | None
 
 
 class Generate(TypedMessage, frozen=True, tag="generate"):
-    """Generate these groups, dispatched as a whole. Answered by `samples` and `parked`, sample by sample.
+    """Generate these groups, which are dispatched together. Answered by `samples` and `parked`, sample by sample.
 
     Arrays: prompt_tokens int32 [tokens of all prompts], prompt_lengths int32 [groups].
     """
 
     t_queued: float
-    """Unix seconds, by the controller's clock."""
+    """Unix seconds of the controller's clock."""
     budget: int | None
     """Tokens after which a sample is parked; None: it runs to its end."""
     groups: list[IssuedGroup]
@@ -59,7 +59,7 @@ class Resume(TypedMessage, frozen=True, tag="resume"):
     sample_ids: list[str]
     budget: int | None
     round: int
-    """Number of the round that begins."""
+    """Number of the new round."""
 
 
 class Use(TypedMessage, frozen=True, tag="use"):
@@ -69,10 +69,10 @@ class Use(TypedMessage, frozen=True, tag="use"):
 
 
 class ScalePools(TypedMessage, frozen=True, tag="scale"):
-    """Bring pools to a number of instances. Answered by `fleet` whenever that changes something."""
+    """Bring pools to a number of instances. Answered by a `fleet` for every change that this causes."""
 
     replicas: dict[str, int]
-    """Instances, by pool."""
+    """Number of instances by pool."""
 
 
 class LoadWeights(TypedMessage, frozen=True, tag="weights"):
@@ -81,7 +81,7 @@ class LoadWeights(TypedMessage, frozen=True, tag="weights"):
     number: int
     content_hash: str
     source: str | None
-    """Site to fetch it from; None: the trainer's."""
+    """Site to fetch the version from; None: the trainer's."""
 
 
 class Sleep(TypedMessage, frozen=True, tag="sleep"):
@@ -89,7 +89,7 @@ class Sleep(TypedMessage, frozen=True, tag="sleep"):
 
 
 class WeightCall(TypedMessage, frozen=True, tag="weight_call"):
-    """A step of a weight update that the trainer drives (NCCL). Answered by `weight_answer` with the same call."""
+    """Carry out a step of a trainer-driven (NCCL) weight update. Answered by `weight_answer` with the same call."""
 
     call: str
     method: str
@@ -98,7 +98,7 @@ class WeightCall(TypedMessage, frozen=True, tag="weight_call"):
 
 
 class Finish(TypedMessage, frozen=True, tag="finish"):
-    """The run is over. The service ends."""
+    """End the service, because the run is over."""
 
     state: str
     error: str | None
@@ -110,15 +110,15 @@ class Finish(TypedMessage, frozen=True, tag="finish"):
 class SampleBatch(TypedMessage, frozen=True, tag="samples"):
     """Finished samples (`generation/site/sample_batches.py` packs them). Acknowledged once they are in the ledger.
 
-    Arrays: raw: lengths, completion_tokens, logprobs, token_versions, bodies; zstd: payload.
+    Arrays: lengths, completion_tokens, logprobs, token_versions and bodies if raw; payload if zstd.
     """
 
     packing: Literal["raw", "zstd"]
     samples: int | None = None
-    """Packed samples; None: raw."""
+    """Number of packed samples; None, like the fields below, if raw."""
     tokens: int | None = None
     bodies: int | None = None
-    """Bytes of the samples' bodies."""
+    """Bytes of the samples' encoded bodies."""
     narrow: list[str] | None = None
     """Columns that were narrowed to 16 bits."""
 
@@ -128,7 +128,7 @@ class Parked(TypedMessage, frozen=True, tag="parked"):
 
     sample_id: str
     tokens: int
-    """That it has produced."""
+    """Tokens that the sample has produced."""
     round: int
 
 
@@ -137,15 +137,15 @@ class WeightsReady(TypedMessage, frozen=True, tag="weights_ready"):
 
     number: int
     source: str | None
-    """Site that it was fetched from; None: the trainer's."""
+    """Site that the version was fetched from; None: the trainer's."""
     transfer_s: float
     bytes: int
-    """Received for it."""
+    """Bytes received for the version."""
     started: float
-    """When the service heard of it: unix seconds, like all times here, by the controller's clock."""
+    """When the service began to fetch it; all times are unix seconds of the controller's clock."""
     fetched: float
     applied: dict[str, tuple[float, float]]
-    """Begin and end of the loading, by instance."""
+    """(start, end) of the loading, by instance."""
 
 
 class SiteAsleep(TypedMessage, frozen=True, tag="asleep"):
@@ -153,24 +153,24 @@ class SiteAsleep(TypedMessage, frozen=True, tag="asleep"):
 
 
 class InstanceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an instance is in its life."""
+    """The state of an instance."""
 
     pool: str
     life: str
     detail: str
-    """What it died of last; '': it has not."""
+    """Cause of its latest death; '': it has not died."""
 
 
 class FleetChanged(TypedMessage, frozen=True, tag="fleet"):
-    """Other instances than before get requests."""
+    """The instances of the site, or their states, have changed."""
 
     fleet: list[dict[str, Any]]
-    """`samples.fleet_to_wire`."""
+    """Instances that are present, as made by `samples.fleet_to_wire`."""
     instances: dict[str, InstanceState]
 
 
 class WeightAnswer(TypedMessage, frozen=True, tag="weight_answer"):
-    """A `weight_call` is done, on all instances of the sender."""
+    """A `weight_call` is done on all instances of the sender."""
 
     call: str
 

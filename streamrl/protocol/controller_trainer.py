@@ -3,8 +3,8 @@
     controller -> rank   prepare, train, step, publish, checkpoint, resources, weight_answer
     rank -> controller   prepare_done, train_done, step_done, publish_done, checkpoint_done, resources_done, weight_call
 
-Every rank gets the same commands in the same order, one at a time, and acknowledges a command when it has done it; then
-it answers. A rank that dies leaves its command open, and the run continues from its newest checkpoint.
+Every rank gets the same commands in the same order, one at a time. It acknowledges a command once it has carried it
+out, then answers. A rank that dies leaves its command open, and the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups in the form of `rollouts.micro_batch.to_wire`; the base of `Prepare` and `Train`.
+    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare` and `Train`.
 
-    Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32, each one after the other.
+    Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32, each concatenated.
     """
 
     groups: list[tuple[str, int, list[int]]]
-    """(group id, tokens of the prompt, tokens of each completion)."""
+    """(group id, number of prompt tokens, number of tokens of each completion) of each group."""
     advantages: list[float]
-    """Of each sequence."""
+    """Advantage of each sequence."""
     has_reference: list[bool]
-    """Whether `reference_logprobs` has those of a sequence."""
+    """Whether `reference_logprobs` includes the sequence, for each sequence."""
 
 
 class Prepare(MicroBatch, frozen=True, tag="prepare"):
-    """Work out the frozen reference's log-probabilities of these groups."""
+    """Compute the frozen reference's log-probabilities of these groups. Answered by `prepare_done`."""
 
 
 class Train(MicroBatch, frozen=True, tag="train"):
-    """Add the gradient of a micro-batch."""
+    """Add the gradient of a micro-batch. Answered by `train_done`."""
 
     is_last: bool
     """Whether the optimizer step follows."""
@@ -45,32 +45,32 @@ class Train(MicroBatch, frozen=True, tag="train"):
 
 
 class OptimizerStep(TypedMessage, frozen=True, tag="step"):
-    """Do an optimizer step with the gradient that was added up."""
+    """Do an optimizer step with the accumulated gradient. Answered by `step_done`."""
 
     step: int
-    """0-based."""
+    """Index of the step, from 0."""
     normalizer: float
-    """Divides the gradient: the batch's tokens or sequences, as the run file says."""
+    """Divisor of the gradient, from `rollouts.micro_batch.loss_normalizer`."""
     skip: bool
-    """Throw the gradient away."""
+    """Whether to discard the gradient."""
 
 
 class Publish(TypedMessage, frozen=True, tag="publish"):
-    """Make the current weights available to all sites."""
+    """Make the current weights available to all sites. Answered by `publish_done`."""
 
 
 class SaveCheckpoint(TypedMessage, frozen=True, tag="checkpoint"):
-    """Write a checkpoint."""
+    """Write a checkpoint. Answered by `checkpoint_done`."""
 
     step: int
     state: dict[str, Any]
-    """The controller's own, kept as `state.json`."""
+    """State of the controller, stored as `state.json`."""
     pending: list[int]
-    """Steps whose checkpoints are being evaluated, and stay."""
+    """Steps whose checkpoints are being evaluated and must be kept."""
 
 
 class MoveToCores(TypedMessage, frozen=True, tag="resources"):
-    """Compute on these CPU cores from now on."""
+    """Compute on these CPU cores from now on. Answered by `resources_done`."""
 
     cores: list[int]
 
@@ -87,14 +87,17 @@ class Answer(TypedMessage, frozen=True, tag="answer"):
 
 
 class PrepareDone(Answer, frozen=True, tag="prepare_done"):
-    """Arrays: reference_logprobs float32 [completion tokens of the share]."""
+    """The reference's log-probabilities are computed.
+
+    Arrays: reference_logprobs float32 [completion tokens of the rank's share].
+    """
 
 
 class TrainDone(Answer, frozen=True, tag="train_done"):
-    """A micro-batch is added."""
+    """The gradient of a micro-batch is added."""
 
     stats: dict[str, float]
-    """Sums over its tokens (`training.objective.MicroStats`)."""
+    """Sums over the micro-batch's tokens (`training.objective.MicroStats`)."""
 
 
 class StepDone(Answer, frozen=True, tag="step_done"):
@@ -106,11 +109,11 @@ class StepDone(Answer, frozen=True, tag="step_done"):
 
 
 class PublishDone(Answer, frozen=True, tag="publish_done"):
-    """A version is there to be fetched (`weights.backends.base.Published`)."""
+    """A version is available to all sites (`weights.backends.base.Published`)."""
 
     number: int
     content_hash: str
-    """'': the trainer itself has brought it to all instances (NCCL)."""
+    """Hash of the weights; '': the trainer itself has sent them to all instances (NCCL)."""
     bytes: int
 
 

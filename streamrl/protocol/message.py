@@ -1,4 +1,4 @@
-"""What all messages share: kinds, and the way from a struct to a body and back."""
+"""The base of all messages: their kinds, and the conversion between structs and bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.transport.wire import MalformedMessage
 
 
 class TypedMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """A message; its tag is its kind."""
+    """The base of all messages; the struct's tag is the message's kind."""
 
 
 M = TypeVar("M", bound=TypedMessage)
@@ -34,10 +34,10 @@ def body_of(message: TypedMessage) -> dict[str, Any]:
 
 
 def parse(message_type: type[M], body: Mapping[str, Any]) -> M:
-    """Make a message of a body.
+    """Convert a body to a message.
 
     Raises:
-        MalformedMessage: a field is missing, unknown, or of another type; it is named.
+        MalformedMessage: a field is missing, unknown, or of another type; the error names it.
     """
     try:
         return msgspec.convert(dict(body), message_type)
@@ -46,17 +46,17 @@ def parse(message_type: type[M], body: Mapping[str, Any]) -> M:
 
 
 class MessageReader:
-    """What a process may be sent: message types by the sender's role. Given to a `Hub` or a `Link` as `reads`."""
+    """The message types that a process accepts, by the sender's role; used as `reads` of a `Hub` or a `Link`."""
 
     def __init__(self, senders: Mapping[str, Iterable[type[TypedMessage]]]) -> None:
         """
         Args:
-            senders: the messages that a peer of each role may send; a `Link` knows its hub as "hub".
+            senders: message types that a peer of each role may send; for a `Link` its hub has the role "hub".
         """
         self._types = {role: {kind_of(one): one for one in types} for role, types in senders.items()}
 
     def __call__(self, role: str, kind: str, body: Mapping[str, Any]) -> TypedMessage:
-        """Make a message of what a peer has sent.
+        """Convert a peer's body to a message.
 
         Raises:
             MalformedMessage: the peer may not send this kind, or the body does not fit it.

@@ -1,4 +1,4 @@
-"""How requests and samples look on the wire: (body, arrays) and back."""
+"""Conversion of groups, requests and samples to wire form, (body or message, arrays), and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamrl.transport.wire import Arrays
 
 _TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
 _KEPT = "kept."
-"""Prefix of the arrays of what a request has produced already."""
+"""Prefix of the arrays with the tokens that a request has already produced."""
 
 
 def groups_to_wire(
@@ -27,10 +27,10 @@ def groups_to_wire(
     t_queued: float,
     budget: int | None = None,
 ) -> tuple[Generate, Arrays]:
-    """Groups that are issued together, so that they can be dispatched as a whole.
+    """Convert groups that are issued together, so that they can be dispatched together.
 
     Args:
-        groups: any number.
+        groups: any number of groups.
         samples: (sample id, seed, temperature or None for the run's) of each group's completions.
         t_queued: unix seconds.
         budget: tokens after which a sample is parked; None: it runs to its end.
@@ -52,10 +52,10 @@ def groups_to_wire(
 
 
 def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
-    """For each group the requests of its completions, and its forecast.
+    """Return, for each group, the requests of its completions and its forecast.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no such message.
+        ValueError, KeyError, TypeError: the message or its arrays are malformed.
     """
     lengths, tokens = arrays["prompt_lengths"], arrays["prompt_tokens"]
     if not lengths.ndim == tokens.ndim == 1 or not lengths.dtype == tokens.dtype == np.int32:
@@ -69,13 +69,13 @@ def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[Sampl
             SampleRequest(sample_id, group.group_id, prompt, seed, message.t_queued, temperature, message.budget)
             for sample_id, seed, temperature in group.samples
         ]
-        told = group.forecast
-        found.append((requests, None if told is None else Forecast(told.lengths, told.tail)))
+        issued = group.forecast
+        found.append((requests, None if issued is None else Forecast(issued.lengths, issued.tail)))
     return found
 
 
 def request_to_wire(request: SampleRequest, route: str) -> tuple[GenerateSample, Arrays]:
-    """One request, with what it has produced already, and where the dispatch policy counts it."""
+    """Convert a request, with the tokens that it has already produced and the route that the policy counts it under."""
     arrays = {"prompt_tokens": request.prompt_tokens}
     kept = None
     if request.kept is not None:
@@ -87,10 +87,10 @@ def request_to_wire(request: SampleRequest, route: str) -> tuple[GenerateSample,
 
 
 def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
-    """One request.
+    """Return the request of a message.
 
     Raises:
-        ValueError, KeyError, TypeError: its arrays are not those of one.
+        ValueError, KeyError, TypeError: its arrays are not those of a request.
     """
     values = msgspec.structs.asdict(message)
     del values["route"]
@@ -104,31 +104,31 @@ def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
 
 
 def partial_from_wire(body: dict[str, Any], arrays: Arrays) -> PartialSample:
-    """What a request has produced so far.
+    """Return a partial sample from its wire form.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not that.
+        ValueError, KeyError, TypeError: it is not a partial sample.
     """
     return PartialSample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
 def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arrays]:
-    """One sample, finished or not."""
+    """Convert a sample, finished or not."""
     body = {key: value for key, value in sample.__dict__.items() if key not in _TOKEN_ARRAYS}
     return body, {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
 
 
 def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
-    """One finished sample.
+    """Return a finished sample from its wire form.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not one.
+        ValueError, KeyError, TypeError: it is not a finished sample.
     """
     return Sample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
 def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progress, Arrays]:
-    """What running requests have produced since they were last asked: (number of the first token, tokens) of each."""
+    """Convert the new tokens of running requests: (index of the first token, tokens) of each."""
     described = [
         (part.sample_id, start, len(part.completion_tokens), part.t_dispatched, part.t_first_token)
         for start, part in parts
@@ -138,10 +138,10 @@ def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progre
 
 
 def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, PartialSample]]:
-    """The opposite of `progress_to_wire`.
+    """Invert `progress_to_wire`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not that.
+        ValueError, KeyError, TypeError: the message and its arrays do not fit together.
     """
     ends = np.cumsum([count for _, _, count, _, _ in message.parts], dtype=np.int64)
     columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in _TOKEN_ARRAYS]
@@ -153,14 +153,14 @@ def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, Par
 
 
 def fleet_to_wire(fleet: Sequence[SimulatedInstance]) -> list[dict[str, Any]]:
-    """A site's instances with their step times."""
+    """Convert a site's instances, with their step times."""
     return [instance.__dict__ | {"curve": instance.curve.to_json()} for instance in fleet]
 
 
 def fleet_from_wire(values: Sequence[dict[str, Any]]) -> list[SimulatedInstance]:
-    """A site's instances with their step times.
+    """Return a site's instances, with their step times, from their wire form.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not that.
+        ValueError, KeyError, TypeError: these are not instances.
     """
     return [SimulatedInstance(**(value | {"curve": StepCurve.from_json(value["curve"])})) for value in values]

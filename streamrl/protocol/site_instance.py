@@ -4,7 +4,7 @@
     instance -> service   sample, released, progress, applied, missed, asleep, weight_answer
 
 An instance acknowledges a command at once, before the work. The service acknowledges a finished sample only when the
-controller has committed it; so the instance keeps the sample until then.
+controller has committed it, and the instance keeps the sample until then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamrl.protocol.message import TypedMessage
 
 
 class KeptTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request has produced at another instance; its arrays are named "kept." and the name."""
+    """The tokens that a request has produced already; its arrays' names have the prefix "kept."."""
 
     sample_id: str
     t_dispatched: float
@@ -38,31 +38,31 @@ class GenerateSample(TypedMessage, frozen=True, tag="generate"):
     t_queued: float
     temperature: float | None
     pause_at: int | None
-    """Tokens, kept ones included, at which it is given back; None: none."""
+    """Number of tokens, kept ones included, at which the sample is released; None: no limit."""
     route: str
-    """Where the dispatch policy counts it: 'regular' or 'tail'."""
+    """Route that the dispatch policy counts it under: 'regular' or 'tail'."""
     kept: KeptTokens | None = None
 
 
 class Release(TypedMessage, frozen=True, tag="release"):
-    """Give a sample back, with what it has produced. Answered by `released`, or by `sample` if it has just ended."""
+    """Return a sample with what it has produced. Answered by `released`, or by `sample` if it has just ended."""
 
     sample_id: str
 
 
 class ApplyWeights(TypedMessage, frozen=True, tag="apply_weights"):
-    """Load a version from the site's store. Answered by `applied`, or `missed` if it is not there."""
+    """Load a version from the site's store. Answered by `applied`, or by `missed` if it is not there."""
 
     number: int
     content_hash: str
 
 
 class SleepInstance(TypedMessage, frozen=True, tag="sleep"):
-    """Free the devices. Answered by `asleep`; the next `apply_weights` wakes the instance up."""
+    """Free the devices for training. Answered by `asleep`; the next `apply_weights` wakes the instance up."""
 
 
 class Retire(TypedMessage, frozen=True, tag="retire"):
-    """Leave, once everything that was sent is acknowledged. Answered by the transport's `bye`."""
+    """End once everything that was sent is acknowledged. Answered by the transport's `bye`."""
 
 
 # instance -> service
@@ -83,7 +83,7 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     pool: str
     route: str
     t_queued: float
-    """Unix seconds by the controller's clock; the other times by the site's."""
+    """Unix seconds of the controller's clock; the other times are in that of the site's clock."""
     t_dispatched: float
     t_first_token: float
     t_finished: float
@@ -91,7 +91,7 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
 
 
 class ReleasedSample(TypedMessage, frozen=True, tag="released"):
-    """A sample is given back unfinished (`rollouts.types.PartialSample`); arrays as `FinishedSample`."""
+    """A sample is returned unfinished (`rollouts.types.PartialSample`); arrays as in `FinishedSample`."""
 
     sample_id: str
     t_dispatched: float
@@ -99,17 +99,17 @@ class ReleasedSample(TypedMessage, frozen=True, tag="released"):
 
 
 class Progress(TypedMessage, frozen=True, tag="progress"):
-    """What running samples have produced since the last message, for the token journal.
+    """Tokens of running samples since the last message, for the token journal.
 
-    Arrays: completion_tokens int32, logprobs float32, token_versions int32, all parts one after the other.
+    Arrays: completion_tokens int32, logprobs float32, token_versions int32, each concatenated over all parts.
     """
 
     parts: list[tuple[str, int, int, float, float]]
-    """(sample id, number of the first token, tokens, t_dispatched, t_first_token)."""
+    """(sample id, index of the first token, number of tokens, t_dispatched, t_first_token) of each part."""
 
 
 class WeightsApplied(TypedMessage, frozen=True, tag="applied"):
-    """The instance serves a version; times are unix seconds."""
+    """The instance has loaded a version; times are unix seconds."""
 
     number: int
     started: float

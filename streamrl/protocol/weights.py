@@ -3,8 +3,8 @@
     relay -> publisher   fetch, again, have
     publisher -> relay   manifest, chunk, no_version
 
-Both acknowledge at once. A `fetch` that cannot be served is answered by `no_version`; the relay fetches again when what
-comes does not fit.
+Both acknowledge at once. A `fetch` that cannot be served is answered by `no_version`. The relay fetches again what
+arrives damaged.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class Fetch(TypedMessage, frozen=True, tag="fetch"):
     """Send a version. Answered by `manifest`, then chunks; or by `no_version`."""
 
     request: int
-    """Number of the request: what arrives of earlier ones is told apart by it."""
+    """Number of the request, by which answers to earlier ones are recognized."""
     number: int
     newest: bool = False
-    """Whether a newer one may come instead."""
+    """Whether a newer version may come instead."""
     encoding: str = "raw"
     host: str | None = None
-    """The relay's host: there the publisher's file can be copied."""
+    """Host of the relay; if it is the publisher's, the relay can copy its file."""
     holds: int | None = None
-    """Version that a delta may start from."""
+    """Version in the relay's store that a delta may start from."""
     holds_hash: str | None = None
 
 
 class FetchAgain(TypedMessage, frozen=True, tag="again"):
-    """Send payloads again that came corrupt. Answered by chunks."""
+    """Send payloads again that arrived corrupt. Answered by chunks."""
 
     request: int
     of: int
-    """The request whose payloads they are."""
+    """Number of the request whose payloads they are."""
     tensors: list[tuple[int, list[int]]]
-    """(part, its payloads)."""
+    """(part, indexes of its payloads) of each affected part."""
 
 
 class Have(TypedMessage, frozen=True, tag="have"):
@@ -47,15 +47,15 @@ class Have(TypedMessage, frozen=True, tag="have"):
 
 
 class ManifestOf(TypedMessage, frozen=True, tag="manifest"):
-    """What is about to come."""
+    """The description of a version whose chunks follow."""
 
     request: int
     manifest: dict[str, Any]
-    """`weights.version.Manifest.to_dict`."""
+    """Manifest as made by `weights.version.Manifest.to_dict`."""
     parts: list[dict[str, Any]]
-    """`weights.version.Part.to_dict` of each stream, in order."""
+    """Parts of the transfer, in order, as made by `weights.version.Part.to_dict`."""
     file: str | None = None
-    """Path on the relay's host from which everything can be copied; then no chunks come."""
+    """Path on the relay's host from which all bytes can be copied; then no chunks follow."""
 
 
 class Chunk(TypedMessage, frozen=True, tag="chunk"):

@@ -56,18 +56,18 @@ class PlainLines:
 
     def __init__(self, known: Sequence[MetricsRow], evaluated: Sequence[EvaluationRow] = ()) -> None:
         """Take the rows of a resumed run, `known` and `evaluated`, which are not shown again."""
-        self._told = {(row.step, row.time) for row in known}
-        self._told_evaluations = {(row.step, row.time) for row in evaluated}
+        self._shown = {(row.step, row.time) for row in known}
+        self._shown_evaluations = {(row.step, row.time) for row in evaluated}
         self._roles: dict[str, str] = {}
         self._start: StartLines | None = StartLines()
         """None once the first sample has come."""
         self._state = ""
-        self._stale_told = 0.0
+        self._stale_shown = 0.0
         self._away: dict[str, float] = {}
         self._ranker_note = ""
         self._schedule_note = ""
         self._wanted: dict[str, int] = {}
-        self._told_instances: set[tuple[str, float, str]] = set()
+        self._shown_instances: set[tuple[str, float, str]] = set()
         self._warned = bool(known and known[-1].length_bias_warning)
 
     def lines(
@@ -93,9 +93,9 @@ class PlainLines:
             found += self._state_lines(status, now, begun_at(doing, status.started_at) if stages else status.started_at)
         found += self._start_lines(status, rows, now, doing)
         for index, row in enumerate(rows):
-            if (row.step, row.time) in self._told:
+            if (row.step, row.time) in self._shown:
                 continue
-            self._told.add((row.step, row.time))
+            self._shown.add((row.step, row.time))
             steps = row.step if status is None else max(status.steps, row.step)
             left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
             found.append(step_line(row, rows[index - 1] if index else None, steps, left))
@@ -122,8 +122,8 @@ class PlainLines:
                 found.append(f"pool {pool}: {wanted[pool]} -> {count} instances; {status.scaling.note}".rstrip("; "))
         for one in status.scaling.coming:
             for what, then in (("ready", one.ready_at), ("first sample", one.first_sample_at)):
-                if then is not None and (one.instance, one.asked_at, what) not in self._told_instances:
-                    self._told_instances.add((one.instance, one.asked_at, what))
+                if then is not None and (one.instance, one.asked_at, what) not in self._shown_instances:
+                    self._shown_instances.add((one.instance, one.asked_at, what))
                     found.append(f"{one.instance}: {what} {duration(then - one.asked_at)} after it was asked for")
         return found
 
@@ -149,8 +149,8 @@ class PlainLines:
     def _evaluation_lines(self, evaluations: Sequence[EvaluationRow]) -> list[str]:
         found = []
         for index, row in enumerate(evaluations):
-            if (row.step, row.time) not in self._told_evaluations:
-                self._told_evaluations.add((row.step, row.time))
+            if (row.step, row.time) not in self._shown_evaluations:
+                self._shown_evaluations.add((row.step, row.time))
                 found.append(evaluation_line(row, evaluations[: index + 1]))
         return found
 
@@ -164,7 +164,7 @@ class PlainLines:
             return []
         if status is None or status.state == "starting":
             return self._start.lines(doing, now)
-        news = any((row.step, row.time) not in self._told for row in rows)
+        news = any((row.step, row.time) not in self._shown for row in rows)
         if not (status.final or news or status.progress.samples_finished):
             return self._start.lines(doing, now)
         begun, self._start = self._start.begun, None
@@ -193,11 +193,11 @@ class PlainLines:
     def _stale_lines(self, status: RunStatus, now: float) -> list[str]:
         age = status.stale_for(now)
         if age is None:
-            told, self._stale_told = self._stale_told, 0.0
-            return [f"updates are back after {duration(told)} or more"] if told and not status.final else []
-        if age < 2 * self._stale_told:
+            shown, self._stale_shown = self._stale_shown, 0.0
+            return [f"updates are back after {duration(shown)} or more"] if shown and not status.final else []
+        if age < 2 * self._stale_shown:
             return []
-        self._stale_told = age
+        self._stale_shown = age
         return [stale_message(status, now) or ""]
 
 

@@ -31,8 +31,8 @@ class SiteView:
         self._clock = clock
         self._start: StartLines | None = StartLines(WAITS_S)
         """None once the site has sent its first sample."""
-        self._told: tuple[object, ...] = ()
-        self._told_at = float("-inf")
+        self._shown: tuple[object, ...] = ()
+        self._shown_at = float("-inf")
 
     def __enter__(self) -> Self:
         (self.run_dir / layout.SITE_STATUS).unlink(missing_ok=True)
@@ -55,8 +55,8 @@ class SiteView:
         if status is None:
             return
         mark = (status.state, status.away, status.congested, status.weight_version)
-        if mark != self._told or now - self._told_at > TOLD_EVERY_S:
-            self._told, self._told_at = mark, now
+        if mark != self._shown or now - self._shown_at > TOLD_EVERY_S:
+            self._shown, self._shown_at = mark, now
             self._console.print(line(status), soft_wrap=True)
 
     def say(self, text: str) -> None:

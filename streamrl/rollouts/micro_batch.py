@@ -1,4 +1,4 @@
-"""What the trainer is sent: groups with their advantages, cut into micro-batches. numpy only."""
+"""The trainer's input: groups with their advantages, cut into micro-batches. numpy only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class TrainSequence:
     logprobs: FloatArray
     """Behaviour log-probabilities from the generator, shape [C]."""
     advantage: float
-    """Of every token of the completion. With `advantage: gae` the sequence's (shaped) reward instead: the trainer makes
-    advantages of it with the critic's values."""
+    """Advantage of every token of the completion.
+
+    With `advantage: gae` it is the sequence's (shaped) reward, from which the trainer computes advantages with the
+    critic's values."""
     reference_logprobs: FloatArray | None = None
-    """Log-probabilities under the frozen reference, shape [C]; None: not computed so far."""
+    """Log-probabilities under the frozen reference, shape [C]; None: not computed yet."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class TrainGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the group takes in a packed row."""
+        """Number of tokens that the group takes in a packed row."""
         return len(self.prompt_tokens) + sum(len(seq.completion_tokens) for seq in self.sequences)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens with a loss."""
+        """Number of tokens with a loss."""
         return sum(len(seq.completion_tokens) for seq in self.sequences)
 
     @property
@@ -54,10 +56,10 @@ class TrainGroup:
 
 
 def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
-    """A complete group as the trainer sees it; samples in the order of their ids.
+    """Convert a complete group to the trainer's form; samples are in the order of their ids.
 
     Args:
-        group: every sample has its advantage.
+        group: group in which every sample has its advantage.
         kept: ids of the samples that are trained on; None: all.
     """
     return TrainGroup(
@@ -77,7 +79,7 @@ def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
 
 
 def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, max_tokens: int) -> float:
-    """What a batch's summed loss is divided by (at least 1).
+    """Return the divisor (at least 1) of a batch's summed loss.
 
     The trainer sums token losses, each weighted by 1 over its sequence's length for `sequence` and by 1 otherwise.
 
@@ -97,10 +99,10 @@ def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, m
 
 
 def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
-    """Cuts a list of groups into runs of at most `max_tokens` packed tokens, keeping their order.
+    """Cut a list of groups into runs of at most `max_tokens` packed tokens, keeping their order.
 
-    A group is never split over two micro-batches unless it is larger than `max_tokens` alone; then its
-    sequences are cut into parts that each repeat the prompt. Every sequence appears exactly once.
+    A group is split only if it alone is larger than `max_tokens`; then its sequences are cut into parts that each
+    repeat the prompt. Every sequence appears exactly once.
     """
     batches: list[list[TrainGroup]] = []
     current: list[TrainGroup] = []
@@ -135,7 +137,7 @@ def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
 
 
 def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
-    """Deals groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank."""
+    """Deal groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank."""
     shares: list[list[TrainGroup]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for group in sorted(groups, key=lambda g: -g.tokens):
@@ -146,17 +148,17 @@ def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
 
 
 def deal(groups: list[TrainGroup], max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], list[TrainGroup]]:
-    """The next micro-batch: a share for every rank, if an empty one.
+    """Return the next micro-batch, with a (possibly empty) share for every rank.
 
-    Shares are runs of the list; where these are fewer than the ranks, shares of about equal size.
+    Shares are runs of the list; if there are fewer runs than ranks, groups are dealt into shares of about equal size.
 
     Args:
-        groups: what waits, in its order.
-        max_tokens: packed tokens that a rank may get; only a single sequence that is longer gets more.
-        ranks: of the trainer.
+        groups: waiting groups, in order.
+        max_tokens: most packed tokens of a rank; only a single sequence that is longer may exceed it.
+        ranks: number of the trainer's ranks.
 
     Returns:
-        (shares, what is left over, in its order).
+        (shares, remaining groups in order).
     """
     pieces = split_into_micro_batches(groups, max_tokens)
     if len(pieces) >= ranks:
@@ -168,7 +170,7 @@ def deal(groups: list[TrainGroup], max_tokens: int, ranks: int) -> tuple[list[li
 
 
 def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
-    """(body, arrays) of a micro-batch."""
+    """Convert a micro-batch to (body, arrays)."""
     sequences = [seq for group in groups for seq in group.sequences]
     body = {
         "groups": [[g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups],
@@ -186,10 +188,10 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
 
 
 def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
-    """The micro-batch that `to_wire` described.
+    """Return a micro-batch from its wire form; the inverse of `to_wire`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not one.
+        ValueError, KeyError, TypeError: it is not a micro-batch.
     """
     _check(body, arrays)
     groups = []

@@ -1,8 +1,8 @@
-"""The trainer process (one per rank): takes micro-batches from the controller, publishes weights.
+"""The trainer process, one per rank: carries out the controller's commands and publishes weights.
 
-Commands of the controller, each answered when done: prepare, train, step, publish, checkpoint, resources. Every rank
-gets the same commands in the same order, so collectives always meet. Computing runs in a thread, always the same; the
-event loop stays free for heartbeats and for sending weights.
+The commands (`protocol/controller_trainer.py`) are answered when done. Every rank gets the same commands in the same
+order, so collectives always meet. A single thread does all computing, so the event loop stays free for heartbeats and
+for sending weights.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from streamrl.weights.assembly import make_backend
 log = logging.getLogger(__name__)
 
 PUBLISHER_CREDITS = 16
-"""Chunks of weights under way to the relay of the same site."""
+"""Chunks of weights that may be in flight to the relay of the same site."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class TrainerWorker:
-    """Wires one rank to the controller."""
+    """The process of one rank: connects the trainer and the weight publisher to the controller."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
@@ -81,16 +81,18 @@ class TrainerWorker:
         self.state = "loading"
         self.version = 0
         self.threads = 1
-        """CPU threads to compute with."""
+        """Number of CPU threads for computing."""
         self.computing = ThreadPoolExecutor(1, "compute")
-        """One thread for all of torch's work: the current CUDA device is a thread's own, and so is its team of OpenMP
-        threads, of which several wait for each other more slowly than one."""
+        """The single thread for all of torch's work.
+
+        Each thread has its own current CUDA device and its own team of OpenMP threads, and several teams slow each
+        other down."""
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
         self.weights = make_backend(context, self.hub, self._compute)
 
     async def run(self) -> None:
-        """Serves until the process is ended."""
+        """Serve until the process is ended."""
         async with asyncio.TaskGroup() as tasks:
             if self.rank == 0:
                 addresses = self.context.addresses
@@ -111,12 +113,12 @@ class TrainerWorker:
                 await self.hub.close()
 
     def _say(self, stage: str) -> None:
-        """Rank 0 speaks for all."""
+        """Report a stage of the start; only rank 0 does, for all ranks."""
         if self.rank == 0:
             self.context.say(stage)
 
     def _load(self) -> None:
-        """Joins the process group, loads model and, on resume, the checkpoint."""
+        """Join the process group, load the model and, on resume, the newest checkpoint."""
         if self.cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -145,11 +147,11 @@ class TrainerWorker:
             self._say(f"loading the checkpoint of step {step}")
             self.trainer.load(self.checkpoints.path(step))
             self.version = step
-        gc.freeze()  # what has been imported and loaded stays: looking through it again took 2 % of a step
+        gc.freeze()  # modules and model stay for good; collecting garbage among them took 2 % of a step
         self.state = "idle"
 
     def _agree_on_type(self) -> None:
-        """Ranks on unlike devices may have decided differently."""
+        """Agree with the other ranks, whose devices may differ, on a compute type."""
         choice = self.context.type_choice
         assert choice is not None
         if (agreed := agreed_type(choice.dtype)) != choice.dtype:
@@ -157,7 +159,7 @@ class TrainerWorker:
                 TypeChoice("float32", f"other ranks cannot do better; here {choice}")
             )
             self.run_config = self.context.run
-            log.info("computes in %s, like the other ranks", agreed)
+            log.info("computing in %s, like the other ranks", agreed)
 
     async def _handle(self, link: Link, delivery: Delivery) -> None:
         started = time.time()
@@ -192,13 +194,13 @@ class TrainerWorker:
                 await self._compute(self._checkpoint, order.step, order.state, order.pending)
                 answer = functools.partial(CheckpointDone, step=order.step)
             case other:
-                raise RunFailed(f"{self.name} got {other!r}, which answers nothing that it has sent")
+                raise RunFailed(f"{self.name} received {other!r} while it was waiting for a command")
         self.state = "idle"
         delivery.ack()
         await link.send(*wire(answer(rank=self.rank, started=started, finished=time.time())), arrays)
 
     async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the trainer's work in its thread, on the OpenMP threads that it has now."""
+        """Run work in the computing thread, with the current number of OpenMP threads."""
 
         def run() -> R:
             if not self.cuda:
@@ -208,15 +210,17 @@ class TrainerWorker:
         return await asyncio.get_running_loop().run_in_executor(self.computing, run)
 
     def _move_to(self, cores: set[int]) -> None:
-        """From now on this process computes on these CPU cores, with a thread on each."""
+        """Compute on these CPU cores from now on, with one thread for each."""
         self.threads = len(cores)
         for thread in psutil.Process().threads():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(thread.id, cores)
 
     def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
-        """Writes `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it. Checkpoints of `pending`
-        steps are being evaluated and stay."""
+        """Write `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it.
+
+        Checkpoints of `pending` steps are being evaluated and are not deleted.
+        """
         if self.rank == 0:
             self.checkpoints.begin(step)
         dist.barrier()

@@ -25,7 +25,7 @@ class ClockSync:
     """Estimate of hub time minus own time."""
 
     _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """(round trip, offset), seconds, oldest first."""
+    """Samples (round trip, offset), seconds, oldest first."""
 
     def add(self, sent: float, hub: float, received: float) -> bool:
         """Add a sample (seconds); return False if it is invalid: not finite, or received before it was sent."""

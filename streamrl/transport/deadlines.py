@@ -36,7 +36,7 @@ class WaitRegistry:
         self.owner = owner
         self._waits: dict[int | str, Wait] = {}
         self._begun: dict[str, float] = {}
-        """When each wait of `begin` expires (monotonic seconds)."""
+        """Expiry of each wait of `begin` (monotonic seconds)."""
         self._next = 0
 
     def begin(self, name: str, waiting_for: str, limit_s: float) -> None:

@@ -28,7 +28,8 @@ YIELD_EVERY = 32
 
 Frames = list[bytes | memoryview]
 Reads = Callable[[str, str, dict[str, Any]], Any]
-"""(sender's role, kind, body) -> message; raises MalformedMessage for what the sender may not send, or does not fit."""
+"""Function (sender's role, kind, body) -> message; raises MalformedMessage if the body does not fit, or the role may
+not send the kind."""
 
 
 class PeerLost(RunFailed):
@@ -108,7 +109,7 @@ class Endpoint:
         self.unknown = 0
         """Well-formed messages from peers that had not said hello."""
         self.reads: Reads | None = None
-        """Makes messages of bodies; what it refuses is acknowledged and counted as malformed."""
+        """Turns bodies into messages; a message that it refuses is acknowledged and counted as malformed."""
         self.state: Callable[[], dict[str, Any]] = dict
         """Returns the state that this process reports; called for every heartbeat."""
         self._clock = clock
@@ -127,10 +128,10 @@ class Endpoint:
             self._inbox.put_nowait(error)
 
     def _deliver(self, peer: str, role: str, message: Message, ack: Callable[[], None]) -> None:
-        """Hands a message to the owner.
+        """Hand a message to the owner.
 
         Raises:
-            MalformedMessage: `reads` refuses it. It is acknowledged: sent again it would not be any better.
+            MalformedMessage: `reads` refuses it. It is acknowledged all the same, because a resend would not help.
         """
         body: Any = message.body
         if self.reads is not None:

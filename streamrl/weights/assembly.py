@@ -1,4 +1,4 @@
-"""Both ends of a run's weight path, made from its configuration: the trainer's, and those of sites that generate."""
+"""Construction of both ends of a run's weight path: the trainer's side, and that of the sites that generate."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from streamrl.weights.version_store import WeightStore
 
 
 def path_of(context: RoleContext) -> WeightPath:
-    """Return the way of this run's weights."""
+    """Return the weight path of this run."""
     cluster = context.cluster
     return weight_path(context.run, cluster.hardware == "cuda", bool(cluster.remote_sites))
 
 
 def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBackend:
-    """Make the trainer's side.
+    """Make the trainer's side of the weight path.
 
     Args:
-        context: of a trainer rank.
-        hub: the publisher's, at which sites fetch.
-        compute: calls a function in the thread that computes.
+        context: context of a trainer rank.
+        hub: hub of the publisher, from which sites fetch.
+        compute: calls a function in the computing thread.
     """
     if path_of(context).fetched:
         return StreamedBackend(make_publisher(context, hub), compute)
@@ -38,8 +38,9 @@ def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBack
 
 
 def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
-    """What sends weights to relays, within each link's budget: the trainer's, or that of a relay that passes them on.
-    The latter makes deltas from the start: a site may come to it at any version.
+    """Make a publisher that keeps each link's budget: the trainer's, or that of a site that passes weights on.
+
+    The latter makes deltas from the start, because another site may come to it at any version.
     """
     sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
 
@@ -61,7 +62,7 @@ def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
 
 
 def make_relay(context: RoleContext, link: Link) -> WeightRelay:
-    """A site's side of the weights. Over a link they must be those of this site's model, which it has to begin with."""
+    """Make a site's relay. Over a link it accepts only weights of this site's model, whose files may seed its store."""
     chosen = context.run.weights.encoding
     encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)

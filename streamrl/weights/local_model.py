@@ -1,7 +1,7 @@
-"""What a site knows of the weights from the model in its own files, before it has received any.
+"""Version 0 of the weights, made by a site from its own model files before it has received any.
 
 A run begins with the model's own weights as version 0, and every site has that model. So a site that takes deltas lays
-out its own files as version 0: if they hash to what the trainer publishes, not a byte of it has to travel.
+out its own files as version 0: if their hash is that of the trainer's, not a byte of it has to travel.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Expected = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] | CodeKind) -> Expected:
-    """What the versions of a run hold; no weights are read.
+    """Return the tensors that every version of a run holds; no weights are read.
 
     Args:
-        model: an HF folder.
+        model: folder of an HF model.
         dtype: compute type of the run (torch's name).
-        generation_dtype: of linear weights, as in the run file.
+        generation_dtype: `weights.generation_dtype` of the run file.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,16 +41,16 @@ def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] |
 def initial_version(
     model: str, expected: Expected, dtype: str, generation_dtype: Literal["same"] | CodeKind
 ) -> tuple[Manifest, np.ndarray] | None:
-    """Version 0 as a run's trainer lays it out, from the model's safetensors files, one tensor in memory at a time.
+    """Lay out version 0 as the trainer does, from the model's safetensors files, one tensor in memory at a time.
 
     Args:
-        model: an HF folder.
-        expected: what it must hold.
+        model: folder of an HF model.
+        expected: tensors that the version must hold.
         dtype: compute type of the run (torch's name).
-        generation_dtype: of linear weights, as in the run file.
+        generation_dtype: `weights.generation_dtype` of the run file.
 
     Returns:
-        None: the files do not hold exactly these tensors.
+        Manifest and buffer (uint8 [nbytes]); None: the files do not hold exactly these tensors.
     """
     files: dict[str, Path] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
@@ -60,7 +60,7 @@ def initial_version(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, (_, shape) in expected.items():
             if name not in files:
-                continue  # the scales of the weights before
+                continue  # the scales, which are yielded together with their weights
             with safe_open(files[name], framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name).to(getattr(torch, dtype))
             if generation_dtype == "same" or not is_quantized(name, shape):

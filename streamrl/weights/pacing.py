@@ -1,27 +1,27 @@
-"""Keeps a stream of messages within a rate: pure arithmetic, the clock is the caller's."""
+"""A rate limit for a stream of messages: pure arithmetic, the clock is the caller's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BURST_S = 0.05
-"""What may be made up for after a late wake-up, in seconds of the rate: about as late as a busy event loop is."""
+"""Seconds' worth of bytes that may be caught up after a late wake-up: about the delay of a busy event loop."""
 
 
 @dataclass
 class Pacer:
-    """The virtual scheduling form of the leaky bucket (GCRA, ITU-T I.371): a message may go when the ones before it
-    have had their time at the rate.
+    """The virtual scheduling form of the leaky bucket (GCRA, ITU-T I.371).
 
-    In any T seconds at most `rate * (T + burst_s)` bytes and one message are let go.
+    A message may be sent once the earlier ones have had their time at the rate. In any T seconds at most
+    `rate * (T + burst_s)` bytes and one message are sent.
     """
 
     burst_s: float = BURST_S
     _free_at: float = float("-inf")
-    """When all that was let go has had its time (the caller's seconds)."""
+    """When everything sent so far has had its time, in the caller's seconds."""
 
     def wait_s(self, nbytes: int, rate: float | None, now: float) -> float:
-        """Seconds to wait before a message of `nbytes` goes; it counts as sent.
+        """Return the seconds to wait before sending a message of `nbytes`, and count it as sent.
 
         Args:
             rate: bytes per second (None: no limit); it may change from call to call.

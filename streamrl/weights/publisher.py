@@ -1,19 +1,19 @@
-"""The trainer's side: keeps the newest version in memory and sends versions to the relay of each site.
+"""The publisher of weights: keeps the newest version in memory and sends versions to the relay of each site.
 
     relay -> fetch {request, number, newest, encoding, host, holds, holds_hash}
     publisher -> manifest {request, manifest, parts, file} | no_version {request, available, reason}
     publisher -> chunk {request, part, offset} + bytes ...      unless the relay can copy the `file`
-    relay -> again {request, of, tensors}         those payloads once more, of a transfer that is not yet `have`
+    relay -> again {request, of, tensors}         resend these payloads of a transfer that is not yet `have`
     relay -> have {number}                        verified and stored
 
-A relay inside the site asks for `encoding: raw` and gets the buffer's bytes; on the same host it copies them itself,
-from the file in memory that the buffer is. One across a link asks for `delta` and gets the cheapest way from the
+A relay inside the site requests `encoding: raw` and gets the buffer's bytes; on the same host it copies them itself
+from the buffer, which is a file in memory. A relay across a link requests `delta` and gets the cheapest path from the
 version that it holds (`chain.py`). Deltas are made only from the first such request on; until then one buffer is held,
 and nothing is coded. From then on the publisher holds the newest version, the newest anchor (compressed), the deltas
-that the chain keeps, and while it codes, what it codes from.
+that the chain keeps, and the buffers that are being coded.
 
-Chunks are reliable messages, so the hub's credits bound how much is under way; a rate per relay leaves the rest of its
-link to samples and heartbeats.
+Chunks are reliable messages, so the hub's credits bound the bytes in flight; a rate limit per relay leaves the rest of
+its link to samples and heartbeats.
 """
 
 from __future__ import annotations
@@ -43,44 +43,46 @@ from streamrl.weights.version import Manifest, Part, checksum, transfer_kind
 log = logging.getLogger(__name__)
 
 MAX_CODING_THREADS = 8
-"""More would wait for each other: the codec is numpy over short blocks, and holds the GIL between them."""
+"""Limit on the threads that code a version.
+
+More would wait for each other: the codec is numpy over short blocks, and holds the GIL between them."""
 CODING_SHARE = 4
-"""One of so many cores codes; the others are the trainer's."""
+"""Cores per coding thread; the others are left to the trainer."""
 CODING_LIMIT_S = 600
-"""For one version to be coded; far above what any takes."""
+"""Seconds allowed for coding one version, far more than any takes."""
 REMEMBERED = 1000
-"""Transfers that `sent` remembers."""
+"""Number of transfers kept in `sent`."""
 
 Stream = tuple[Part, np.ndarray]
-"""A part and its bytes, uint8 [nbytes]."""
+"""A part of a version and its bytes, uint8 [nbytes]."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one transfer to a relay cost."""
+    """The cost of one transfer to a relay."""
 
     number: int
     peer: str
     nbytes: int
-    """Payload bytes; of envelopes and manifests (some 100 bytes per tensor) nothing is counted."""
+    """Payload bytes, without envelopes and manifests (some 100 bytes per tensor)."""
     kind: str
-    """complete (not coded), packed (an anchor), delta, packed+delta, nothing, or again."""
+    """One of: complete (not coded), packed (an anchor), delta, packed+delta, nothing, again."""
     seconds: float
-    """From the request until the last chunk was handed to the transport."""
+    """Seconds from the request until the last chunk was handed to the transport."""
 
 
 @dataclass
 class _Version:
     manifest: Manifest
     buffer: np.ndarray | None
-    """uint8 [nbytes], while it is the newest, or to become an anchor."""
+    """Buffer, uint8 [nbytes], kept while this is the newest version or will become an anchor."""
     delta: Stream | None = None
     packed: Stream | None = None
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """What is being sent to a relay; it holds the bytes until the relay has them."""
+    """A transfer to a relay; it keeps the bytes alive until the relay has them."""
 
     request: int
     manifest: Manifest
@@ -89,11 +91,11 @@ class _Transfer:
 
 
 class _Refused(Exception):
-    """A request that cannot be served; the message says why."""
+    """A request that cannot be served; the message has the reason."""
 
 
 class WeightPublisher:
-    """Serves versions over a hub that the relays connect to."""
+    """Server of weight versions, over a hub that the relays connect to."""
 
     def __init__(
         self,
@@ -107,13 +109,13 @@ class WeightPublisher:
     ) -> None:
         """
         Args:
-            hub: that the relays connect to.
+            hub: hub that the relays connect to.
             chunk_bytes: most bytes in one message.
             anchor_every: versions from one anchor of the chain to the next.
-            deltas: whether relays that ask for deltas get them.
-            rate_of: bytes per second that weights for a relay may use, by its name (None: no limit).
-            chunk_of: as `chunk_bytes`, by relay; a slow link wants small ones.
-            eager: deltas are made from the first version on, also if nobody has asked for any yet.
+            deltas: whether relays that request deltas get them.
+            rate_of: returns the bytes per second that weights for a relay may use (None: no limit), given its name.
+            chunk_of: returns the `chunk_bytes` of a relay, given its name; a slow link needs small chunks.
+            eager: whether deltas are made from the first version on, even before any relay has requested one.
         """
         self.hub = hub
         self.chunk_bytes = chunk_bytes
@@ -127,19 +129,19 @@ class WeightPublisher:
         """Finished transfers, newest last."""
         self._newest: _Version | None = None
         self._versions: dict[int, _Version] = {}
-        """What the chain keeps."""
+        """Versions that the chain keeps, by number."""
         self._coding: asyncio.Task[None] | None = None
-        """Makes the newest version's delta."""
+        """Task that makes the newest version's delta."""
         self._packing: asyncio.Task[None] | None = None
-        """Compresses an anchor."""
+        """Task that compresses an anchor."""
         self._open: dict[str, _Transfer] = {}
-        """By relay: its transfer, until it says that it has it."""
+        """Transfer of each relay, until the relay reports that it has the version."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: dict[str, Pacer] = {}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of weights and deltas in memory, transfers under way aside."""
+        """Bytes of weights and deltas in memory, without those held only by transfers in flight."""
         held: dict[int, int] = {}
         for version in [*self._versions.values(), *([self._newest] if self._newest else [])]:
             for data in (version.buffer, *(stream[1] for stream in (version.delta, version.packed) if stream)):
@@ -148,16 +150,17 @@ class WeightPublisher:
         return sum(held.values())
 
     async def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Makes a version available. Its delta is made in the background; what is still being coded of the version
-        before is waited for, so that buffers do not pile up.
+        """Make a version available. Its delta is made in the background.
+
+        This first waits for the previous version's delta, so that buffers do not pile up.
 
         Args:
-            manifest: of the version; its number is above those before.
-            buffer: uint8 [nbytes], not to be changed any more.
+            manifest: manifest of the version; its number exceeds those of all earlier versions.
+            buffer: uint8 [nbytes], which must not change any more.
 
         Raises:
-            ValueError: the number is not above the last one's.
-            DeadlineExpired: the version before was not coded in time.
+            ValueError: the number does not exceed that of the previous version.
+            DeadlineExpired: the previous version was not coded in time.
             Exception: coding failed, which is a bug.
         """
         number = manifest.version.number
@@ -167,7 +170,7 @@ class WeightPublisher:
         await self._wait_for(self._coding)
         if self._packing is not None and self._packing.done():
             self._packing.result()
-        before = self._newest  # a relay may have asked for deltas meanwhile
+        before = self._newest  # a relay may have requested deltas meanwhile
         self._newest = _Version(manifest, buffer)
         if self.eager and before is None:
             self._append(self._newest, None)
@@ -175,7 +178,7 @@ class WeightPublisher:
             self._coding = asyncio.create_task(self._extend(before, self._newest))
 
     async def serve(self) -> None:
-        """Answers relays until cancelled."""
+        """Serve relays until cancelled."""
         while True:
             delivery = await self.hub.receive()
             match delivery.kind:
@@ -196,11 +199,11 @@ class WeightPublisher:
                     self.chain.left(delivery.peer)
                     self._collect()
                 case other:
-                    log.warning("publisher ignores %r of %s", other, delivery.peer)
+                    log.warning("ignoring an unknown message %r from %s", other, delivery.peer)
             delivery.ack()
 
     def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
-        """One transfer per relay: a new request ends the one before."""
+        """Start a relay's transfer; there is one per relay, so a new request cancels the previous one."""
         if (task := self._tasks.get(delivery.peer)) is not None:
             task.cancel()
         task = self._tasks[delivery.peer] = asyncio.ensure_future(work)
@@ -234,8 +237,10 @@ class WeightPublisher:
         self._count(peer, transfer, everything, transfer_kind([part for part, _ in transfer.streams]), started)
 
     def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
-        """Path that a relay on this host reads the whole transfer from; None: it has to be sent. What comes from
-        outside goes by its link, also where links are emulated on one host."""
+        """Return the path from which a relay on this host can read the whole transfer; None: it must be sent.
+
+        Relays of other sites always use their link, even where links are emulated on one host.
+        """
         if not host or host != this_host() or self.hub.peers[peer].site is not None:
             return None
         (part, stream), *others = transfer.streams
@@ -266,7 +271,7 @@ class WeightPublisher:
     async def _send_ranges(
         self, peer: str, transfer: _Transfer, request: int, ranges: list[tuple[int, int, int]]
     ) -> None:
-        """Sends (part, offset, bytes) of the transfer's streams in chunks, within the peer's rate."""
+        """Send ranges (part, offset, bytes) of the transfer's streams in chunks, within the peer's rate."""
         pacer, size = self._pacers.setdefault(peer, Pacer()), self.chunk_of(peer)
         for part, first, nbytes in ranges:
             stream = transfer.streams[part][1]
@@ -286,10 +291,10 @@ class WeightPublisher:
         self.sent.append(Sent(number, peer, nbytes, kind, time.monotonic() - started))
 
     async def _prepare(self, peer: str, order: Fetch) -> _Transfer:
-        """Chooses what to send.
+        """Choose what to send.
 
         Raises:
-            _Refused: it cannot be sent.
+            _Refused: the requested version cannot be sent.
         """
         number, request, newest = order.number, order.request, order.newest
         if self._newest is None or number > self._newest.manifest.version.number:
@@ -317,7 +322,7 @@ class WeightPublisher:
                 await self._wait_for(self._coding)
             if base is None and number != self.chain.newest and not newest:  # it may need an anchor
                 await self._wait_for(self._packing)
-        except Exception as error:  # the next `publish` ends the run with it; the relay need not wait so long
+        except Exception as error:  # the next `publish` ends the run with it; the relay should hear of it now
             raise _Refused(f"it could not be coded: {error}") from error
         self.chain.acknowledged(peer, base)
         try:
@@ -329,7 +334,7 @@ class WeightPublisher:
         return _Transfer(order.request, self._versions[want].manifest, streams, is_delta=True)
 
     def _stream(self, step: ChainStep) -> Stream:
-        """The bytes of a step; what is complete and not packed is the newest version."""
+        """Return the bytes of a step; a complete version that is not packed is the newest one."""
         version = self._versions[step.number]
         stream = version.packed if step.base is None else version.delta
         if stream is not None:
@@ -338,7 +343,7 @@ class WeightPublisher:
         return Part.of_buffer(version.manifest), version.buffer
 
     async def _extend(self, before: _Version, version: _Version) -> None:
-        """Appends a version to the chain, once its delta is made."""
+        """Make a version's delta, then append the version to the chain."""
         assert before.buffer is not None and version.buffer is not None
         delta = None
         if version.manifest.like(before.manifest):
@@ -356,14 +361,14 @@ class WeightPublisher:
         self._collect()
 
     async def _pack(self, version: _Version) -> None:
-        """Compresses an anchor, so that it costs less to keep and to send."""
+        """Compress an anchor, so that it costs less to keep and to send."""
         assert version.buffer is not None
         version.packed = await asyncio.to_thread(code, version.manifest, version.buffer, None)
         self.chain.anchored(version.packed[0].nbytes)
         self._collect()
 
     def _collect(self) -> None:
-        """Forgets what the chain does not need."""
+        """Free everything that the chain no longer needs."""
         self.chain.collect()
         for number, version in list(self._versions.items()):
             if number not in self.chain.deltas:
@@ -384,12 +389,12 @@ class WeightPublisher:
 
 
 def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | None) -> Stream:
-    """A version as the delta codec's payloads, one after the other.
+    """Code a version into the delta codec's payloads, concatenated.
 
     Args:
-        manifest: of the version.
-        buffer: uint8 [nbytes].
-        old: number and buffer (with the same layout) of the version to start from; None: complete.
+        manifest: manifest of the version.
+        buffer: its weights, uint8 [nbytes].
+        old: number and buffer (of the same layout) of the version to start from; None: code it complete.
     """
 
     def one(index: int) -> np.ndarray:

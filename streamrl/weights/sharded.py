@@ -64,7 +64,7 @@ class Slot:
 
     name: str
     dtype: str
-    """torch's type name."""
+    """Type by torch's name."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int

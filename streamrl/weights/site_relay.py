@@ -1,14 +1,14 @@
-"""A site's side: fetches each version once from the publisher, verifies it, and keeps it for the site's instances.
+"""The relay of a site: fetches each version once from the publisher, verifies it, and stores it for the instances.
 
-With `encoding: delta` the publisher sends what leads from the newest version in the store to the wanted one. That file
-is copied, and the deltas are applied to the copy. Two checks stand between bytes from a link and a version's name:
+With `encoding: delta` the publisher sends the deltas from the newest version in the store to the requested one. The
+stored file is copied, and the deltas are applied to the copy. Bytes from a link become a version only after two checks:
 
-- every payload has its checksum; of those that do not match, only they are fetched again;
-- every tensor that results has its checksum in the manifest. One that does not match although the payloads did was made
-  from a wrong base: the version is fetched anew, as by a relay that holds nothing.
+- every payload has a checksum, and only payloads that do not match it are fetched again;
+- every resulting tensor has a checksum in the manifest. One that does not match although the payloads did was made from
+  a wrong base: then the complete version is fetched, as by a relay that holds nothing.
 
-Only then does the file get its name, and only then does the publisher hear of it. So a base never advances unverified,
-and no delta is skipped. A relay that starts on what an earlier one left verifies that before it says that it holds it.
+Only then does the file get its name, and only then is the publisher informed. So a base is always verified, and no
+delta is skipped. A relay that takes over an earlier one's store verifies what is in it before it reports holding it.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from streamrl.weights.version_store import WeightStore
 log = logging.getLogger(__name__)
 
 FETCH_TRIES = 3
-"""Corrupt this often in a row is no accident."""
+"""Number of corrupt transfers in a row after which the run fails: that is no accident any more."""
 
 DECODING_THREADS = 2
-"""As many as the publisher codes with."""
+"""Threads that decode a version."""
 
 Encoding = Literal["raw", "delta"]
 
 
 class NotPublished(RunFailed):
-    """The publisher does not have that version (any more, or not yet)."""
+    """The publisher does not have the version yet, or no longer has it."""
 
 
 class WrongBase(CorruptWeights):
-    """Deltas did not fit what they were applied to."""
+    """Deltas do not fit the version that they were applied to."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """What one fetch cost."""
+    """The cost of one fetch."""
 
     number: int
     nbytes: int
-    """Payload bytes, repeated ones too."""
+    """Payload bytes, repeated ones included."""
     kind: str
-    """complete, packed, delta, packed+delta, or nothing (`transfer_kind`)."""
+    """One of: complete, packed, delta, packed+delta, nothing (`transfer_kind`)."""
     seconds: float
-    """From the request until the version was verified and stored."""
+    """Seconds from the request until the version was verified and stored."""
 
 
 @dataclass(frozen=True)
 class _Incoming:
-    """A part and where its stream (uint8 [nbytes]) arrives."""
+    """A part of a version, and the array (uint8 [nbytes]) that receives its stream."""
 
     part: Part
     stream: np.ndarray
 
 
 class WeightRelay:
-    """Fetches versions over a link to the publisher into a store."""
+    """Client that fetches versions from a publisher into a site's store."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class WeightRelay:
     ) -> None:
         """
         Args:
-            link: to the publisher's hub.
-            store: of the site.
-            limit_s: for one fetch.
+            link: connection to the publisher's hub.
+            store: store of the site.
+            limit_s: seconds allowed for one fetch.
             encoding: raw for complete weights as they are, delta for the fewest bytes.
-            expected: type (torch's name) and shape of every tensor of the site's model; None: not known.
-            host: `this_host()` inside the publisher's site: if it is there, too, its file is copied.
+            expected: type (torch's name) and shape of every tensor of the site's model; None: unknown.
+            host: `this_host()` inside the publisher's site: on the publisher's own host its file is copied.
         """
         self.link = link
         self.store = store
@@ -99,33 +99,33 @@ class WeightRelay:
         self.encoding = encoding
         self.expected = expected
         self._request = self._first = 0
-        """Numbers of the current request, and of the one that began the transfer."""
+        """Numbers of the current request and of the one that began the transfer."""
         self._early: list[Delivery] = []
-        """Chunks of the current request that came before its manifest."""
+        """Chunks of the current request that arrived before its manifest."""
         self.corrupt = 0
-        """Payloads, and answers as a whole, that failed verification and were fetched again."""
+        """Number of payloads and of whole answers that failed verification and were fetched again."""
         self.wrong_bases = 0
-        """Times that deltas did not fit their base, and complete weights were fetched instead."""
+        """Number of times that deltas did not fit their base, and complete weights were fetched instead."""
         self.bytes_received = 0
         """Payload bytes since the start."""
         self.version: int | None = None
-        """Newest version that this relay knows to be in the store, verified (no file is looked at)."""
+        """Newest version that this relay has stored, verified; reading it accesses no file."""
         self.host = host
-        """Told to the publisher; "" for weights to be sent."""
+        """Host reported to the publisher; '': weights must be sent."""
         self.last: Received | None = None
-        """The last fetch."""
+        """The latest fetch."""
 
     async def fetch(self, number: int, content_hash: str, newest: bool = False) -> Manifest:
-        """Brings a version into the store and returns its manifest.
+        """Fetch a version into the store and return its manifest.
 
         Args:
-            number: of the version.
-            content_hash: of that version's weights.
-            newest: whether a newer one may come instead, if the publisher has one by now.
+            number: number of the version.
+            content_hash: hash of its weights.
+            newest: whether a newer version may come instead, if the publisher has one by now.
 
         Raises:
-            DeadlineExpired: it was not there in time.
-            RunFailed: it was corrupt `FETCH_TRIES` times; the publisher does not have it; it is of another model.
+            DeadlineExpired: the version did not come in time.
+            RunFailed: it was corrupt `FETCH_TRIES` times, the publisher does not have it, or it is of another model.
         """
         started, received = time.monotonic(), self.bytes_received
         base = await asyncio.to_thread(self._base) if self.encoding == "delta" else None
@@ -140,7 +140,7 @@ class WeightRelay:
                 base = None
             except CorruptWeights as error:
                 self.corrupt += 1
-                log.warning("fetching again: %s", error)
+                log.warning("fetching the weights again: %s", error)
             else:
                 await self.link.send(*wire(Have(number=manifest.version.number)))
                 nbytes = self.bytes_received - received
@@ -150,12 +150,13 @@ class WeightRelay:
         raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
 
     def beside(self, link: Link) -> WeightRelay:
-        """Another relay into the same store, over another link; not to be used at the same time as this one."""
+        """Return another relay into the same store, over another link; only one may be used at a time."""
         return WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
 
     def seed(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Puts a version that this site has already (its model's own files) into the store, if that is empty: what is
-        fetched first can then be a delta. It takes a while; the publisher goes by its hash.
+        """Store a version made of the model's own files, if the store is empty, so that the first fetch can be a delta.
+
+        It takes a while. The publisher checks the version's hash before it uses it as a base.
 
         Raises:
             CorruptWeights: manifest and buffer do not match.
@@ -172,7 +173,7 @@ class WeightRelay:
     async def _transfer(
         self, number: int, content_hash: str, newest: bool, base: Manifest | None
     ) -> tuple[Manifest, str]:
-        self._request += 1  # what still arrives of an earlier, failed request is told apart by it
+        self._request += 1  # distinguishes late messages of an earlier, failed request
         self._first = self._request
         self._early.clear()
         order = Fetch(
@@ -199,7 +200,7 @@ class WeightRelay:
                     target = await asyncio.to_thread(self.store.begin, manifest, first, file)
                 except (FileNotFoundError, PermissionError) as error:
                     if file is not None:
-                        raise self._sent_instead(error) from error
+                        raise self._stop_copying(error) from error
                     if isinstance(error, PermissionError):
                         raise
                     raise WrongBase(f"version {first} is gone: {error}") from error
@@ -215,8 +216,8 @@ class WeightRelay:
             if begun is not None:
                 self.store.abandon(begun)
 
-    def _sent_instead(self, error: OSError) -> CorruptWeights:
-        """The publisher's file cannot be read from here: from now on weights are to be sent."""
+    def _stop_copying(self, error: OSError) -> CorruptWeights:
+        """Stop copying the publisher's file, which cannot be read here; return the error to raise."""
         self.host = ""
         return CorruptWeights(f"the publisher's file cannot be copied: {error}")
 
@@ -229,7 +230,12 @@ class WeightRelay:
         newest: bool,
         base: Manifest | None,
     ) -> list[Part]:
-        """Whether an answer is what was asked for; its parts."""
+        """Check that an answer fits its request, and return its parts.
+
+        Raises:
+            CorruptWeights: it is not the requested version, or its parts do not lead to it.
+            RunFailed: it is of another model.
+        """
         version = manifest.version
         if version.number == number:
             if version.content_hash != content_hash:
@@ -243,7 +249,7 @@ class WeightRelay:
             if part.base is not None and part.base != at:
                 raise CorruptWeights(f"a delta starts from version {part.base}, not from {at}")
             if not part.coded and len(way) > 1:
-                raise CorruptWeights(f"complete weights of version {part.number} are not the whole way")
+                raise CorruptWeights(f"complete weights of version {part.number} are only one of several parts")
             at = part.number
         if at != version.number or (base is not None and not way and base.version != version):
             raise CorruptWeights(f"the parts lead to version {at}, not to {version.number}")
@@ -264,38 +270,39 @@ class WeightRelay:
                 )
 
     async def _next(self, wanted: type[M], number: int) -> tuple[M, Arrays]:
-        """The next message of this type that belongs to the current request, and its arrays. After a reconnect messages
-        may come in another order than they were sent: chunks that come before their manifest wait.
+        """Return the next message of this type that belongs to the current request, and its arrays.
+
+        After a reconnect messages may arrive out of order: chunks that arrive before their manifest wait.
 
         Raises:
-            CorruptWeights: something else came, or a message that does not fit its type.
+            CorruptWeights: another message came, or one that does not fit its type.
             NotPublished: the publisher does not have the version.
         """
         while wanted is not Chunk or not self._early:
             delivery = await self.link.receive()
             delivery.ack()
             if delivery.body.get("request") != self._request:
-                log.debug("relay ignores %r of another request", delivery.kind)
+                log.debug("ignoring %r of another request", delivery.kind)
             elif delivery.kind == kind_of(NoVersion):
-                no = self._fits(NoVersion, delivery)
+                no = self._parse(NoVersion, delivery)
                 raise NotPublished(f"the publisher has no weight version {number} ({no.reason}); it has {no.available}")
             elif delivery.kind == kind_of(wanted):
-                return self._fits(wanted, delivery), delivery.arrays
+                return self._parse(wanted, delivery), delivery.arrays
             elif delivery.kind == kind_of(Chunk):
                 self._early.append(delivery)
             else:
                 raise CorruptWeights(f"{delivery.kind!r} came instead of {kind_of(wanted)!r}")
         early = self._early.pop()
-        return self._fits(wanted, early), early.arrays
+        return self._parse(wanted, early), early.arrays
 
-    def _fits(self, wanted: type[M], delivery: Delivery) -> M:
+    def _parse(self, wanted: type[M], delivery: Delivery) -> M:
         try:
             return parse(wanted, delivery.body)
         except MalformedMessage as error:
             raise CorruptWeights(str(error)) from error
 
     async def _receive(self, incoming: list[_Incoming], ranges: list[tuple[int, int, int]], number: int) -> None:
-        """Waits for (part, offset, bytes) of the streams."""
+        """Receive the ranges (part, offset, bytes) of the streams."""
         missing = sum(nbytes for _, _, nbytes in ranges)
         while missing > 0:
             chunk, arrays = await self._next(Chunk, number)
@@ -303,18 +310,18 @@ class WeightRelay:
             if data is None or data.dtype != np.uint8 or data.ndim != 1 or data.size == 0:
                 raise CorruptWeights(f"a chunk of version {number} has no bytes")
             if not any(part == i and o <= at and at + data.size <= o + nbytes for i, o, nbytes in ranges):
-                raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not asked for")
+                raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not requested")
             incoming[part].stream[at : at + data.size] = data
             self.bytes_received += data.nbytes
             missing -= data.nbytes
 
-    async def _again(
+    async def _refetch(
         self, incoming: list[_Incoming], corrupt: list[tuple[int, tuple[int, ...]]], tries: int, number: int
     ) -> None:
-        """Has payloads sent again, (part, tensors), after they came `tries` times.
+        """Fetch corrupt payloads, given as (part, tensors), again after they arrived `tries` times.
 
         Raises:
-            RunFailed: that was `FETCH_TRIES` times.
+            RunFailed: that was the last of `FETCH_TRIES` tries.
         """
         count = sum(len(indexes) for _, indexes in corrupt)
         self.corrupt += count
@@ -329,45 +336,45 @@ class WeightRelay:
         await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
 
     async def _complete(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
-        """Verifies, decodes and commits, and has sent again what is corrupt. Threads do it: heartbeats go on."""
+        """Verify, decode and commit a version; fetch corrupt payloads again. The work is done in threads."""
         number = manifest.version.number
         if not incoming[0].part.coded:
             await self._commit_raw(manifest, target, incoming)
             return
         tries, todo = 1, [(i, tuple(range(len(one.part.payloads)))) for i, one in enumerate(incoming)]
         while corrupt := await asyncio.to_thread(_corrupt_of, incoming, todo):
-            await self._again(incoming, corrupt, tries, number)
+            await self._refetch(incoming, corrupt, tries, number)
             tries, todo = tries + 1, corrupt
         try:
             await asyncio.to_thread(_decode, manifest, target, [(one.part, one.stream) for one in incoming])
             await asyncio.to_thread(self.store.commit, manifest, target)
-        except CorruptWeights as error:  # although every payload is what was sent
+        except CorruptWeights as error:  # although every payload arrived as it was sent
             if (base := incoming[0].part.base) is None:
                 raise
             raise WrongBase(f"version {number} does not follow from version {base}: {error}") from error
 
     async def _commit_raw(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
-        """Commits what came as it is: its payloads are the tensors, so they are verified but once."""
+        """Commit uncoded weights: their payloads are the tensors, so they are verified only once."""
         tries = 1
         while True:
             try:
                 await asyncio.to_thread(self.store.commit, manifest, target)
                 return
             except CorruptTensors as error:
-                await self._again(incoming, [(0, error.indexes)], tries, manifest.version.number)
+                await self._refetch(incoming, [(0, error.indexes)], tries, manifest.version.number)
             tries += 1
 
 
 def _corrupt_of(
     incoming: list[_Incoming], todo: list[tuple[int, tuple[int, ...]]]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(part, tensors) of which payloads do not match, of those in `todo`."""
+    """Return those of the payloads in `todo`, given as (part, tensors), that do not match their checksums."""
     found = [(i, incoming[i].part.corrupt(incoming[i].stream, indexes)) for i, indexes in todo]
     return [(i, indexes) for i, indexes in found if indexes]
 
 
 def _decode(manifest: Manifest, target: np.ndarray, streams: list[tuple[Part, np.ndarray]]) -> None:
-    """Applies coded parts in order to a buffer (uint8 [nbytes]) that holds what the first one starts from.
+    """Apply coded parts in order to a buffer (uint8 [nbytes]) that holds the base of the first one.
 
     Raises:
         CorruptDelta: a payload cannot be decoded.

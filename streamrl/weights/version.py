@@ -41,7 +41,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's type name, e.g. 'bfloat16'."""
+    """Type by torch's name, e.g. 'bfloat16'."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int

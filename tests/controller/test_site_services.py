@@ -147,7 +147,7 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
         assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
         assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
         again = [(group, some) for group, some in zip(groups, samples, strict=True) if group.group_id in had]
-        await services.again("service-far", [g for g, _ in again], [s for _, s in again], None)
+        await services.resend("service-far", [g for g, _ in again], [s for _, s in again], None)
         assert wire.groups("service-far") == had + had
 
     asyncio.run(play())

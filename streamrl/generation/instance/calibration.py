@@ -1,4 +1,4 @@
-"""Measures an instance's step time by batch size: the curve that dispatch and the simulator compute with."""
+"""Measurement of an instance's step time by batch size: the curve that dispatch and the simulator use."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.types import SampleRequest
 
 SHORT_TOKENS, LONG_TOKENS = 8, 40
-"""A step's time is that of the 32 tokens between both: start-up and prompt are in both, and cancel."""
+"""Tokens of the two runs that are timed: their difference is 32 steps, without the start-up and prefill of both."""
 QUICK_TOKENS = 2, 14
-"""The same for an instance that starts; the second one is smaller where steps are slow."""
+"""The same for a starting instance; the second number is reduced where steps are slow."""
 BUDGET_S = 20.0
-"""For all that an instance measures as it starts: from the start to the first sample it is to take a minute, and a plan
-by rough step times is better than one that comes later. On a CPU that computes the model's type well, a few seconds are
-enough."""
+"""Seconds for all measurements of a starting instance.
+
+The first sample should come within a minute of the start, and a plan with rough step times is better than a later one.
+On a CPU that computes the model's type well, a few seconds are enough."""
 SHORT_PROMPT = 16
 ONE_TOKEN = 1
-"""Prompt of who is timed as it starts: longer ones of a large batch would take longer than its steps."""
+"""Prompt tokens in trials of a starting instance: with more, the prefill of a large batch would outweigh its steps."""
 QUICK_PROMPT = 128
 LEAST_STEP_S = 1e-6
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, ... and the largest."""
+    """Return the powers of two up to the largest batch size, and that size itself."""
     return sorted({1 << power for power in range(largest.bit_length())} | {largest})
 
 
 @dataclass(frozen=True)
 class TimingTrial:
-    """Requests that are timed together."""
+    """Equal requests that are timed together."""
 
     batch: int
     prompt: int
-    """Tokens that each reads in."""
+    """Prompt tokens of each request."""
     tokens: int
-    """That each produces."""
+    """Tokens that each request produces."""
 
 
 class Stopwatch:
-    """Times requests of an engine that has nothing else to do."""
+    """Timer for requests of an otherwise idle engine."""
 
     def __init__(self, engine: Engine, repeats: int) -> None:
         """
         Args:
-            engine: warm.
-            repeats: medians are taken over so many measurements.
+            engine: warm engine.
+            repeats: measurements over which each median is taken.
         """
         self._engine, self._repeats = engine, repeats
         self._rng = np.random.default_rng(0)
         self._names = itertools.count()
 
     async def step(self, batch: int, prompt: int, tokens: tuple[int, int] = (SHORT_TOKENS, LONG_TOKENS)) -> float:
-        """Seconds of a decode step: of the tokens between two numbers of `tokens`."""
+        """Return the seconds of a decode step, from two runs that produce the two numbers of `tokens`."""
         short, long = tokens
         times = []
         for _ in range(self._repeats):
@@ -67,16 +68,16 @@ class Stopwatch:
         return max(statistics.median(times), LEAST_STEP_S)
 
     async def trial(self, trial: TimingTrial) -> float:
-        """Seconds of a trial."""
+        """Return the seconds that a trial takes."""
         return await self._engine.time(self._requests(trial.batch, trial.prompt), trial.tokens)
 
     async def prefill(self, prompt: int, step: float) -> float:
-        """Seconds per token of a prompt that is read in; `step`: of a decode step at batch 1."""
+        """Return the prefill seconds per prompt token; `step`: seconds of a decode step at batch 1."""
         first = [await self._engine.time(self._requests(1, prompt), 1) for _ in range(self._repeats)]
         return max(0.0, (statistics.median(first) - step) / prompt)
 
     def _requests(self, batch: int, prompt: int) -> list[SampleRequest]:
-        """Prompts differ, so that no cache serves them."""
+        """Make requests with different prompts, so that no cache serves them."""
         return [
             SampleRequest(
                 f"calibrate-{next(self._names)}",
@@ -93,14 +94,14 @@ class Stopwatch:
 async def measure(
     engine: Engine, largest: int, context: int, repeats: int, progress: Callable[[str], None]
 ) -> StepCurve:
-    """Times a warm engine that has nothing else to do; takes a minute or two.
+    """Measure the step curve of a warm, otherwise idle engine; takes a minute or two.
 
     Args:
-        engine: warm.
-        largest: batch size.
-        context: tokens of prompt and completion that fit.
-        repeats: medians are taken over so many measurements.
-        progress: told what is done.
+        engine: warm engine.
+        largest: largest batch size.
+        context: most tokens of prompt and completion together.
+        repeats: measurements over which each median is taken.
+        progress: called with a line about each result.
     """
     watch = Stopwatch(engine, repeats)
     points = {}
@@ -119,49 +120,49 @@ async def measure(
 
 
 class QuickPlan:
-    """Chooses what an instance measures as it starts, within a budget of time: the step time of its largest batch, that
-    of one request, what a prompt's token costs, then that of a quarter of the largest batch. Pure: it is told what a
-    trial has taken, and says which one comes next.
+    """The choice of what a starting instance measures within a time budget; pure.
 
-    A batch is timed twice, with few tokens and with more: what both have in common cancels. Where already the first
-    trial takes so long that there is no time for the second one, the step is taken to be as long as it says, start-up
-    included: an upper bound. A trial that would go beyond the budget, by what is known so far, is left out: a step time
-    between two measured batches is interpolated, and a token of a prompt that was not timed costs as much as one more
-    request in a step.
+    In this order: the step time of its largest batch, that of one request, the cost of a prompt token, the step time of
+    a quarter of the largest batch. `next` names a trial, `took` records its time.
+
+    A batch is timed twice, with few tokens and with more: what both runs share cancels. Where the first trial leaves no
+    time for the second, its mean time per token, start-up included, is taken as an upper bound of the step time. A
+    trial that is expected to exceed the budget is left out: a step time between two measured batches is interpolated,
+    and a prompt token that was not timed costs as much as one more request in a step.
     """
 
     def __init__(self, largest: int, prompt: int, budget_s: float = BUDGET_S) -> None:
         """
         Args:
-            largest: batch size.
-            prompt: tokens of the prompt that is timed.
+            largest: largest batch size.
+            prompt: tokens of the timed prompt.
             budget_s: seconds for all trials together.
         """
         self.largest, self.prompt, self.budget_s = largest, prompt, budget_s
         self.sizes = list(dict.fromkeys((largest, 1, max(1, largest // 4))))
-        """In the order in which they are measured."""
+        """Batch sizes in the order of their measurement."""
         self.points: dict[int, float] = {}
         self.per_prefill_token: float | None = None
         self.spent_s = 0.0
         self._todo = [TimingTrial(size, ONE_TOKEN, QUICK_TOKENS[0]) for size in self.sizes]
         self._todo.insert(2, TimingTrial(1, prompt, 1))
         self._first: float | None = None
-        """Seconds of the first trial of the batch at hand."""
+        """Seconds of the current batch's first trial; None: not run yet."""
 
     def next(self) -> TimingTrial | None:
-        """What is to be timed now; None: that was all, or all that there is time for."""
+        """Return the next trial; None: all are done, or there is no time for more."""
         while self._todo and self.points and self._first is None and self._is_too_long(self._todo[0]):
             del self._todo[0]
         return self._todo[0] if self._todo else None
 
     def took(self, seconds: float) -> None:
-        """The trial that `next` has named has taken so long."""
+        """Record the seconds of the trial that `next` returned."""
         trial = self._todo.pop(0)
         self.spent_s += seconds
         if trial.prompt == self.prompt and trial.tokens == 1:
             self.per_prefill_token = max(0.0, (seconds - self._step(1)) / self.prompt)
         elif self._first is None:
-            # as long as the second trial takes half of what is left; a step takes no longer than the mean one so far
+            # the second trial may take half of what is left; a step takes no longer than the mean one so far
             fits = int((self.budget_s - self.spent_s) / 2 / (seconds / trial.tokens)) - trial.tokens
             more = min(QUICK_TOKENS[1] - trial.tokens, fits)
             if more < 1:
@@ -174,12 +175,15 @@ class QuickPlan:
             self._first = None
 
     def _step(self, batch: int) -> float:
-        """Seconds of a step, by what has been measured."""
+        """Return the seconds of a step, by the measurements so far."""
         return float(StepCurve.measured(self.points).base(batch))
 
     def _is_too_long(self, trial: TimingTrial) -> bool:
-        """Whether a trial is expected to go beyond the budget. Of a batch below those that were measured no more is
-        known than that its step takes between its share of the smallest one's and all of it: half of it is expected."""
+        """Return whether a trial is expected to exceed the budget.
+
+        Below the smallest measured batch a step takes between its share of that batch's step and all of it;
+        half of it is assumed.
+        """
         smallest = min(self.points)
         known = self._step(trial.batch) if trial.batch >= smallest else 0.5 * self._step(smallest)
         reading = (trial.prompt - 1) * trial.batch * self._row_s
@@ -187,19 +191,19 @@ class QuickPlan:
 
     @property
     def _row_s(self) -> float:
-        """Seconds of one more request in a step; its share, where only one batch size was measured."""
+        """Seconds that one more request adds to a step; its share of the step if only one batch size was measured."""
         if len(self.points) < 2:
             return self._step(self.largest) / self.largest
         return (self._step(self.largest) - self._step(1)) / (self.largest - 1)
 
     @property
     def told(self) -> str:
-        """How far it is."""
+        """A line about the progress."""
         return f"measuring step times, {len(self.points)} of {len(self.sizes)} batch sizes done"
 
     @property
     def left_out(self) -> str:
-        """What there was no time for; '': nothing."""
+        """A line about what there was no time for; '': everything was measured."""
         if len(self.points) == len(self.sizes) and self.per_prefill_token is not None:
             return ""
         prompt = " and of no prompt" if self.per_prefill_token is None else ""
@@ -208,19 +212,19 @@ class QuickPlan:
 
     @property
     def curve(self) -> StepCurve:
-        """What was measured."""
+        """The measured curve."""
         per_prefill = self._row_s if self.per_prefill_token is None else self.per_prefill_token
         return StepCurve.measured(self.points, per_prefill_token=per_prefill)
 
 
 async def measure_quickly(engine: Engine, largest: int, context: int, say: Callable[[str], None]) -> QuickPlan:
-    """Times a warm engine as it starts; see `QuickPlan`.
+    """Measure a starting engine within a time budget; see `QuickPlan`.
 
     Args:
-        engine: warm.
-        largest: batch size.
-        context: tokens of prompt and completion that fit.
-        say: told how far it is.
+        engine: warm engine.
+        largest: largest batch size.
+        context: most tokens of prompt and completion together.
+        say: called with a line about the progress.
     """
     watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
     said = ""

@@ -1,5 +1,7 @@
-"""One vLLM engine: start, generate one completion, replace the weights. With `engine_config.py`, how it is set up, all
-that knows vLLM's API."""
+"""One vLLM engine: start, generate one completion, replace the weights.
+
+This module and `engine_config.py`, which sets vLLM up, hold nearly all calls of vLLM's API.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,22 @@ from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.backends.base import weight_path
 
 UNNAMED_VERSION = -1
-"""Weights that were loaded at start and have no number yet; no sample of a run is drawn from them."""
+"""Number of the weights that were loaded at start; no sample of a run is drawn from them."""
 WARM_BATCH = 4
 RELEASE_POLL_S = 0.01
-"""While a request that is to be taken off is on its way into vLLM."""
+"""Seconds between two checks whether vLLM knows a request that should be aborted."""
 
 
 @dataclass(frozen=True)
 class Worked:
-    """What an engine has done since its start."""
+    """The work that an engine has done since its start."""
 
     tokens: int = 0
-    """Generated."""
+    """Generated tokens."""
     request_s: float = 0.0
-    """Seconds of all requests together."""
+    """Running seconds, summed over all requests."""
     busy_s: float = 0.0
-    """Seconds with one or more requests."""
+    """Seconds with at least one running request."""
 
 
 class Engine:
@@ -57,16 +59,16 @@ class Engine:
         place: Place | None = None,
         settings: EngineSettings | None = None,
     ) -> None:
-        """Starts vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
+        """Start vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
 
         Args:
-            pool: the instance's.
-            run: the run's.
+            pool: pool of the instance.
+            run: configuration of the run.
             cuda: whether the cluster has GPUs.
-            instance: its name.
-            site: where it is.
-            several_sites: weights come over links.
-            place: of this node, the first one, among those that the instance spans; None: it has one.
+            instance: name of the instance.
+            site: site of the instance.
+            several_sites: whether weights may come over links.
+            place: place of this node, the first one, among those that the instance spans; None: there is only one.
             settings: see `engine_config`.
         """
         from transformers import AutoTokenizer
@@ -75,24 +77,24 @@ class Engine:
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
         self.running = 0
         self._ended_tokens = 0
-        """Of requests that have ended here."""
+        """Tokens generated here by requests that have ended."""
         self._worked = Worked()
-        """Up to `_counted`, its tokens aside."""
+        """Work up to `_counted`; its `tokens` is not used."""
         self._counted = time.monotonic()
         self.busy_since: float | None = None
-        """Unix seconds at which the first of the requests that run now began; None: nothing runs."""
+        """Unix seconds since which at least one request has been running; None: nothing runs."""
         self.version = UNNAMED_VERSION
-        """Weights that new requests meet: while an update is under way, already the coming ones."""
+        """Version that new requests meet; during an update, already the new one."""
         self._kept: dict[str, int] = {}
-        """Tokens that running requests had when they came here."""
+        """Tokens that running requests had already when they arrived here."""
         self._begun: dict[str, tuple[float, float]] = {}
-        """When running requests came here, unix seconds and monotonic ones."""
+        """Arrival of running requests, in (unix seconds, monotonic seconds)."""
         model = resolve_model(run.model.path)
         self.weight_path = weight_path(run, cuda, several_sites)
         config = engine_config(pool, run, cuda, several_sites, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
-            # vLLM's CPU platform has just asked for "spawn": a fork loses OpenMP's threads. There are none yet, and a
-            # fork spares the engine process the import of all this once more (10 s of a core, 250 MB)
+            # vLLM's CPU platform has just set "spawn", because a fork loses OpenMP's threads. There are none yet, and a
+            # fork spares the engine process a second import of everything (10 s of a core, 250 MB)
             os.register_at_fork(after_in_child=_forget_signals)
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(config)
@@ -100,7 +102,7 @@ class Engine:
         self._stop_ids = _end_tokens(model, self._tokenizer)
 
     async def set_up_weights(self, init_info: dict[str, Any], version: int) -> None:
-        """Initialises vLLM's weight transfer and names the weights that were loaded at start."""
+        """Initialize vLLM's weight transfer and number the weights that were loaded at start."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
@@ -109,12 +111,14 @@ class Engine:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the tokenizer knows."""
+        """Number of the tokenizer's token ids."""
         return len(self._tokenizer)
 
     async def warm_up(self) -> None:
-        """Generates a few tokens, of one request and of several, so that kernels are there before the first sample. On
-        a CPU a large batch, which takes seconds, would meet no others."""
+        """Generate a few tokens with one request and with several, so that kernels are ready before the first sample.
+
+        On a CPU the largest batch is left out: it would take seconds and use no other kernels.
+        """
         vocabulary = min(100, self.vocabulary)
         for batch in sorted(
             {1, min(WARM_BATCH, self.pool.max_batch)} | ({self.pool.max_batch} if self.cuda else set())
@@ -127,10 +131,10 @@ class Engine:
         await self._llm.reset_prefix_cache()
 
     async def generate(self, request: SampleRequest, route: str) -> Sample | PartialSample:
-        """Draws one completion, or the rest of one that was begun before.
+        """Generate one completion, or the rest of one that was begun before.
 
         Returns:
-            The finished sample; what there is of it if it was taken off by `release`, or has reached `pause_at`.
+            The finished sample; a partial one if it was preempted by `release`, or has reached `pause_at`.
 
         Raises:
             RuntimeError: vLLM failed (its own message follows).
@@ -180,11 +184,11 @@ class Engine:
 
     @property
     def begun(self) -> frozenset[str]:
-        """Requests that run here."""
+        """Ids of the requests that run here."""
         return frozenset(self._begun)
 
     def _count(self, change: int) -> None:
-        """From now on so many requests more run here."""
+        """Bring the counted work up to date, then change the number of running requests."""
         now = time.monotonic()
         past = now - self._counted
         busy_s = self._worked.busy_s + (past if self.running else 0.0)
@@ -193,20 +197,20 @@ class Engine:
         self.running += change
 
     def worked(self) -> Worked:
-        """What has been done here so far."""
+        """Return the work done here so far."""
         self._count(0)
         made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in self.produced().items())
         return replace(self._worked, tokens=self._ended_tokens + made)
 
     async def release(self, sample_id: str) -> None:
-        """Takes a running request off: its `generate` returns what there is. One that has ended is left alone."""
+        """Preempt a running request: its `generate` returns a partial sample. A no-op for one that has ended."""
         known = self._llm.output_processor.external_req_ids
         while sample_id in self._begun and sample_id not in known:  # on its way into vLLM, or out of it
             await asyncio.sleep(RELEASE_POLL_S)
         await self._llm.abort(sample_id)
 
     def produced(self) -> dict[str, int]:
-        """Tokens that each running request has produced, here and elsewhere."""
+        """Return the number of tokens that each running request has produced, here and elsewhere."""
         states = self._llm.output_processor.request_states.values()
         return {
             state.external_req_id: self._kept.get(state.external_req_id, 0) + state.detokenizer.num_output_tokens()
@@ -215,11 +219,14 @@ class Engine:
         }
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[int, PartialSample]]:
-        """What running requests have produced here: (number of its first token, the tokens from there on) of each that
-        has something new.
+        """Return the new tokens of running requests.
 
         Args:
-            known: tokens of each request that are not wanted again; those that it came with never are.
+            known: number of each request's tokens that the caller has already; those that a request arrived with are
+                never returned.
+
+        Returns:
+            (index of the first new token, the new tokens) of each request that has some.
         """
         found = []
         for state in self._llm.output_processor.request_states.values():
@@ -245,7 +252,7 @@ class Engine:
         return found
 
     async def time(self, requests: list[SampleRequest], tokens: int) -> float:
-        """Seconds in which all requests together produce exactly so many tokens each (for calibration)."""
+        """Return the seconds in which concurrent requests produce exactly `tokens` tokens each (for calibration)."""
         started = time.monotonic()
         await asyncio.gather(*(self._generate(request, tokens, to_the_end=True) for request in requests))
         return time.monotonic() - started
@@ -279,7 +286,7 @@ class Engine:
         if kept:
             self._kept[request.sample_id] = kept
         try:
-            # salted with the version: a prefix that older weights have computed is never found by a newer request
+            # salted with the version, so that a request never reuses a prefix that older weights have computed
             tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {self.version}")
             async for output in self._llm.generate(tokens, params, request.sample_id):
                 last = output
@@ -290,59 +297,61 @@ class Engine:
         return last
 
     async def pause(self, on_update: OnUpdate, version: int) -> None:
-        """Stops computing, for weights of `version` to come in. Requests that arrive from now on wait for them.
+        """Pause generation for an update to `version`. Requests that arrive from now on wait for it.
 
         Args:
-            on_update: what becomes of running requests. wait: they run to their end first; keep_kv: they are frozen as
-                they are; otherwise they are frozen and their KV cache is dropped, to be computed anew.
-            version: the coming weights'.
+            on_update: treatment of running requests. wait: they finish first; keep_kv: they are frozen as they are;
+                otherwise they are frozen and their KV cache is dropped and recomputed afterwards.
+            version: number of the new weights.
         """
         self.version = version
         mode: Literal["wait", "keep"] = "wait" if on_update == "wait" else "keep"
         await self._llm.pause_generation(mode=mode, clear_cache=on_update != "keep_kv")
 
     async def sleep(self) -> None:
-        """Makes room for training on the same devices: on CUDA weights go to host memory and the KV cache is dropped.
-        Nothing may be running."""
+        """Make room for training on the same devices: on CUDA weights go to host memory and the KV cache is dropped.
+
+        No request may be running.
+        """
         if self.cuda:
             await self._llm.sleep(level=1)
         else:
             await self._llm.pause_generation(mode="wait", clear_cache=True)
 
     async def wake_up(self) -> None:
-        """Takes the devices back."""
+        """Take the devices back."""
         if self.cuda:
             await self._llm.wake_up()
         else:
             await self._llm.resume_generation()
 
     async def start_weight_update(self) -> None:
-        """Begins an update of paused weights."""
+        """Begin a weight update; generation must be paused."""
         await self._llm.start_weight_update()
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Hands one update to vLLM's weight-transfer engine."""
+        """Hand one update to vLLM's weight-transfer engine."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Ends the update; tokens sampled from now on are of `version`."""
+        """End the update; tokens sampled from now on are of `version`."""
         self.version = version
         await self._llm.finish_weight_update(str(version))
 
     async def resume(self) -> None:
-        """Frozen requests go on."""
+        """Continue frozen requests."""
         await self._llm.resume_generation()
 
     def close(self) -> None:
-        """Ends vLLM's processes."""
+        """End vLLM's processes."""
         self._llm.shutdown()
         del self._llm  # its own clean-up at interpreter exit would come too late
 
 
 def _has_one_thread() -> bool:
-    """Whether this process has no thread but this one, those of C libraries included (Linux; elsewhere: False)."""
+    """Return whether this process has a single thread, counting those of C libraries (Linux; elsewhere: False)."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
@@ -350,12 +359,12 @@ def _has_one_thread() -> bool:
 
 
 def _forget_signals() -> None:
-    """A forked process is not to tell its parent's event loop of signals that it gets itself."""
+    """Keep a forked process from passing its own signals to its parent's event loop."""
     signal.set_wakeup_fd(-1)
 
 
 def _end_tokens(model: str, tokenizer: Any) -> list[int]:
-    """End-of-turn ids of the tokenizer and of the model's generation config."""
+    """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
@@ -366,7 +375,7 @@ def _end_tokens(model: str, tokenizer: Any) -> list[int]:
 
 
 def join(kept: PartialSample, more: PartialSample) -> PartialSample:
-    """One sample's tokens from two instances, in order; the times are the first one's."""
+    """Join one sample's tokens from two instances, in order; the times are those of the first."""
 
     def both(name: str) -> np.ndarray:
         return np.concatenate([getattr(kept, name), getattr(more, name)])
@@ -380,24 +389,24 @@ def join(kept: PartialSample, more: PartialSample) -> PartialSample:
 
 
 def _seed_after(seed: int, produced: int) -> int:
-    """Seed of the rest of a sample: with the first one's, the rest would be drawn with the same noise again."""
+    """Return the seed for the rest of a sample; with the original seed, the rest would repeat the same noise."""
     return derive_seed(seed, str(produced))
 
 
 def _token_versions(spans: Any, length: int) -> np.ndarray:
-    """vLLM's spans of (version, start, end) as one number per token, shape [length]."""
+    """Convert vLLM's spans (version, start, end) to one version number per token, shape [length]."""
     return _versions_from([(span.version, span.start) for span in spans or []], length)
 
 
 def _versions_from(starts: Sequence[tuple[str, int]], length: int) -> np.ndarray:
-    """(version, its first token) as one number per token, shape [length]."""
+    """Convert pairs (version, its first token) to one version number per token, shape [length]."""
     versions = np.zeros(length, dtype=np.int32)
     for version, start in starts:
-        # before the first version is named, vLLM calls its weights "default"
+        # vLLM calls the weights "default" until they are numbered
         versions[start:] = int(version) if version.isdecimal() else UNNAMED_VERSION
     return versions
 
 
 def _first_token(t_dispatched: float, started: float, first: float) -> float:
-    """Unix seconds of a request's first token; vLLM's own times are monotonic seconds of this host (0: none yet)."""
+    """Return the unix seconds of a request's first token; `started` and `first` are monotonic (0: no token yet)."""
     return t_dispatched + max(0.0, first - started) if first else t_dispatched

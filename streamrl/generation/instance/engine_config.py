@@ -1,4 +1,4 @@
-"""How vLLM is set up for a pool's instance, alike on every node that it spans."""
+"""vLLM's configuration for an instance of a pool, the same on every node that the instance spans."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# lets a CPU engine hold its worker (see below); an AsyncLLM's engine is a process of its own all the same
+# lets a CPU engine hold its worker (see below); an AsyncLLM's engine still is a process of its own
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # the operating system places threads: instances, trainer and rewards share the machine
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 CPU_BLOCK_SIZE = 32
-"""KV block: the smallest for which vLLM's CPU attention is fast; smaller blocks share more of a group's prompt."""
+"""Tokens of a KV block: the smallest for which vLLM's CPU attention is fast. Smaller blocks share more of a prompt."""
 
 FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
-"""Architectures whose layers are known to be served by `few_rows`; others' products remain vLLM's."""
+"""Architectures on which `few_rows` was tried; all others use vLLM's own matrix products."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One node's part of an instance that spans several."""
+    """The place of one node in an instance that may span several."""
 
     node: int = 0
-    """The first one, 0, schedules and talks to the service."""
+    """Index of the node; node 0 schedules and talks to the service."""
     meeting: str = ""
-    """host:port at which the nodes find each other; '': there is one node."""
+    """host:port at which the nodes meet; '': there is only one node."""
 
 
 def engine_config(
@@ -50,21 +50,21 @@ def engine_config(
     place: Place | None = None,
     settings: EngineSettings | None = None,
 ) -> VllmConfig:
-    """vLLM's configuration.
+    """Return vLLM's configuration for an instance.
 
     Args:
-        pool: the instance's.
-        run: the run's.
+        pool: pool of the instance.
+        run: configuration of the run.
         cuda: whether the cluster has GPUs.
-        several_sites: weights come over links.
-        place: which node this is; None: the only one.
-        settings: of a CPU engine; None: those chosen for this machine.
+        several_sites: whether weights may come over links.
+        place: place of this node; None: the only one.
+        settings: settings of a CPU engine; None: those chosen for this machine.
 
     Raises:
-        ValueError: `model.dtype: auto` has not been decided for this process; vLLM would take the files' type.
+        ValueError: `model.dtype: auto` has not been resolved for this process; vLLM would use the files' type.
     """
     if run.model.dtype == "auto":
-        raise ValueError("model.dtype: auto has to be decided before an engine starts")
+        raise ValueError("model.dtype: auto must be resolved to a type before an engine starts")
     model = resolve_model(run.model.path)
     if not cuda:
         settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
@@ -74,7 +74,7 @@ def engine_config(
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    register()  # vLLM does it once in a process, whose engine before this one may have had another type
+    register()  # vLLM registers once per process, in which an earlier engine may have had another type
 
     place = place or Place()
     host, _, port = place.meeting.rpartition(":")
@@ -113,7 +113,7 @@ def engine_config(
         tensor_parallel_size=pool.gpus_per_replica,
         enable_prefix_caching=True,
         enable_sleep_mode=cuda and run.schedule.name == "colocated",
-        # log-probabilities of the distribution that is sampled from: after temperature, top-k and top-p
+        # log-probabilities of the distribution that is sampled from, after temperature, top-k and top-p
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=weight_path(run, cuda, several_sites).engine),
         generation_config="vllm",
@@ -123,12 +123,15 @@ def engine_config(
 
 
 def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
-    """Whether small batches are computed by `few_rows`: in fp32, where a compiler does not want to see the products,
-    and for weights that are not quantised already, of models on which it was tried."""
+    """Return whether `few_rows` computes small batches.
+
+    It does in fp32, without compilation (which must see the products), for unquantized weights of models on which it
+    was tried.
+    """
     if dtype != "float32" or settings.compiled:
         return False
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return False  # the Hub's, whose files are not here yet
+        return False  # a model of the Hub whose files are not here yet
     return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])

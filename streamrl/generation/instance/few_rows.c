@@ -1,5 +1,5 @@
-/* y = x w' for a few rows of x, in fp32: every weight is read once, in order, with the next ones on their way.
-   What takes time is the reading, so all rows of x are worked on while a row of weights is at hand. */
+/* y = x w' for a few rows of x, in fp32: every weight is read once, in order, and the next ones are prefetched.
+   Reading takes the time, so all rows of x use a row of weights while it is at hand. */
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 #define LOAD(p) (*(const v8 *)(p))
 #define AHEAD 1024 /* floats */
@@ -10,7 +10,7 @@ static inline float sum(v8 v) {
     return s;
 }
 
-/* M rows of x; U vectors of each are summed on their own, so that none waits for the one before */
+/* M rows of x; each has U independent sums, so that no addition waits for the one before */
 #define ROWS(M, U)                                                                                             \
     static void rows_##M(const float *x, const float *w, float *y, long n, long k) {                          \
         _Pragma("omp parallel for schedule(static)") for (long i = 0; i < n; i++) {                           \

@@ -1,8 +1,8 @@
-"""Products with a few rows in fp32 on a CPU: what decoding of a small batch consists of.
+"""Matrix products with a few rows in fp32 on a CPU, which is what decoding of a small batch consists of.
 
-They take as long as the weights take to be read, and the libraries' kernels read them at half the speed that the
-memory has or less (oneDNN's, which vLLM uses, at 0.4; MKL's and OpenBLAS's likewise). `few_rows.c` is compiled on first
-use and kept in the cache; where there is no compiler, vLLM's own products remain.
+They take as long as reading the weights takes, and the libraries' kernels read them at half the memory's speed or less
+(oneDNN's, which vLLM uses, at 0.4; MKL's and OpenBLAS's likewise). `few_rows.c` is compiled on first use and kept in
+the cache; where there is no compiler, vLLM's own products remain.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from streamrl.machine.model_files import cache_directory
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 4
-"""From five rows on, vLLM's products, which keep their weights in packed blocks, are as fast."""
+"""Largest number of rows: from five on, vLLM's products, whose weights are in packed blocks, are as fast."""
 MOST_BYTES = 1 << 30
-"""Bytes of weights that are kept a second time, in the order that these products read."""
+"""Limit on the bytes of weights that are kept a second time, in the order that these products read."""
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILE_S = 60
 HUGE_PAGE = 1 << 21
 SOME = 64 << 20
-"""Bytes that the system is asked for at a time."""
+"""Bytes of memory that are allocated at a time."""
 
 Product = Callable[[int, int, int, int, int, int], None]
-"""Addresses of x, weights and y; rows, outputs, inputs."""
+"""Compiled product: (address of x, of the weights, of y; rows, outputs, inputs)."""
 
 
 @functools.cache
 def product() -> Product | None:
-    """The compiled function; None: there is no compiler, or it failed."""
+    """Return the compiled function; None: there is no compiler, or it failed."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return None
@@ -60,7 +60,7 @@ def product() -> Product | None:
             part.replace(library)
         function = ctypes.CDLL(str(library)).few_rows
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        log.warning("products with few rows stay vLLM's: %s", error)
+        log.warning("small batches use vLLM's matrix products, because few_rows.c could not be compiled: %s", error)
         return None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
     function.restype = None
@@ -68,11 +68,11 @@ def product() -> Product | None:
 
 
 def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x weight', shape [rows, outputs].
+    """Return x weight', shape [rows, outputs].
 
     Args:
         function: `product()`.
-        x: [rows, inputs], of at most `MOST_ROWS`.
+        x: [rows, inputs], at most `MOST_ROWS` rows.
         weight: [outputs, inputs], contiguous.
     """
     x = x.contiguous()
@@ -82,18 +82,18 @@ def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.
 
 
 class Shelf:
-    """Memory of huge pages for copies of weights: read in order, a third faster than from small ones."""
+    """Huge pages for copies of weights: sequential reads are a third faster than from small pages."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         """
         Args:
-            most: bytes in all.
+            most: most bytes to allocate for all tensors together.
         """
         self._left = most
         self._free = torch.empty(0)
 
     def take(self, shape: torch.Size) -> torch.Tensor | None:
-        """An fp32 tensor; None: that would be too much."""
+        """Return a new fp32 tensor; None: it would exceed the limit."""
         count = shape.numel()
         self._left -= 4 * count
         if self._left < 0:
@@ -103,7 +103,7 @@ class Shelf:
             memory = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            values = torch.frombuffer(memory, dtype=torch.float32)  # keeps it open
+            values = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory mapped
             self._free = values[(-values.data_ptr() % HUGE_PAGE) // 4 :]
         taken, self._free = self._free[:count], self._free[count:]
         return taken.view(shape)

@@ -1,8 +1,8 @@
-"""vLLM's extension points for operations of another's: what makes a small fp32 batch quick on a CPU.
+"""Extensions of vLLM that make small fp32 batches fast on a CPU: a quantization method and two norms.
 
-A quantisation method, which quantises nothing: its linear layers take `few_rows` for small batches, and vLLM's own
-products for others. And an implementation of the norms: vLLM has C functions for them, which it takes on GPUs alone; on
-CPUs it composes each of seven operations of torch (61 of them in a step of SmolLM2-135M: 1.1 ms, and 2 ms at batch 64).
+The quantization method quantizes nothing: its linear layers use `few_rows` for small batches, and vLLM's own products
+for others. The norms call vLLM's C functions, which vLLM uses on GPUs only; on CPUs it composes each norm of seven
+torch operations (61 norms in a step of SmolLM2-135M: 1.1 ms, and 2 ms at batch 64).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROVIDER = FEW_ROWS
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Whether the C functions compute what is wanted; they have whole rows, one after the other."""
+    """Return whether the C functions support these arguments; they need contiguous rows."""
     alike = weight is None or weight.dtype == x.dtype
     return variance_size is None and alike and x.dtype == torch.float32 and x.is_contiguous()
 
@@ -34,7 +34,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | Non
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """See `vllm.ir.ops.rms_norm`."""
+    """Implement `vllm.ir.ops.rms_norm`."""
     y = torch.empty_like(x)
     torch.ops._C.rms_norm(y, x, weight, epsilon)
     return y
@@ -54,13 +54,13 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `vllm.ir.ops.fused_add_rms_norm`."""
+    """Implement `vllm.ir.ops.fused_add_rms_norm`."""
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
 
 
 def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A layer's product if these are few rows; None: vLLM is to compute it."""
+    """Return a layer's product if `x` has few rows; None: vLLM must compute it."""
     weight, function = getattr(layer, "few_rows_weight", None), product()
     if weight is None or function is None or x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS:
         return None
@@ -76,7 +76,7 @@ class _Linear(UnquantizedLinearMethod):
         self._shelf = shelf
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keeps a copy before vLLM packs the weights; called again when new ones were loaded."""
+        """Keep a copy before vLLM packs the weights; called again whenever new ones were loaded."""
         weight = layer.weight
         usable = weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_meta
         if usable and product() is not None:
@@ -88,58 +88,58 @@ class _Linear(UnquantizedLinearMethod):
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See the module's text."""
+        """Compute the layer: small batches with `few_rows`, others as vLLM does."""
         y = _few(layer, x, bias)
         return super().apply(layer, x, bias) if y is None else y
 
 
 class _Head(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Takes the weights as they are: vLLM keeps them for the embedding."""
+        """Use the weights without a copy: vLLM keeps them for the embedding."""
         super().process_weights_after_loading(layer)
         weight = layer.weight.detach()
         fits = weight.dtype == torch.float32 and weight.dim() == 2 and weight.is_contiguous()
         layer.few_rows_weight = weight if fits else None
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See the module's text."""
+        """Compute the head: small batches with `few_rows`, others as vLLM does."""
         y = _few(layer, x, bias)
         return super().apply(layer, x, bias) if y is None else y
 
 
 @register_quantization_config(FEW_ROWS)
 class FewRows(QuantizationConfig):
-    """Quantises nothing."""
+    """Quantization method that quantizes nothing: it selects the layers that use `few_rows`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._shelf = Shelf()
 
     def get_name(self) -> Any:
-        """See vLLM."""
+        """Return the name of the method."""
         return FEW_ROWS
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """See vLLM."""
+        """Return the supported activation types."""
         return [torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """See vLLM: of a GPU."""
+        """Return the least compute capability of a GPU: none."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """See vLLM: there are none."""
+        """Return the names of configuration files: none."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FewRows:
-        """See vLLM."""
+        """Make the method from a model's configuration."""
         return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of linear layers and of the output head; None: vLLM's own."""
+        """Return the method for linear layers and the output head; None: vLLM's own."""
         if isinstance(layer, LinearBase):
             return _Linear(self._shelf)
         return _Head() if isinstance(layer, ParallelLMHead) else None

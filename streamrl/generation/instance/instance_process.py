@@ -1,4 +1,4 @@
-"""The vLLM instance process: takes requests from its site's service, sends each finished sample back at once."""
+"""The vLLM instance process: takes requests from its site's service and returns each finished sample at once."""
 
 from __future__ import annotations
 
@@ -40,44 +40,44 @@ from streamrl.weights.version_store import WeightStore
 log = logging.getLogger(__name__)
 
 JOURNAL_EVERY_S = 0.25
-"""So much of what it has produced is lost, on average half of it, when an instance dies."""
+"""Seconds between two reports to the token journal: when an instance dies, on average half of this work is lost."""
 MANY = 100_000
-"""Messages of an instance that may be unacknowledged when its site is away."""
+"""Messages of an instance that may be unacknowledged while its site's link is down."""
 
 
 class InstanceProcess:
-    """Wires one engine to its service."""
+    """The process of one instance: connects its engine to the site's service."""
 
     def __init__(self, context: RoleContext, pool: str, place: Place | None = None) -> None:
         """
         Args:
-            context: of this process.
-            pool: its pool.
-            place: see `Engine`.
+            context: context of this process.
+            pool: name of the instance's pool.
+            place: place of this node (see `Engine`).
         """
         self.context, self.place = context, place
         self.site = context.site
         self.pool = context.pool(pool)
         self.waits = WaitRegistry(context.name)
-        self._type_told = dict(context.type_told)
+        self._compute_type = dict(context.type_told)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
         self._updated = False
-        """Whether weights were loaded since the last heartbeat: requests stood still then."""
+        """Whether weights were loaded since the last heartbeat, so that requests were paused."""
         self._loading = asyncio.Lock()
-        self._life = 0
-        """Of the service: what was asked for by an earlier one is of no use to the present one."""
+        self._service_restarts = 0
+        """Number of the service's restarts seen so far: samples that an earlier service requested are dropped."""
         self._giving_up: set[asyncio.Future[None]] = set()
         self._rate = (time.monotonic(), Worked())
-        self._moved = time.monotonic()
-        """When the engine last had made a token, or had nothing to make."""
+        self._active_at = time.monotonic()
+        """Monotonic seconds at which the engine last had a new token, or nothing to generate."""
         self._begun: frozenset[str] = frozenset()
-        """Requests that ran at the last heartbeat."""
+        """Requests that were running at the last heartbeat."""
         self._pace: tuple[int, float] | None = None
-        """(Number, ratio) of the last stretch of work that was compared with the step curve."""
+        """(Number, ratio) of the newest stretch of work that was compared with the step curve."""
 
     async def run(self) -> None:
-        """Serves until the service retires it, or the process is ended.
+        """Serve until the service retires this instance, or the process is ended.
 
         Raises:
             PeerLost: the service fell silent.
@@ -86,11 +86,11 @@ class InstanceProcess:
         cuda = self.context.cluster.hardware == "cuda"
         several_sites = bool(self.context.cluster.remote_sites)
         self.context.say("importing vLLM")
-        import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and to import it takes longest
+        import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
 
         self.context.say("loading the model into vLLM")
         if not cuda:
-            self._type_told["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
+            self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
         self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
         try:
             if self.engine.weight_path.fetched:
@@ -116,7 +116,7 @@ class InstanceProcess:
             "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines
-        # finished samples are acknowledged once the controller has committed them: while a link is down the service's
+        # finished samples are acknowledged once the controller has committed them: while a link is down, the service's
         # own limit, which throttles dispatch, must be reached before this one
         flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
@@ -127,11 +127,11 @@ class InstanceProcess:
         self.context.say(READY)
         try:
             async with asyncio.TaskGroup() as tasks:
-                telling = tasks.create_task(self._tell_progress())
+                reporting = tasks.create_task(self._report_progress())
                 while not isinstance((delivery := await self.link.receive()).body, Retire):
                     tasks.create_task(self._handle(delivery))
-                telling.cancel()
-            delivery.ack()  # all that it has done is sent: gone once the service has passed it on
+                reporting.cancel()
+            delivery.ack()  # all work has been sent; leave once the service has acknowledged it
             await self.link.flush(limits.generation_s)
         finally:
             await self.link.close()
@@ -140,9 +140,9 @@ class InstanceProcess:
         delivery.ack()
         match delivery.body:
             case GenerateSample() as order:
-                request, life = request_from_wire(order, delivery.arrays), self._life
+                request, restarts = request_from_wire(order, delivery.arrays), self._service_restarts
                 sample = await self.engine.generate(request, order.route)
-                if life != self._life:
+                if restarts != self._service_restarts:
                     return
                 body, arrays = sample_to_wire(sample)
                 released = isinstance(sample, PartialSample)
@@ -159,35 +159,36 @@ class InstanceProcess:
             case WeightCall() as call:
                 await self._weight_call(call)
 
-    async def _tell_progress(self) -> None:
-        """Tells the service's token journal what running requests have produced."""
-        told: dict[str, int] = {}
+    async def _report_progress(self) -> None:
+        """Report the new tokens of running requests to the service's token journal, at intervals."""
+        reported: dict[str, int] = {}
         while True:
             await asyncio.sleep(JOURNAL_EVERY_S)
-            parts = self.engine.progress(told)
+            parts = self.engine.progress(reported)
             running = {part.sample_id: start + len(part.completion_tokens) for start, part in parts}
-            told = {sample_id: told[sample_id] for sample_id in told.keys() & self.engine.begun} | running
+            kept = {sample_id: reported[sample_id] for sample_id in reported.keys() & self.engine.begun}
+            reported = kept | running
             if parts:
                 message, arrays = progress_to_wire(parts)
                 await self.link.send(*wire(message), arrays)
 
     def _orphaned(self) -> None:
-        """The service was started anew: it knows nothing of what runs here, and asks for it again."""
-        log.warning("the service is another one: what runs is given up")
-        self._life += 1
+        """Abort all requests after a restart of the service, which does not know them and issues them again."""
+        log.warning("the service was restarted: aborting all running requests")
+        self._service_restarts += 1
         self.link.forget_sent()
         for sample_id in self.engine.begun:
             self._giving_up.add(task := asyncio.ensure_future(self.engine.release(sample_id)))
             task.add_done_callback(self._giving_up.discard)
 
     async def _apply(self, number: int, content_hash: str) -> None:
-        """Loads a version from the site's store; generation pauses for exactly this long."""
-        async with self._loading:  # an earlier service may have asked, too
+        """Load a version from the site's store; generation pauses for exactly this long."""
+        async with self._loading:  # an earlier service may have ordered a version, too
             if self.asleep:
                 await self.engine.wake_up()
                 self.asleep = False
             if not WeightStore(self.context.weights_folder).has(number):
-                # asked for while this process stood still: the site has a newer one by now
+                # ordered while this process stood still: the site has a newer version by now
                 await self.link.send(*wire(WeightsMissed(number=number)))
                 return
             await self._pause(number)
@@ -198,7 +199,7 @@ class InstanceProcess:
         await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=time.time())))
 
     async def _weight_call(self, order: WeightCall) -> None:
-        """One step of an update that the trainer drives (NCCL path), answered under its call id."""
+        """Carry out one step of an update that the trainer drives (NCCL path), and answer it by its call id."""
         match order.method:
             case "init_weight_transfer_engine":
                 await self.engine.set_up_weights(order.payload, self.version)
@@ -226,20 +227,20 @@ class InstanceProcess:
         now, worked = time.monotonic(), self.engine.worked()
         (then, before), self._rate = self._rate, (now, worked)
         if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
-            self._moved = now
+            self._active_at = now
         ratio = pace(self.worked.start, before, worked)
         if ratio is not None and not self._updated:
             self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
-            if self.engine.begun <= self._begun:  # else prompts were read in meanwhile
+            if self.engine.begun <= self._begun:  # else prompts were prefilled meanwhile
                 self.worked.saw((worked.request_s - before.request_s) / (worked.busy_s - before.busy_s), ratio)
         self._begun = self.engine.begun
         self._updated = self.updating
         return {
             "state": self._doing(),
-            **self._type_told,
+            **self._compute_type,
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
-            "stalled_s": now - self._moved,
+            "stalled_s": now - self._active_at,
             "pace": self._pace,
             "curve": self.worked.curve.to_json(),
             "weight_version": self.version,

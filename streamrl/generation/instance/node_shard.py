@@ -1,8 +1,7 @@
-"""An instance's part on a further node: vLLM's workers there, without an engine of their own.
+"""The part of an instance on a further node: vLLM's workers without an engine of their own.
 
-The node that schedules (`generation/instance/instance_process.py`) talks to the service, and to these workers through
-vLLM: samples, heartbeats and new weights are its business. When one part ends, the whole instance does, and is started
-again as one.
+Node 0 (`generation/instance/instance_process.py`) talks to the service and, through vLLM, to these workers; it handles
+samples, heartbeats and new weights. When one part ends, the whole instance ends and is restarted as one.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from streamrl.runtime.process_context import RoleContext
 
 
 class Shard:
-    """Runs the workers of one node."""
+    """The process that runs one node's workers."""
 
     def __init__(self, context: RoleContext, pool: str, place: Place) -> None:
         """
         Args:
-            context: of the instance.
-            pool: its pool.
-            place: of this node.
+            context: context of the instance.
+            pool: name of the instance's pool.
+            place: place of this node.
         """
         self.context, self.place = context, place
         self.pool = context.pool(pool)
 
     async def run(self) -> None:
-        """Works until a worker ends, which vLLM's first node brings about.
+        """Work until a worker ends; vLLM's first node ends them.
 
         Raises:
-            RuntimeError: vLLM failed, or the other nodes did not come.
+            RuntimeError: vLLM failed, or the other nodes did not connect.
         """
         await asyncio.to_thread(self._work)
 

@@ -1,7 +1,7 @@
-"""Tries vLLM's settings on this CPU, each in a process of its own: `streamrl calibrate --engine`.
+"""Trials of vLLM's settings on this CPU, each in a process of its own: `streamrl calibrate --engine`.
 
-A trial is `python -m streamrl.generation.instance.settings_trial`, told by a line of JSON what to start; its last line
-is what it has measured.
+A trial is `python -m streamrl.generation.instance.settings_trial`. It reads a line of JSON that says what to start, and
+prints its measurements as its last line.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 
 SIZES = (1, 16, 64)
-"""Batches that are timed, as far as the pool has them: a long answer that is left over, a small and a large batch."""
+"""Batch sizes that are timed, up to the pool's largest: a last long answer, a small batch and a large one."""
 TRIAL_LIMIT_S = 300.0
 
 
 def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[[str], None]) -> None:
-    """Tries them all, prints a table, and keeps the choice for this machine.
+    """Try all candidate settings, print a table, and store the choice for this machine.
 
     Args:
-        pool: whose instance is started.
-        run: with its type decided.
-        site: the pool's.
-        say: told what is done.
+        pool: pool whose instance is started.
+        run: configuration of the run, its type resolved.
+        site: site of the pool.
+        say: called with each line of output.
 
     Raises:
-        UserError: not even the default settings start, or the choice cannot be kept.
+        UserError: not even the default settings start, or the choice cannot be stored.
     """
     trials = []
     for settings in CANDIDATES:
         say(f"trying {settings}")
-        trials.append(_tried(settings, pool, run, site))
+        trials.append(_try(settings, pool, run, site))
     for line in table(trials):
         say(line)
     if trials[0].error:
@@ -58,16 +58,16 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
     say(f"kept in {path}")
 
 
-def _tried(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> EngineTrial:
-    asked = {"settings": asdict(settings), "pool": pool.model_dump(mode="json"), "run": run.model_dump(mode="json")}
-    # in the environment before torch is loaded, as an instance of a run has them
+def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> EngineTrial:
+    order = {"settings": asdict(settings), "pool": pool.model_dump(mode="json"), "run": run.model_dump(mode="json")}
+    # set before torch is loaded, as for an instance of a run
     env = os.environ | PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
     if settings.bound:
         env |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps(asked | {"site": site}),
+            input=json.dumps(order | {"site": site}),
             env=env,
             capture_output=True,
             text=True,
@@ -77,31 +77,31 @@ def _tried(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site:
         return EngineTrial(settings, error=f"no answer within {TRIAL_LIMIT_S:.0f} s")
     if done.returncode != 0:
         return EngineTrial(settings, error=_cause(done.stderr))
-    told = json.loads(done.stdout.splitlines()[-1])
-    return EngineTrial(settings, told["start_s"], tuple((size, seconds) for size, seconds in told["step_s"]))
+    result = json.loads(done.stdout.splitlines()[-1])
+    return EngineTrial(settings, result["start_s"], tuple((size, seconds) for size, seconds in result["step_s"]))
 
 
 def _cause(stderr: str) -> str:
-    """The error that a failed trial ended with: the first one that an engine process has raised, else the last line."""
+    """Return the error of a failed trial: the first one that an engine process raised, else the last line."""
     lines = [line.rpartition(")")[2].strip() if line.startswith("(") else line.strip() for line in stderr.splitlines()]
     errors = [line.rpartition("] ")[2] for line in lines if "Error: " in line]
-    return (errors or [line for line in lines if line] or ["it ended without a word"])[0][:200]
+    return (errors or [line for line in lines if line] or ["it ended without any output"])[0][:200]
 
 
-async def _measure(asked: dict[str, object]) -> dict[str, object]:
+async def _measure(order: dict[str, object]) -> dict[str, object]:
     from streamrl.generation.instance.calibration import LONG_TOKENS, SHORT_PROMPT, SHORT_TOKENS, Stopwatch
     from streamrl.generation.instance.engine import Engine
 
-    pool = GenerationPool.model_validate(asked["pool"])
-    run, settings = RunConfig.model_validate(asked["run"]), EngineSettings(**asked["settings"])  # type: ignore[arg-type]
+    pool = GenerationPool.model_validate(order["pool"])
+    run, settings = RunConfig.model_validate(order["run"]), EngineSettings(**order["settings"])  # type: ignore[arg-type]
     begun = time.monotonic()
-    engine = Engine(pool, run, False, "trial", str(asked["site"]), settings=settings)
+    engine = Engine(pool, run, False, "trial", str(order["site"]), settings=settings)
     try:
         await engine.warm_up()
         start_s = time.monotonic() - begun
         watch = Stopwatch(engine, repeats=2)
         sizes = sorted({min(size, pool.max_batch) for size in SIZES})
-        for size in sizes:  # what is compiled for it is not to be measured
+        for size in sizes:  # compilation is not to be measured
             await watch.step(size, SHORT_PROMPT, (1, 3))
         steps = [(size, await watch.step(size, SHORT_PROMPT, (SHORT_TOKENS, LONG_TOKENS // 2))) for size in sizes]
     finally:

@@ -1,7 +1,7 @@
-"""vLLM's weight-transfer extension point: an engine that loads versions from the site's store.
+"""vLLM plugin: registers a weight-transfer engine that loads versions from the site's store.
 
-Registered under the entry-point group `vllm.general_plugins`, so that every vLLM process (the engine core is one of
-its own) knows it. vLLM calls init, start, update, finish; what is done in between is vLLM's own layer-wise reload.
+It belongs to the entry-point group `vllm.general_plugins`, so that every vLLM process (the engine core is a separate
+one) loads it. vLLM calls init, start, update and finish; in between, vLLM's own layer-wise reload does the work.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import signal
 from streamrl.runtime.processes import end_with_parent, kill_all_with
 
 EAGER = "STREAMRL_EAGER"
-"""Environment variable: 1 in an engine that compiles nothing."""
+"""Environment variable that is 1 in an engine that compiles nothing."""
 FEW_ROWS = "streamrl_few_rows"
-"""vLLM's name of the method and the norms with which small batches are computed (`few_rows_vllm.py`)."""
+"""Name under which vLLM knows the method and the norms for small batches (`few_rows_vllm.py`)."""
 QUANTIZATION = "STREAMRL_QUANTIZATION"
-"""Environment variable: `FEW_ROWS` in an engine that is to know it."""
+"""Environment variable that is `FEW_ROWS` in an engine that uses this method."""
 _ends = 0
-"""Process that ends with its parent already."""
+"""Id of the process that `_end_with_instance` has already set up."""
 
 
 def register() -> None:
-    """Entry point: makes `WeightTransferConfig(backend="streamrl")` known. Called once or more per process."""
+    """Register the backend of `WeightTransferConfig(backend="streamrl")`.
+
+    vLLM calls this entry point in every process, possibly more than once.
+    """
     _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -34,9 +37,9 @@ def register() -> None:
             STREAMED.engine, "streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"
         )
     if EAGER in os.environ:
-        # vLLM's sampler has a function of its own compiled, the rank of a sampled token, which nobody reads here: 7 s
-        # of an instance's start with an empty cache, 1.5 s with a full one. Computed as it is written, it takes 0.04 ms
-        # of a step for one request, 3 ms for 64 of a vocabulary of 49,152
+        # vLLM's sampler compiles a function that computes the rank of each sampled token, which nothing here reads: 7 s
+        # of an instance's start with an empty cache, 1.5 s with a full one. Uncompiled, it takes 0.04 ms of a step for
+        # one request, and 3 ms for 64 requests with a vocabulary of 49,152
         import torch
 
         torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
@@ -45,7 +48,7 @@ def register() -> None:
 
 
 def _end_with_instance() -> None:
-    """An engine, or one of its workers, only holds memory once who started it has died."""
+    """End this process when its parent dies: an engine or worker without its instance would only hold memory."""
     global _ends
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or _ends == os.getpid():

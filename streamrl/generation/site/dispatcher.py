@@ -60,7 +60,7 @@ class Dispatcher:
         self.moves = 0
         """Running requests that were moved to another instance since the start."""
         self._send = send
-        self._told = produced
+        self._reported = produced
         self._forecasts: dict[str, Forecast | None] = {}
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._handed_over: dict[str, set[str]] = {}
@@ -160,7 +160,7 @@ class Dispatcher:
         """
         if instance in self._joined:
             await self.hold(instance, requeue=False, why="lost")
-        parked = await self._go_on_elsewhere(self.works_on(instance), kept)
+        parked = await self._continue_elsewhere(self.works_on(instance), kept)
         self.leave(instance)
         return parked
 
@@ -173,9 +173,9 @@ class Dispatcher:
         self._handed_over.setdefault(instance, set()).update(had)
         for sample_id in had:
             await self._send(instance, *wire(Release(sample_id=sample_id)), {})
-        return await self._go_on_elsewhere(had, kept)
+        return await self._continue_elsewhere(had, kept)
 
-    async def _go_on_elsewhere(
+    async def _continue_elsewhere(
         self, had: Iterable[str], kept: Callable[[str], PartialSample | None]
     ) -> list[PartialSample]:
         parked, waiting = [], []
@@ -259,7 +259,7 @@ class Dispatcher:
         await self._place([sample_id for sample_id in wanted if sample_id not in self._at])
 
     async def finished(self, sample_id: str, length: int, instance: str) -> None:
-        """Record a finished sample. Its instance may have been given up: then stop the one that continues the request."""
+        """Record a finished sample. If its instance had been given up, stop the one that continues the request."""
         self._handed_over.get(instance, set()).discard(sample_id)
         if (at := self._at.get(sample_id, instance)) != instance:
             await self._send(at, *wire(Release(sample_id=sample_id)), {})
@@ -316,9 +316,9 @@ class Dispatcher:
             if not decision.moved:
                 await self._start(sample_id, decision.instance, decision.route)
                 continue
-            under_way = sample_id in self._moving
+            already_moving = sample_id in self._moving
             self._moving[sample_id] = (decision.instance, decision.route)
-            if not under_way:
+            if not already_moving:
                 await self._send(self._at[sample_id], *wire(Release(sample_id=sample_id)), {})
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
@@ -328,5 +328,5 @@ class Dispatcher:
 
     def _produced(self, sample_id: str) -> float:
         kept = self.requests[sample_id].kept
-        told = self._told(self._at[sample_id], sample_id) if sample_id in self._at else 0
-        return max(told, len(kept.completion_tokens) if kept else 0)
+        reported = self._reported(self._at[sample_id], sample_id) if sample_id in self._at else 0
+        return max(reported, len(kept.completion_tokens) if kept else 0)

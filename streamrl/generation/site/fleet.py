@@ -1,10 +1,10 @@
-"""The instances of a site: brought in with the weights that are served, updated, and taken out with nothing lost.
+"""The instances of a site: started with the current weights, updated, restarted, and retired without losing work.
 
-How many each pool is to have is told from outside (`scale`); which instances that makes stands in a file that the
-launcher follows (`run_dir/instance_files.py`). An instance's life is in `instance_life.py`: one that dies is started
-again, while others go on with what it had, from the token journal. One that falls silent is given up in the same way:
-its requests go on elsewhere, and nobody waits for it to load weights. If it is heard again it gets the weights that it
-has missed, then requests; if not, it is taken for dead.
+The target number of instances of each pool comes from outside (`scale`). The fleet writes which instances should run
+to a file that the launcher follows (`run_dir/instance_files.py`). `instance_life.py` has an instance's states. One that
+dies is restarted while others continue its requests from the token journal. One that falls silent is given up in the
+same way: its requests continue elsewhere, and weight updates do not wait for it. If it is heard again it gets the
+weights that it has missed, then requests; if the silence lasts, it counts as dead.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SiteFleet:
 
     @property
     def present(self) -> list[str]:
-        """Sorted names of the instances that have connected and neither died nor begun to leave; silent ones included."""
+        """Sorted names of the instances that are connected and not about to leave; silent ones included."""
         there = (Life.STALE, Life.READY, Life.SUSPECT)
         return sorted(name for name, life in self.lives.items() if life.state in there)
 
@@ -147,7 +147,7 @@ class SiteFleet:
             self._curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
             self.lives[name].on("met")
             if not self._weights_fetched:
-                await self._let_in(name)  # the trainer pushes their weights
+                await self._admit(name)  # the trainer pushes their weights
 
     def _say_missing(self, names: list[str]) -> None:
         self.context.say(waiting_for(names))
@@ -251,7 +251,7 @@ class SiteFleet:
         """Wait for a starting instance, give it the served weights, then requests."""
         process = life.process
         try:
-            await self._met(life)
+            await self._await_hello(life)
         except InstanceLost:
             return  # handled where the loss was noticed
         except DeadlineExpired as error:
@@ -271,13 +271,13 @@ class SiteFleet:
             await self._ensure(self._served)
             if await self._update(life.name, self._served) is None:
                 return  # handled where the loss was noticed
-            if self._asleep and not await self._sleeps(life.name):
+            if self._asleep and not await self._put_to_sleep(life.name):
                 return
             if life.process == process and life.can("current"):
-                await self._let_in(life.name)
+                await self._admit(life.name)
         await self._changed()
 
-    async def _met(self, life: InstanceLife) -> None:
+    async def _await_hello(self, life: InstanceLife) -> None:
         """Wait for the hello of an instance's current process; that of an earlier process does not count.
 
         Raises:
@@ -295,7 +295,7 @@ class SiteFleet:
                 self.hub.drop(life.name)
         life.on("met")
 
-    async def _let_in(self, name: str) -> None:
+    async def _admit(self, name: str) -> None:
         life = self.lives[name]
         life.on("current")
         self.dispatcher.leave(name)  # clears the hold of one that was silent
@@ -310,7 +310,7 @@ class SiteFleet:
         async with self._loading:  # it may be loading weights
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=True, why="leaving")
-        async with self.waits.deadline(f"{name} to give back its requests", self.limits.generation_s):
+        async with self.waits.deadline(f"{name} to release its requests", self.limits.generation_s):
             while self.dispatcher.works_on(name):
                 await asyncio.sleep(POLL_S)
         await self.dispatcher.retire(name)
@@ -390,12 +390,11 @@ class SiteFleet:
         await self._changed()
 
     def _log_interrupted(self, name: str) -> None:
-        """Log a lost instance's requests, the tokens it last reported (in a heartbeat or to the journal), and how many
-        of them the journal has."""
-        told = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
+        """Log a lost instance's requests, their tokens by its last report, and how many of these the journal has."""
+        reported = self.hub.peers[name].state.get("produced", {}) if name in self.hub.peers else {}
         kept = {one: self.journal.kept(one) for one in self.dispatcher.works_on(name)}
         known = {one: len(part.completion_tokens) if part is not None else 0 for one, part in kept.items()}
-        counts = len(known), sum(max(told.get(one, 0), n) for one, n in known.items()), sum(known.values())
+        counts = len(known), sum(max(reported.get(one, 0), n) for one, n in known.items()), sum(known.values())
         log.warning("%s had %d requests with %d tokens, of which %d are in the journal", name, *counts)
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
@@ -428,7 +427,7 @@ class SiteFleet:
             stale = [life for life in lives if life.can("current")]
             refined = self._refine()
             for life in stale:
-                await self._let_in(life.name)
+                await self._admit(life.name)
         if stale or refined:
             await self._changed()
         return loaded
@@ -440,8 +439,8 @@ class SiteFleet:
         """
         known = [name for name in self.present if self.dispatcher.knows(name)]
         for name in known:
-            if (told := self.hub.peers[name].state.get("curve")) is not None:
-                self._curves.worked(name, self.lives[name].pool, StepCurve.from_json(told))
+            if (reported := self.hub.peers[name].state.get("curve")) is not None:
+                self._curves.worked(name, self.lives[name].pool, StepCurve.from_json(reported))
         changed = False
         for name in known:
             before, now = self.dispatcher.curve_of(name), self._simulated(name).curve
@@ -478,7 +477,7 @@ class SiteFleet:
         return loaded
 
     async def told_of_weights(self, delivery: Delivery) -> None:
-        """Handle an instance's report that it has loaded a version, or has not found it in the site's store.
+        """Handle an instance's report that it has loaded a version, or did not find it in the site's store.
 
         A missing version is an error only if it is the one being served: an instance that stood still for a while may
         look for an older one, which the store no longer has.
@@ -490,7 +489,7 @@ class SiteFleet:
         if isinstance(delivery.body, WeightsApplied):
             self.answers.take(delivery)
         elif self.answers.give_up(name):
-            await self.died(self.lives[name], f"{name} did not find version {number} of the weights in the site's store")
+            await self.died(self.lives[name], f"{name} did not find weight version {number} in the site's store")
 
     async def _load(self, name: str, version: WeightVersion) -> Loaded:
         waits_for_requests = self.context.run.schedule.on_update == "wait"
@@ -503,10 +502,10 @@ class SiteFleet:
     async def sleep(self) -> None:
         """Have all instances free their devices for training; new weights wake them up."""
         async with self._loading:
-            await asyncio.gather(*(self._sleeps(name) for name in self.present))
+            await asyncio.gather(*(self._put_to_sleep(name) for name in self.present))
             self._asleep = True
 
-    async def _sleeps(self, name: str) -> bool:
+    async def _put_to_sleep(self, name: str) -> bool:
         """Have one instance free its devices. Return False if it died meanwhile or is silent."""
         if self.lives[name].state is Life.SUSPECT:
             self.lives[name].missed = True

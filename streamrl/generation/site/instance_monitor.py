@@ -82,9 +82,9 @@ class InstanceWatch:
         """Give less work to instances whose steps exceed their curves by more than those of the others do."""
         fleet = self.fleet
         for name in fleet.ready:
-            told = fleet.hub.peers[name].state.get("pace") if name in fleet.hub.peers else None
-            if told and self._paces.get(name) != tuple(told):
-                self._paces[name] = number, ratio = int(told[0]), float(told[1])
+            reported = fleet.hub.peers[name].state.get("pace") if name in fleet.hub.peers else None
+            if reported and self._paces.get(name) != tuple(reported):
+                self._paces[name] = number, ratio = int(reported[0]), float(reported[1])
                 if number > 1:  # the first stretch includes the prefill of the first prompts
                     self.slow.heard(name, ratio)
         for name, factor in self.slow.changed(fleet.ready).items():

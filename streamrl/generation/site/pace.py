@@ -33,8 +33,8 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
         before: its work up to the beginning of the stretch.
         now: its work up to the end of the stretch.
 
-        Returns:
-            The ratio; None: too little work to judge.
+    Returns:
+        The ratio; None: too little work to judge.
     """
     tokens, request_s, busy_s = now.tokens - before.tokens, now.request_s - before.request_s, now.busy_s - before.busy_s
     if tokens < LEAST_TOKENS or busy_s <= 0:
@@ -45,9 +45,9 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
 class WorkedCurve:
     """An instance's step curve as measured at the start, refined by the work done since; pure.
 
-    Each stretch of work has a ratio of its step time to the curve's (`pace`). Near batch sizes with enough stretches the
-    curve is multiplied by the median of their ratios, elsewhere by the median of all, so that one size seen under load
-    does not stand out from others that were measured without load.
+    Each stretch of work has a ratio of its step time to the curve's (`pace`). Near batch sizes with enough stretches
+    the curve is multiplied by the median of their ratios, elsewhere by the median of all, so that one size seen under
+    load does not stand out from others that were measured without load.
     """
 
     def __init__(self, start: StepCurve, sizes: Sequence[int]) -> None:

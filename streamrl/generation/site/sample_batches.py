@@ -1,6 +1,6 @@
-"""Finished samples in batches: when a batch goes, how it is packed, whether compression pays, when there are too many.
+"""Batches of finished samples: when one is sent, how it is packed, whether compression pays, when to throttle.
 
-All of it is pure: times are arguments, nothing is sent. `uplink.py` gives it a clock and a link.
+Everything here is pure: times are arguments, nothing is sent. `uplink.py` adds the clock and the link.
 
 A batch is one message `samples`, packed in one of two ways (`packing`):
 
@@ -9,9 +9,9 @@ A batch is one message `samples`, packed in one of two ways (`packing`):
     zstd   payload: the same columns one after the other, bodies last, in one zstd frame. Before that, token ids and
            versions that fit into 16 bits are narrowed to them, and log-probabilities are laid out as byte planes
 
-Both are exact to the bit. Narrowing and planes make the payload 6 % smaller than zstd alone does. Real samples of
-SmolLM2-135M come to 0.38 of their raw bytes; nearly half of that are mantissas of log-probabilities, which nothing
-makes smaller. Deltas of token ids made it larger, runs of versions and bodies by columns no smaller.
+Both are exact to the bit. Narrowing and byte planes make the payload 6 % smaller than zstd alone. Real samples of
+SmolLM2-135M shrink to 0.38 of their raw bytes; nearly half of what remains are mantissas of log-probabilities, which
+do not compress. Deltas of token ids made it larger; run-length coded versions and bodies by columns no smaller.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from streamrl.transport.wire import Arrays
 
 T = TypeVar("T")
 Item = tuple[dict[str, Any], Arrays]
-"""A sample as `sample_to_wire` gives it: (body, arrays)."""
+"""A sample as `sample_to_wire` returns it: (body, arrays)."""
 
 KIND = "samples"
 """The kind of a batch's message."""
 TOKEN_ARRAYS = {"completion_tokens": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "token_versions": np.dtype("<i4")}
-"""A sample's arrays, each of shape [C]."""
+"""Name and type of a sample's arrays, each of shape [C]."""
 _NARROW = np.dtype("<u2")
 _LENGTH = np.dtype("<i4")
 _COLUMNS: dict[str, np.dtype[Any]] = {"lengths": _LENGTH, **TOKEN_ARRAYS, "bodies": np.dtype(np.uint8)}
 LEVEL = 1
-"""Of zstd: level 3 makes the payload 4 % smaller and takes 1.5 times as long, which evens out at 100 Mbit/s."""
+"""Level of zstd: 3 makes the payload 4 % smaller and takes 1.5 times as long, which evens out at 100 Mbit/s."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Most bytes that a compressed batch unpacks to: a receiver allocates them at a sender's word. Larger ones go raw."""
+"""Limit on the unpacked bytes of a compressed batch; larger batches are sent raw.
+
+A receiver allocates these bytes on the sender's word."""
 FIRST_MEASURED, MEASURED_EVERY = 4, 64
-"""Batches that are packed both ways to be compared: the first ones, then one in so many."""
+"""Batches that are packed both ways for comparison: the first `FIRST_MEASURED`, then one in `MEASURED_EVERY`."""
 _NEWEST_WEIGHT = 0.25
-"""Of the newest batch in the exponential averages."""
+"""Weight of the newest batch in the exponential averages."""
 
 
 class SampleBatcher(Generic[T]):
-    """Collects samples until the oldest has waited `max_wait_s`, or they are enough.
+    """Samples collected until the oldest has waited `max_wait_s`, or a size limit is reached.
 
-    With `max_wait_s` 0 a sample is due at once; what has come while the last batch was sent goes together all the same.
+    With `max_wait_s` 0 a sample is due at once; samples that arrive while a batch is being sent share the next.
     """
 
     def __init__(self, max_wait_s: float, max_bytes: int, max_samples: int) -> None:
@@ -64,7 +66,7 @@ class SampleBatcher(Generic[T]):
             max_samples: most samples of a batch.
 
         Raises:
-            ValueError: a limit that lets nothing through.
+            ValueError: a limit lets nothing through.
         """
         if max_wait_s < 0 or max_bytes < 1 or max_samples < 1:
             raise ValueError(f"no batch can be made with {max_wait_s=}, {max_bytes=}, {max_samples=}")
@@ -76,12 +78,12 @@ class SampleBatcher(Generic[T]):
         return len(self._waiting)
 
     def add(self, sample: T, nbytes: int, now: float) -> None:
-        """A sample of that many bytes has come; `now` in seconds of any clock that does not go back."""
+        """Add a sample of `nbytes`; `now` is in seconds of any monotonic clock."""
         self._waiting.append((sample, nbytes, now))
         self._nbytes += nbytes
 
     def due(self, now: float) -> float | None:
-        """When the next batch is to go, `now` at the earliest; None: nothing waits."""
+        """Return when the next batch should be sent, `now` at the earliest; None: nothing waits."""
         if not self._waiting:
             return None
         if self._nbytes >= self.max_bytes or len(self._waiting) >= self.max_samples:
@@ -89,7 +91,7 @@ class SampleBatcher(Generic[T]):
         return max(now, self._waiting[0][2] + self.max_wait_s)
 
     def take(self) -> list[T]:
-        """The next batch, oldest first, also before it is due; empty if nothing waits."""
+        """Remove and return the next batch, oldest sample first, due or not; empty if nothing waits."""
         taken: list[T] = []
         room = self.max_bytes
         while self._waiting and len(taken) < self.max_samples and (not taken or self._waiting[0][1] <= room):
@@ -101,12 +103,12 @@ class SampleBatcher(Generic[T]):
 
 
 class HighMark:
-    """Whether there is too much of something: from above `high` until it is below half of that."""
+    """High-water mark with hysteresis: passed from above `high` until below half of it."""
 
     def __init__(self, high: int) -> None:
         """
         Raises:
-            ValueError: the mark is not positive.
+            ValueError: the mark is below 1.
         """
         if high < 1:
             raise ValueError(f"a mark of {high} is always passed")
@@ -114,26 +116,26 @@ class HighMark:
         self.passed = False
 
     def update(self, level: int) -> bool:
-        """Takes a new level; returns whether `passed` has changed."""
+        """Record a new level; return whether `passed` has changed."""
         before = self.passed
         self.passed = level > self.high if not before else level >= self.high / 2
         return self.passed != before
 
 
 class CompressionChoice:
-    """Whether to compress, from what packing has taken and saved so far.
+    """The choice between compressed and raw batches, from the measured seconds and bytes of both.
 
-    It pays when a raw byte's share of (seconds to pack + bytes that travel / bytes per second of the link) is smaller
-    compressed than raw. Averages are exponential, over sums, so that small batches count by their bytes.
+    Compression pays when (seconds to pack + bytes sent / bytes per second of the link), per raw byte, is smaller
+    compressed than raw. Averages are exponential, over sums, so that batches count by their bytes.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
         """
         Args:
-            bytes_per_s: of the link; None or infinite: never compress.
+            bytes_per_s: bandwidth of the link; None or infinite: never compress.
 
         Raises:
-            ValueError: it is not positive.
+            ValueError: the bandwidth is not positive.
         """
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(f"a link of {bytes_per_s} bytes per second carries nothing")
@@ -145,16 +147,16 @@ class CompressionChoice:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes after compression per byte before it; None: not measured."""
+        """Compressed bytes per raw byte; None: not measured."""
         return self._small[2] / self._small[0] if self._small[0] else None
 
     @property
     def mb_per_s(self) -> float | None:
-        """10^6 bytes that are compressed in a second, packing included; None: not measured."""
+        """Speed of compression in 10^6 raw bytes per second, packing included; None: not measured."""
         return self._small[0] / self._small[1] / 1e6 if self._small[1] else None
 
     def next(self) -> Literal["raw", "zstd", "both"]:
-        """How to pack the next batch; 'both': each way, and to send the one that `compressing` says afterwards."""
+        """Return how to pack the next batch; 'both': pack it each way, then send the one that `compressing` selects."""
         if math.isinf(self.bytes_per_s):
             return "raw"
         number, self._batches = self._batches, self._batches + 1
@@ -163,12 +165,12 @@ class CompressionChoice:
         return "zstd" if self.compressing else "raw"
 
     def packed_raw(self, nbytes: int, seconds: float) -> None:
-        """A batch of that many bytes was packed without compression."""
+        """Record a batch of `nbytes` that was packed without compression."""
         self._raw = (_average(self._raw[0], nbytes), _average(self._raw[1], seconds))
         self._decide()
 
     def packed_small(self, nbytes: int, seconds: float, after: int) -> None:
-        """A batch of `nbytes` was compressed, to `after` bytes."""
+        """Record a batch of `nbytes` that was compressed to `after` bytes."""
         before, took, small = self._small
         self._small = (_average(before, nbytes), _average(took, seconds), _average(small, after))
         self._decide()
@@ -185,17 +187,17 @@ def _average(before: float, newest: float) -> float:
 
 
 def sample_bytes(body: dict[str, Any], arrays: Arrays) -> int:
-    """Bytes of one sample in a batch that is packed raw.
+    """Return the bytes that a sample takes in a raw batch.
 
     Raises:
-        ValueError: it cannot be packed.
+        ValueError: the sample cannot be packed.
     """
     length = _length(arrays)
     return len(_encoded(body)) + _LENGTH.itemsize + length * sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
 
 
 def _length(arrays: Arrays) -> int:
-    """Tokens of a sample.
+    """Return the number of a sample's tokens.
 
     Raises:
         ValueError: its arrays are not those of a sample.
@@ -219,14 +221,14 @@ def _encoded(bodies: Any) -> bytes:
 
 
 def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(body, arrays) of one message for many samples; see the module's text.
+    """Pack samples into the (body, arrays) of one message; the module's docstring has the format.
 
     Args:
-        items: any number; token arrays int32, log-probabilities float32, of one length within a sample.
-        compress: a batch of more than `MAX_UNPACKED_BYTES` is not compressed all the same.
+        items: any number of samples; token arrays int32, log-probabilities float32, of one length within a sample.
+        compress: whether to compress; a batch of more than `MAX_UNPACKED_BYTES` is packed raw all the same.
 
     Raises:
-        ValueError: an item is not a sample, or its body is not what msgpack carries.
+        ValueError: an item is not a sample, or msgpack cannot encode its body.
     """
     columns = {"lengths": np.asarray([_length(arrays) for _, arrays in items], dtype=_LENGTH)}
     for name, dtype in TOKEN_ARRAYS.items():
@@ -248,7 +250,7 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
 
 
 def _fits(column: np.ndarray) -> bool:
-    """Whether a column is of integers that 16 bits hold."""
+    """Return whether a column holds integers that fit into 16 unsigned bits."""
     return column.dtype.kind == "i" and (not column.size or (column.min() >= 0 and column.max() < 1 << 16))
 
 
@@ -259,10 +261,10 @@ def _transformed(column: np.ndarray, narrow: bool) -> np.ndarray:
 
 
 def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
-    """The samples of a message `samples`, in order, with arrays that are views of the batch's.
+    """Return the samples of a message `samples`, in order; their arrays are views of the batch's.
 
     Raises:
-        ValueError: it is nothing that `pack_samples` makes.
+        ValueError: `pack_samples` cannot have made this message.
     """
     match body.get("packing"):
         case "raw":
@@ -295,10 +297,10 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
 
 
 def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]:
-    """The columns of a compressed batch, of the sizes that its body says.
+    """Decompress the columns of a batch, whose sizes its body declares.
 
     Raises:
-        ValueError: sizes that cannot be, or a payload that is not of them.
+        ValueError: the sizes are impossible, or the payload does not match them.
     """
     samples, tokens, bodies = (_count(body.get(key)) for key in ("samples", "tokens", "bodies"))
     narrow = body.get("narrow")
@@ -330,7 +332,7 @@ def _count(value: object) -> int:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column in a payload."""
+    """A column of a payload."""
 
     name: str
     count: int

@@ -1,4 +1,4 @@
-"""The generation service of a site: requests in, dispatch to the site's instances, finished samples out, weights in.
+"""The generation service of a site: dispatches requests to instances, returns finished samples, brings in weights.
 
 controller   - generate, park, resume, use ->   service   - generate, release ->   instances
              <- samples, parked -                          <- sample, released -
@@ -8,8 +8,8 @@ controller   - generate, park, resume, use ->   service   - generate, release ->
              <- fleet -
              - finish ->
 
-Between the controller and a service of another site lies a link: samples go over it in batches (`uplink.py`), and all
-times are told in the controller's clock.
+A service of another site reaches the controller over a link: samples go over it in batches (`uplink.py`), and all
+times are converted to the controller's clock.
 """
 
 from __future__ import annotations
@@ -74,17 +74,18 @@ log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 1.0
 TO_AN_INSTANCE = 100_000
-"""Messages that may be under way to one. Its slots bound them: a send that had to wait for a silent instance would hold
-up all others."""
+"""Messages that may be in flight to one instance.
+
+Its slots are the actual limit: a send that waited for credits of a silent instance would hold up all others."""
 JOURNAL_S = 0.5
-"""Between two writes of the token journal."""
+"""Seconds between two writes of the token journal."""
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
-"""Of a sample: what the instance has put down by this site's clock."""
+"""Times of a sample that the instance takes from this site's clock."""
 SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
 
 
 class GenerationService:
-    """One site's service."""
+    """The service of one site: connects the controller, the dispatcher, the instances and the weight relay."""
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
@@ -96,14 +97,14 @@ class GenerationService:
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
         self._orphaned = asyncio.Event()
         self.round = 0
-        """The controller's newest round, as far as it has been told here."""
+        """The newest round that the controller has announced."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader({"instance": site_instance.FROM_INSTANCE})
         self.controller = to_home(context, "service", self.waits)
         self.controller.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
         self.uplink = make_uplink(context, self.controller)
-        # what a service before this one has left: the run may have gone back since
+        # versions of an earlier service are of no use: the run may have gone back to an older checkpoint since
         WeightStore(context.weights_folder).clear()
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
@@ -113,13 +114,13 @@ class GenerationService:
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     async def run(self) -> None:
-        """Serves until the run is over (at the trainer's site until the process is ended).
+        """Serve until the run is over (at the trainer's site until the process is ended).
 
         Raises:
             PeerLost: an instance, the controller or the publisher fell silent.
-            Refused: the trainer's site does not let this one in.
-            RunFailed: the run has ended there, and not well.
-            StartAgain: the controller is another one: it may have gone back, and asks for everything anew.
+            Refused: the trainer's site refuses this one.
+            RunFailed: the run has ended with an error.
+            StartAgain: the controller was restarted: it may have gone back to a checkpoint, and issues all work again.
         """
         self.hub.bind(self.context.addresses.services[self.site])
         await self.fleet.open()
@@ -139,7 +140,7 @@ class GenerationService:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
                 beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
                 if self.context.remote:
-                    beside.append(self._keep_telling())
+                    beside.append(self._keep_site_status())
                 running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
                 for task in running:
@@ -151,21 +152,21 @@ class GenerationService:
             self.journal.close()
 
     async def _throttle(self) -> None:
-        """Nothing new is started while finished samples do not leave fast enough."""
+        """Throttle dispatch while finished samples do not leave fast enough."""
         while True:
             await self.dispatcher.throttle(await self.uplink.changed())
 
-    async def _keep_telling(self) -> None:
-        """Writes `site.json` for this site's launcher."""
+    async def _keep_site_status(self) -> None:
+        """Write `site.json` for this site's launcher, once a second."""
         while True:
-            write_site(self.context.run_dir, self._told("serving"))
+            write_site(self.context.run_dir, self._site_status("serving"))
             await asyncio.sleep(TELL_EVERY_S)
 
     async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
-        """Serves until the run is over.
+        """Carry out the controller's commands until the run is over.
 
         Raises:
-            RunFailed: it did not end well.
+            RunFailed: the run ended with an error.
         """
         while True:
             delivery = await self.controller.receive()
@@ -174,7 +175,7 @@ class GenerationService:
                     delivery.ack()
                     if self.context.remote:
                         with contextlib.suppress(OSError):
-                            write_site(self.context.run_dir, self._told(end.state))
+                            write_site(self.context.run_dir, self._site_status(end.state))
                     if end.state != "done":
                         why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
@@ -200,8 +201,10 @@ class GenerationService:
             delivery.ack()
 
     def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
-        """Requests that a service before this one had go on from the tokens that it has noted, unless those are of
-        weights that the run has gone back behind."""
+        """Add to requests the tokens that an earlier service's journal has of them, unless newer weights produced them.
+
+        Weights are newer than the run's when it has gone back to a checkpoint.
+        """
         found = []
         for request in requests:
             kept = self.journal.kept(request.sample_id)
@@ -215,31 +218,32 @@ class GenerationService:
         await self.fleet.send(name, kind, body, arrays)
 
     async def _tell_parked(self, partial: PartialSample) -> None:
-        """A request has used up its budget of tokens."""
+        """Report to the controller that a request has used up its token budget."""
         parked = Parked(sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round)
         await self.controller.send(*wire(parked))
 
     async def _end_if_orphaned(self) -> None:
         await self._orphaned.wait()
-        raise StartAgain("the controller is another one than before")
+        raise StartAgain("the controller was restarted")
 
     async def _keep_journal(self) -> None:
-        """Writes the token journal to its file, from time to time."""
+        """Write the token journal to its file every `JOURNAL_S` seconds."""
         while True:
             await asyncio.sleep(JOURNAL_S)
             self.journal.flush()
 
     async def _fleet_changed(self) -> None:
-        """The controller is told; a hello of a later connection says it, too."""
+        """Report the instances to the controller, now and in the hello of every later connection."""
         fleet = fleet_to_wire(self.fleet.instances())
         self.controller.meta["fleet"] = fleet
-        instances = {name: InstanceState(**told) for name, told in self.fleet.told().items()}
+        instances = {name: InstanceState(**values) for name, values in self.fleet.told().items()}
         await self.controller.send(*wire(FleetChanged(fleet=fleet, instances=instances)))
 
     def _produced(self, instance: str, sample_id: str) -> float:
-        """As the instance's last heartbeat has told, so up to a second old."""
-        told = self.hub.peers[instance].state.get("produced", {}).get(sample_id, 0) if instance in self.hub.peers else 0
-        return float(told)
+        """Return the tokens that the instance's last heartbeat reported for a sample, at most a second old."""
+        if instance not in self.hub.peers:
+            return 0.0
+        return float(self.hub.peers[instance].state.get("produced", {}).get(sample_id, 0))
 
     async def _from_instances(self) -> None:
         while True:
@@ -260,7 +264,7 @@ class GenerationService:
                     delivery.ack()
                 case Progress() as progress:
                     for start, part in progress_from_wire(progress, delivery.arrays):
-                        if self.dispatcher.has(delivery.peer, part.sample_id):  # else others go on with it
+                        if self.dispatcher.has(delivery.peer, part.sample_id):  # else another instance continues it
                             self.journal.add(start, part)
                     delivery.ack()
                 case InstanceAsleep():
@@ -273,11 +277,12 @@ class GenerationService:
                     delivery.ack()
                     if (call := self._calls.get((answer.call, delivery.peer))) is not None:
                         call.set_result(None)
-                case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):  # else it was told to leave
-                    log.warning("%s has said goodbye", delivery.peer)  # the launcher tells why
+                case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):
+                    # the instance left without an order to
+                    log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why
 
     async def _update_weights(self, order: LoadWeights) -> None:
-        """Fetches a version once and has every instance of the site load it."""
+        """Fetch a version once and have every instance of the site load it."""
         started, before = time.time(), self.weights.bytes_received
         version, source = await self.weights.fetch(order.number, order.content_hash, order.source)
         fetched = time.time()
@@ -296,12 +301,12 @@ class GenerationService:
         await self.controller.send(*wire(report))
 
     async def _sleep(self) -> None:
-        """All instances free their devices for training; new weights wake them up."""
+        """Have all instances free their devices for training; new weights wake them up."""
         await self.fleet.sleep()
         await self.controller.send(*wire(SiteAsleep()))
 
     async def _weight_call(self, order: WeightCall) -> None:
-        """One call of the trainer-driven (NCCL) update, passed to every instance; answered when all have."""
+        """Pass a call of the trainer-driven (NCCL) update to every instance; answer when all have answered."""
         loop = asyncio.get_running_loop()
         instances = self.fleet.ready
         call = order.call
@@ -320,29 +325,29 @@ class GenerationService:
         await self.controller.send(*wire(WeightAnswer(call=call)))
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
-        """Of every instance what its heartbeat said, without its requests' progress, which stays here."""
+        """Return every instance's last heartbeat, without its requests' progress, which stays here."""
         states = {}
         for name, life in self.fleet.lives.items():
-            told = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
-            told.pop("produced", None)
-            told.pop("curve", None)
-            if told.get("busy_since"):
-                told["busy_since"] = self.controller.clock.to_hub_time(told["busy_since"])
+            state = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
+            state.pop("produced", None)
+            state.pop("curve", None)
+            if state.get("busy_since"):
+                state["busy_since"] = self.controller.clock.to_hub_time(state["busy_since"])
             if life.state is not Life.READY:
-                told |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
-                told["running"] = len(self.dispatcher.works_on(name))
+                state |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
+                state["running"] = len(self.dispatcher.works_on(name))
             elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
-                told["detail"] = f"{factor:.1f} times as slow as the others"
-            states[name] = told
+                state["detail"] = f"{factor:.1f} times as slow as the others"
+            states[name] = state
         return states
 
     def _in_home_time(self, sample: FinishedSample) -> FinishedSample:
-        """A sample's times by the controller's clock; when it was queued, the controller said itself."""
+        """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
         home = self.controller.clock.to_hub_time
         return msgspec.structs.replace(sample, **{key: home(getattr(sample, key)) for key in OWN_TIMES})
 
-    def _told(self, state: str) -> dict[str, Any]:
-        """For this site's launcher (`run_dir/site_status.py`)."""
+    def _site_status(self, state: str) -> dict[str, Any]:
+        """Return the contents of `site.json` (`run_dir/site_status.py`)."""
         uplink, clock = self.uplink, self.controller.clock
         saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
         return {

@@ -1,8 +1,7 @@
-"""Weights at a site that generates: from the trainer's site or from another one's relay, and on to others.
+"""Weights at a site that generates: fetched from the trainer's site or another site's relay, and passed on to others.
 
-Every version is verified before it is stored, and stored before it is passed on (`weights/site_relay.py`). A site that
-the controller tells to get its weights elsewhere than at the trainer's falls back to that if they are not there in
-time.
+Every version is verified before it is stored, and stored before it is passed on (`weights/site_relay.py`). When the
+controller names another site as the source and the weights do not come from there in time, the trainer's site is used.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from streamrl.weights.version import WeightVersion
 log = logging.getLogger(__name__)
 
 SOURCE_S = 60.0
-"""For a version to come from another site's relay, which may itself be waiting for it."""
+"""Seconds for a version to come from another site's relay, which may itself be waiting for it."""
 ASK_AGAIN_S = 0.25
 
 
 class SiteWeights:
-    """See the module's text."""
+    """The weights of one site: its store, the relays that fill it, and the publisher that passes them on."""
 
     def __init__(self, context: RoleContext, waits: WaitRegistry) -> None:
         self.context, self.waits = context, waits
         self.home = make_relay(context, to_home(context, "relay", waits))
-        """Gets weights from the trainer's site."""
+        """Relay that gets weights from the trainer's site."""
         self.store = self.home.store
         self.version: int | None = None
-        """Newest one in the store."""
+        """Newest version in the store."""
         self._last = self.home
         self._others: dict[str, WeightRelay] = {}
-        """Relays that get weights from other sites, once they were needed."""
+        """Relays that get weights from other sites, by site; made when first needed."""
         self._hub = relay_hub(context, waits) if context.addresses.relay_outside else None
         self._publisher = make_publisher(context, self._hub) if self._hub is not None else None
 
@@ -55,39 +54,39 @@ class SiteWeights:
 
     @property
     def bytes_received(self) -> int:
-        """Of weights, since the start."""
+        """Bytes of weights received since the start."""
         return self.home.bytes_received + sum(relay.bytes_received for relay in self._others.values())
 
     @property
     def corrupt(self) -> int:
-        """Parts that arrived damaged and were fetched again."""
+        """Payloads that arrived damaged and were fetched again."""
         return self.home.corrupt + sum(relay.corrupt for relay in self._others.values())
 
     async def connect(self) -> None:
-        """Connects to the trainer's site, and opens the door to others if there is one."""
+        """Connect to the trainer's site, and listen for other sites if this one passes weights on."""
         if self._hub is not None:
             bind_outside(self.context, self._hub, self.context.addresses.relay_outside)
         await connect_home(self.context, self.home.link, self.context.addresses.publisher)
 
     async def serve(self) -> None:
-        """Serves other sites until cancelled; returns at once if there is no door to them."""
+        """Serve other sites until cancelled; return at once if this one does not pass weights on."""
         if self._publisher is not None:
             await self._publisher.serve()
 
     async def fetch(self, number: int, content_hash: str, source: str | None) -> tuple[WeightVersion, str | None]:
-        """Brings a version, or a newer one, into the store, and makes it available to other sites.
+        """Bring a version, or a newer one, into the store, and make it available to other sites.
 
         Args:
-            number: of the version.
-            content_hash: of its weights.
+            number: number of the version.
+            content_hash: hash of its weights.
             source: the site to get it from; None: the trainer's.
 
         Returns:
-            The version, and where it came from, as `source`.
+            The version, and the site that it came from, in the form of `source`.
 
         Raises:
-            DeadlineExpired: it was not there in time.
-            RunFailed: it cannot be had, or is of another model.
+            DeadlineExpired: the version did not come in time.
+            RunFailed: the version is not available, or belongs to another model.
         """
         if source is not None:
             try:
@@ -104,10 +103,10 @@ class SiteWeights:
         return found, source
 
     async def ensure(self, version: WeightVersion) -> None:
-        """Sees to it that a version that was fetched a while ago is still whole in the store.
+        """Make sure that a version that was fetched earlier is still intact in the store; fetch it again otherwise.
 
         Raises:
-            DeadlineExpired, RunFailed: it is not, and cannot be had again.
+            DeadlineExpired, RunFailed: it is damaged, and cannot be fetched again.
         """
         if not await asyncio.to_thread(self.store.is_whole, version.number):
             log.warning("weights %d are damaged in the store: fetching them again", version.number)
@@ -115,11 +114,11 @@ class SiteWeights:
 
     @property
     def last_s(self) -> float:
-        """Seconds of the transfer that ended last."""
+        """Seconds that the latest transfer took."""
         return self._last.last.seconds if self._last.last is not None else 0.0
 
     async def _fetch_from(self, source: str, number: int, content_hash: str) -> WeightVersion:
-        """From another site's relay, asked again until it has the version."""
+        """Fetch a version from another site's relay, and repeat until that relay has it."""
         if source not in self._others:
             link = to_relay(self.context, source, self.waits)
             await connect_relay(self.context, link, source)
@@ -135,7 +134,7 @@ class SiteWeights:
                 return found
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         for relay in (self.home, *self._others.values()):
             await relay.link.close()
         if self._hub is not None:

@@ -1,4 +1,4 @@
-"""Step times of a site's instances, as its plans take them."""
+"""Step times of a site's instances, as used in its plans."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import GenerationPool
 
 CHANGE = 0.1
-"""Of a step time: less is not passed on, as it would be within what two measurements differ by."""
+"""Smallest relative change of a step time that is passed on; two measurements differ by less."""
 
 
 class FleetCurves:
-    """Like instances have the same step times, the mean of what they measured, so that plans do not take noise for a
-    difference."""
+    """Step times shared by instances of a kind: the mean of their measurements.
+
+    So plans do not take noise for a difference between instances.
+    """
 
     def __init__(self, pools: Mapping[str, GenerationPool]) -> None:
         self._pools = pools
@@ -24,16 +26,18 @@ class FleetCurves:
         self._worked: dict[str, tuple[str, StepCurve]] = {}
 
     def measured(self, pool: str, curve: StepCurve) -> None:
-        """What an instance of a pool has measured while nothing else disturbed it."""
+        """Add the curve that an instance of a pool measured as it started."""
         self._measured.append((pool, curve))
 
     def worked(self, name: str, pool: str, curve: StepCurve) -> None:
-        """What an instance's work says by now (`pace.WorkedCurve`): it counts in place of what instances like it have
-        measured as they started."""
+        """Set the curve that an instance's work shows (`pace.WorkedCurve`).
+
+        It replaces the curves that instances of its kind measured as they started.
+        """
         self._worked[name] = pool, curve
 
     def simulated(self, name: str, pool: str, slots: int) -> SimulatedInstance:
-        """An instance, with the step times of its kind."""
+        """Return an instance with the step times of its kind."""
         worked = self._alike(self._worked.values(), pool)
         return SimulatedInstance(name, StepCurve.mean(worked or self._alike(self._measured, pool)), slots, pool)
 
@@ -46,7 +50,9 @@ class FleetCurves:
 
 
 def differ(one: StepCurve, other: StepCurve) -> bool:
-    """Whether plans by one curve would be other than by the other: their step times are further apart than `CHANGE`, in
-    proportion, at a batch size that either of them has."""
+    """Return whether two curves are so far apart that plans should change.
+
+    They are if their step times differ by more than the fraction `CHANGE` at a batch size that either of them has.
+    """
     sizes = sorted({*one.batches, *other.batches})
     return bool(np.any(np.abs(np.log(one.base(sizes) / other.base(sizes))) > np.log1p(CHANGE)))

@@ -1,9 +1,9 @@
-"""The token journal of a site's service: what every running request has produced, so that another instance can go on
-from there when its own one dies.
+"""The token journal of a site's service: what running requests have produced, in case their instance dies.
 
-Instances tell what is new about four times a second. It is kept in memory and in a SQLite file, which outlives the
-service (not a power cut: it is not forced to disk, what it saves is only time). Memory and file are bounded by the
-tokens of requests that are under way: what is finished, or given back, is forgotten.
+Another instance then continues from these tokens. Instances report new tokens about four times a second. The journal is
+kept in memory and in a SQLite file, which outlives the service (but not a power cut: it is not forced to disk, since
+all it saves is time). Memory and file are bounded by the tokens of requests in flight: finished and released requests
+are forgotten.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Row = tuple[str, int, bytes, bytes, bytes, float, float]
 
 
 def _checksum(*row: object) -> int:
-    """Of a row; a byte that was changed on disk is no token of an answer."""
+    """Return the checksum of a row, so that bytes damaged on disk never become tokens of an answer."""
     sample_id, start, *blobs, dispatched, first = row
     found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {[len(b) for b in blobs]}".encode())  # type: ignore[arg-type]
     for blob in blobs:
@@ -51,7 +51,7 @@ def _checksum(*row: object) -> int:
 
 @dataclass
 class _Entry:
-    """One request's tokens, in parts as they came."""
+    """The tokens of one request, in the parts that were reported."""
 
     t_dispatched: float
     t_first_token: float
@@ -68,19 +68,19 @@ class _Entry:
 
 
 class TokenJournal:
-    """See the module's text."""
+    """The tokens of all running requests, in memory and in a SQLite file."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, with what an earlier service has left in it. A file that cannot be read is begun anew."""
+        """Open the file and load what an earlier service left in it. An unreadable file is replaced by an empty one."""
         self._entries: dict[str, _Entry] = {}
         self._forgotten: set[str] = set()
-        """Still in the file."""
+        """Requests that were forgotten but are still in the file."""
         self._new: defaultdict[str, list[_Row]] = defaultdict(list)
-        """Not yet in the file, by request."""
+        """Rows that are not yet in the file, by request."""
         try:
             self._db = self._open(path)
         except (sqlite3.DatabaseError, TypeError, ValueError) as error:
-            log.warning("beginning the token journal %s anew: %s", path, error)
+            log.warning("replacing the unreadable token journal %s with an empty one: %s", path, error)
             for suffix in ("", "-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             self._db = self._open(path)
@@ -93,8 +93,8 @@ class TokenJournal:
         for *row, checksum in db.execute("SELECT * FROM parts ORDER BY sample_id, start"):
             sample_id, start, tokens, logprobs, versions, dispatched, first = row
             if checksum != _checksum(*row):
-                # what follows it begins where nothing ends, so it is left out, too
-                log.warning("a part of the token journal of %s is damaged", sample_id)
+                # later parts no longer connect to the ones before, so they are left out, too
+                log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
                 continue
             arrays = (np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32))
             self._append(sample_id, start, *arrays, np.frombuffer(versions, np.int32), dispatched, first)
@@ -102,14 +102,14 @@ class TokenJournal:
 
     @property
     def tokens(self) -> int:
-        """Kept now."""
+        """Tokens in the journal now."""
         return sum(entry.length for entry in self._entries.values())
 
     def add(self, start: int, part: PartialSample) -> bool:
-        """What a request has produced from token `start` on.
+        """Add what a request has produced from token `start` on.
 
         Returns:
-            False: something before it is missing here, so it is of no use.
+            Whether the part is usable; False: earlier tokens are missing here.
         """
         times = part.t_dispatched, part.t_first_token
         before = self._entries[part.sample_id].length if part.sample_id in self._entries else 0
@@ -138,7 +138,7 @@ class TokenJournal:
             entry.add(tokens, logprobs, versions)
 
     def kept(self, sample_id: str) -> PartialSample | None:
-        """All that is known of a request; None: nothing."""
+        """Return everything that is known of a request; None: nothing is."""
         entry = self._entries.get(sample_id)
         if entry is None or not entry.length:
             return None
@@ -152,18 +152,18 @@ class TokenJournal:
         )
 
     def forget(self, sample_ids: Iterable[str]) -> None:
-        """These have ended, or are wanted no more."""
+        """Forget requests that have ended or are no longer wanted."""
         for sample_id in sample_ids:
             if self._entries.pop(sample_id, None) is not None:
                 self._forgotten.add(sample_id)
                 self._new.pop(sample_id, None)
 
     def forget_all(self) -> None:
-        """Whatever was under way is wanted no more."""
+        """Forget all requests."""
         self.forget(list(self._entries))
 
     def flush(self) -> None:
-        """Writes what is new to the file. A file that cannot be written costs what it would have saved, no more."""
+        """Write what is new to the file. A failure is only logged: without the journal, tokens are generated again."""
         new = [(*row, _checksum(*row)) for rows in self._new.values() for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
         self._new.clear()
@@ -178,6 +178,6 @@ class TokenJournal:
             log.warning("the token journal cannot be written: %s", error)
 
     def close(self) -> None:
-        """Writes what is new and closes the file."""
+        """Write what is new and close the file."""
         self.flush()
         self._db.close()

@@ -1,15 +1,15 @@
-"""A site's finished samples on their way to the controller: batched, compressed when it pays, never dropped.
+"""The path of a site's finished samples to the controller: batched, compressed when it pays, never dropped.
 
 put -> batch -> pack (large ones in a thread) -> link -> committed by the controller -> every sample's `on_ack`
 
-Nothing is dropped: a sample counts into the backlog from `put` until the controller has committed its batch, and the
-link keeps and repeats what is not acknowledged. So a link that is down lets the backlog grow. Above the high mark the
-uplink is congested, and whoever dispatches must start no new requests until it is below half of it (`changed`,
-`Dispatcher.throttle`). `put` itself never waits: what runs may always finish. So the backlog is bounded by
+Nothing is dropped: a sample counts towards the backlog from `put` until the controller has committed its batch, and the
+link keeps and repeats what is not acknowledged. So the backlog grows while a link is down. Above the high mark the
+uplink is congested, and the dispatcher must start no new requests until the backlog is below half of it (`changed`,
+`Dispatcher.throttle`). `put` itself never waits: running requests may always finish. So the backlog is bounded by
 
     high mark + (requests that run when it is passed) x (bytes of the longest sample)
 
-and memory by that and the packed copies of the batch that is just being sent.
+and memory by that plus the packed copies of the batch being sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BATCH_S = 0.05
 """Seconds that a sample waits for others before it goes over a link."""
 BATCH_SAMPLES = 256
 THREAD_BYTES = 128 * 1024
-"""Batches from this size on are packed in a thread: smaller ones take less than a millisecond."""
+"""Smallest batch that is packed in a thread; smaller ones take less than a millisecond."""
 MARK_S = 10.0
 MIN_MARK, MAX_MARK = 4 * 1000 * 1000, 256 * 1000 * 1000
 
@@ -57,7 +57,10 @@ class _Waiting:
 
 
 class Uplink:
-    """See the module's text. `run` must run as a task; all else is called from its event loop."""
+    """A queue of finished samples that are sent to the controller in batches.
+
+    `run` must run as a task; everything else is called from its event loop.
+    """
 
     def __init__(
         self,
@@ -69,10 +72,10 @@ class Uplink:
     ) -> None:
         """
         Args:
-            link: to the controller; may be in use for other messages too.
-            batcher: an empty one, when a batch goes.
-            choice: whether it is compressed.
-            high_mark: bytes of backlog above which it is congested; see `marks`.
+            link: connection to the controller; other messages may use it, too.
+            batcher: empty batcher that decides when a batch is sent.
+            choice: decides whether a batch is compressed.
+            high_mark: bytes of backlog above which the uplink is congested; see `marks`.
             limit_s: seconds that a batch may wait for the link to take it; None: what the link allows by default, which
                 is at least as long as its hub may be away.
 
@@ -84,15 +87,15 @@ class Uplink:
         self.choice = choice
         self.limit_s = limit_s
         self.backlog_bytes = self.backlog_samples = 0
-        """Put and not yet acknowledged; bytes as if packed raw."""
+        """Backlog of samples that are not yet acknowledged; bytes as if packed raw."""
         self.samples = self.batches = 0
-        """Handed to the link since the start."""
+        """Samples and batches handed to the link since the start."""
         self.raw_bytes = self.sent_bytes = 0
-        """Of these: as if packed raw, and of the arrays that the link got."""
+        """Bytes of these samples: as if packed raw, and of the arrays that were handed to the link."""
         self.compress_s = 0.0
-        """Seconds spent on compressing, packing included."""
+        """Seconds spent on compression, packing included."""
         self._mark = HighMark(high_mark)
-        self._told = False
+        self._returned = False
         self._change = asyncio.Event()
         self._news = asyncio.Event()
         self._empty = asyncio.Event()
@@ -100,8 +103,11 @@ class Uplink:
 
     @staticmethod
     def marks(bytes_per_s: float | None, rtt_s: float) -> int:
-        """A high mark in bytes for a link: what it carries in 10 s and a round trip, which is many times bandwidth x
-        delay, so that throttling starves no link that works; 4 to 256 MB. None: a link without a known limit."""
+        """Return a high mark for a link: the bytes that it carries in 10 s and a round trip, within 4 to 256 MB.
+
+        This is many times bandwidth x delay, so that throttling never starves a working link. `bytes_per_s` None: the
+        link has no known limit.
+        """
         return int(min(MAX_MARK, max(MIN_MARK, (np.inf if bytes_per_s is None else bytes_per_s) * (MARK_S + rtt_s))))
 
     @property
@@ -110,21 +116,21 @@ class Uplink:
         return self._mark.passed
 
     async def changed(self) -> bool:
-        """Waits until `congested` is not what this returned last (at first: False), and returns it.
+        """Wait until `congested` differs from what this returned last (at first: False), and return it.
 
-        It waits as long as all is well; a link that is down for too long ends `run`. For one caller.
+        It waits without a limit; a link that is down for too long ends `run`. For a single caller.
         """
-        while self.congested == self._told:
+        while self.congested == self._returned:
             self._change.clear()
             await self._change.wait()
-        self._told = self.congested
-        return self._told
+        self._returned = self.congested
+        return self._returned
 
     async def put(self, body: dict[str, Any], arrays: Arrays, on_ack: Callable[[], None]) -> None:
-        """Takes a finished sample, at once; `on_ack` is called once, when the controller has committed it.
+        """Queue a finished sample without waiting; `on_ack` is called once, when the controller has committed it.
 
         Raises:
-            ValueError: it is not a sample, or cannot be packed; it is not taken.
+            ValueError: it is not a sample, or cannot be packed; it is not queued.
         """
         nbytes = sample_bytes(body, arrays)
         self.batcher.add(_Waiting(body, arrays, nbytes, on_ack), nbytes, time.monotonic())
@@ -132,7 +138,7 @@ class Uplink:
         self._news.set()
 
     async def run(self) -> None:
-        """Sends batches when they are due, until cancelled.
+        """Send batches when they are due, until cancelled.
 
         Raises:
             DeadlineExpired: the link took nothing for `limit_s` seconds.
@@ -151,10 +157,10 @@ class Uplink:
                 await self._send(self.batcher.take())
 
     async def flush(self, limit_s: float) -> None:
-        """Sends what waits without waiting for more, until everything that was put is acknowledged; `run` must run.
+        """Send everything queued at once, and wait until it is acknowledged; `run` must be running.
 
         Raises:
-            DeadlineExpired: after `limit_s` seconds.
+            DeadlineExpired: it is not acknowledged within `limit_s` seconds.
         """
         self._rushed = True
         self._news.set()
@@ -167,7 +173,7 @@ class Uplink:
             self._rushed = False
 
     def state(self) -> dict[str, Any]:
-        """What a heartbeat tells of it, as plain values."""
+        """Return the fields for a heartbeat, as plain values."""
         return {
             "backlog_samples": self.backlog_samples,
             "backlog_bytes": self.backlog_bytes,
@@ -209,7 +215,7 @@ class Uplink:
         return chosen
 
     async def _packed(self, batch: Sequence[_Waiting], nbytes: int, compress: bool) -> tuple[PackedSamples, float]:
-        """The batch packed, and the seconds that it took."""
+        """Return the packed batch, and the seconds that packing took."""
 
         def pack() -> tuple[PackedSamples, float]:
             started = time.perf_counter()
@@ -233,7 +239,7 @@ class Uplink:
 
 
 def make_uplink(context: RoleContext, controller: Link) -> Uplink:
-    """A site's finished samples on their way to the controller: one by one inside a site, in batches over a link."""
+    """Make a site's uplink to the controller: samples go one by one inside a site, in batches over a link."""
     link = context.link
     bandwidth = None if link is None else link.bytes_per_s
     batcher: SampleBatcher[Any] = SampleBatcher(0.0 if link is None else BATCH_S, BATCH_BYTES, BATCH_SAMPLES)

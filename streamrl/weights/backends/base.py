@@ -1,4 +1,4 @@
-"""How new weights get from the trainer to the instances: one interface, and which implementation a run uses.
+"""The transfer of new weights from the trainer to the instances: its interface, and the choice of the implementation.
 
 streamed   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
 nccl       the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from streamrl.transport.endpoint import Link
 
 Compute = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments in the thread that computes."""
+"""Calls a function with its arguments in the computing thread."""
 
 
 @dataclass(frozen=True)
 class WeightPath:
-    """The way of a run's weights."""
+    """The way in which a run's weights reach its instances."""
 
     engine: str
-    """vLLM's name of the weight-transfer engine."""
+    """Name of the weight-transfer engine in vLLM."""
     fetched: bool
-    """Whether instances load versions from their site's store, at any time. Otherwise the trainer pushes them into a
-    group that is formed once, when the run begins."""
+    """Whether instances can load versions from their site's store at any time.
+
+    Otherwise the trainer pushes them into a group that is formed once, when the run begins."""
 
 
 STREAMED = WeightPath("streamrl", fetched=True)
@@ -41,12 +42,14 @@ NCCL = WeightPath("nccl", fetched=False)
 
 
 def weight_path(run: RunConfig, cuda: bool, several_sites: bool = False) -> WeightPath:
-    """Return the way of a run's weights; NCCL stays inside a site, sends no codes, and has no two members on one GPU.
+    """Return the weight path of a run.
+
+    NCCL works inside a site only, sends no 8-bit codes, and cannot have two members on one GPU.
 
     Args:
         run: the run's configuration.
         cuda: whether the cluster has GPUs.
-        several_sites: whether weights go over links.
+        several_sites: whether weights may go over links.
     """
     chosen = run.weights.backend
     if chosen == "auto":
@@ -56,7 +59,7 @@ def weight_path(run: RunConfig, cuda: bool, several_sites: bool = False) -> Weig
 
 
 class PublishedModel(Protocol):
-    """What a backend needs of the trainer; every method is a collective of its ranks."""
+    """The trainer's interface for a backend; every method is a collective of its ranks."""
 
     @property
     def rank(self) -> int:
@@ -74,11 +77,11 @@ class PublishedModel(Protocol):
 
 @dataclass(frozen=True)
 class Published:
-    """A version that is on its way."""
+    """A version that was made available to the sites."""
 
     number: int
     content_hash: str
-    """'': the backend does not hash what it sends."""
+    """Hash of the weights; '': the backend does not hash what it sends."""
     bytes: int
 
 
@@ -87,17 +90,17 @@ class WeightBackend(ABC):
 
     @abstractmethod
     async def serve(self) -> None:
-        """Answer those that fetch weights, until cancelled; return at once where nobody fetches. For rank 0."""
+        """Serve relays that fetch weights, until cancelled; return at once if none do. For rank 0 only."""
 
     @abstractmethod
     async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
         """Make the current weights available to all sites as a version.
 
         Args:
-            model: whose weights.
-            number: of the version.
-            controller: the connection to the controller.
+            model: trainer that has the weights.
+            number: number of the version.
+            controller: connection to the controller.
 
         Raises:
-            RunFailed: they cannot be laid out, or an instance does not answer.
+            RunFailed: the weights cannot be laid out, or an instance does not answer.
         """

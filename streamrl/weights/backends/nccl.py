@@ -1,10 +1,10 @@
-"""The CUDA path inside a site: vLLM's own NCCL weight-transfer engine (PyNccl), driven by the trainer.
+"""The NCCL weight path inside a site with GPUs: vLLM's own weight-transfer engine (PyNccl), driven by the trainer.
 
 vLLM's trainer-side engine gathers each parameter (a collective of the trainer's ranks) and broadcasts it to all
 instances' workers in one NCCL group; this module gives it a client that reaches the instances through the
 controller and the site's service.
 
-Not run so far: it needs a trainer GPU and an instance GPU in one machine.
+It has not been run so far: it needs a trainer GPU and an instance GPU in one machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.weights.backends.base import Compute, Published, PublishedModel, W
 
 
 class _Client:
-    """vLLM's `VLLMWeightSyncClient` over our link: synchronous calls, made from the engine's threads."""
+    """vLLM's `VLLMWeightSyncClient` over the controller's link: synchronous calls from the engine's threads."""
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self.link, self.loop, self.limit_s = link, loop, limit_s
@@ -74,7 +74,7 @@ class NcclBackend(WeightBackend):
         self._engine: Any = None
 
     async def serve(self) -> None:
-        """Return: instances are members of the group, and fetch nothing."""
+        """Return at once: instances are members of the group and fetch nothing."""
 
     async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
         """Broadcast the weights to all instances; the first call forms the group."""
