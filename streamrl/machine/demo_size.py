@@ -17,7 +17,7 @@ PROMPT_TOKENS = 50
 """Mean length of a demo's prompt with its chat template."""
 MEAN_SHARE = 0.6
 """Mean length of an answer as a share of the longest one allowed, for SmolLM2 on the demo's tasks."""
-GENERATION_SHARE, TRAINING_SHARE = 0.45, 0.55
+GENERATION_SHARE, TRAINING_SHARE = 0.38, 0.46
 """Shares of the GEMM rate of all cores that decoding and training reach when run side by side, rounded down."""
 FIXED_S = 90.0
 """Seconds for everything but fetching the model and the steps, on a slow machine: start, checkpoints, report."""

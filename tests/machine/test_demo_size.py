@@ -12,7 +12,16 @@ from click.testing import CliRunner
 from scheduler.cost.model_shapes import MODELS
 from streamrl.cli.demo import command
 from streamrl.config.load import load_run
-from streamrl.machine.demo_size import MICRO_BATCHES, DemoSize, choose_micro_batch, choose_size, peak_bytes, sizes
+from streamrl.machine.demo_size import (
+    GENERATION_SHARE,
+    MICRO_BATCHES,
+    TRAINING_SHARE,
+    DemoSize,
+    choose_micro_batch,
+    choose_size,
+    peak_bytes,
+    sizes,
+)
 from streamrl.machine.probe import Probe
 
 MODEL = MODELS["smollm2-135m"]
@@ -30,7 +39,7 @@ def test_a_step_takes_the_sum_of_its_operations_at_the_shares_that_stages_reach(
     """By hand: 1 prompt x 1 sample of 60 tokens; P = 134.5 M computed weights; attention is under 2 %."""
     seconds = DemoSize(5, 1, 1, 100).step_seconds(MODEL, 100.0)
     forward = 2 * MODEL.computed * 110 - 2 * 49152 * 576 * 50
-    expected = (2 * MODEL.computed * 60 / 0.45 + 3 * forward / 0.55) / 100e9
+    expected = (2 * MODEL.computed * 60 / GENERATION_SHARE + 3 * forward / TRAINING_SHARE) / 100e9
     assert expected < seconds < 1.03 * expected
 
 
