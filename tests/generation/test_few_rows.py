@@ -40,7 +40,7 @@ def test_a_compiler_that_fails_is_told_and_leaves_no_product(
     monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(few_rows, "FLAGS", ("-not-a-flag",))
     assert product.__wrapped__() is None
-    assert "stay vLLM's" in caplog.text
+    assert "use vLLM's matrix products" in caplog.text
 
 
 def test_a_shelf_gives_tensors_of_their_own_up_to_its_size() -> None:
