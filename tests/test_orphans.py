@@ -162,7 +162,7 @@ def test_a_role_whose_starter_died_before_it_began_does_not_begin(
 
 ENGINE = """
 import multiprocessing
-from streamrl.weights import vllm_plugin
+from streamrl.generation.instance import vllm_plugin
 
 def engine():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
