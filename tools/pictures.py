@@ -25,7 +25,7 @@ from streamrl.run_dir.status import read_status
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTH = 110
-FIGURE = "timeline"
+FIGURE = "timeline-0"
 INK, GRID = "#333333", "#cccccc"
 """Colours of lines and text, which in the report follow the reader's theme."""
 
@@ -36,7 +36,9 @@ def live_view(run_dir: Path) -> str:
     evaluated = read_evaluations(run_dir / layout.EVALUATIONS)
     metrics = read_metrics(run_dir / layout.METRICS)
     console.print(render(read_status(run_dir), metrics, time.time(), evaluated, read_stages(run_dir)))
-    return console.export_svg(title=f"streamrl launch: {run_dir.name}")
+    svg = console.export_svg(title=f"streamrl launch: {run_dir.name}")
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # they would come from a web server
+    return svg.replace("Fira Code, monospace", "monospace")
 
 
 def figure(run_dir: Path, name: str) -> str:
