@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import msgpack
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
 MAX_STATE_BYTES = 4 * 1024 * 1024

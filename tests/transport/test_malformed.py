@@ -15,7 +15,15 @@ import zmq.asyncio
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Refused
 from streamrl.transport.hub import PeerRoute
-from streamrl.transport.wire import MAX_STATE_BYTES, MalformedMessage, Message, decode, encode, is_plain
+from streamrl.transport.wire import (
+    MAX_STATE_BYTES,
+    PROTOCOL_VERSION,
+    MalformedMessage,
+    Message,
+    decode,
+    encode,
+    is_plain,
+)
 from tests.training.conftest import free_port
 from tests.transport.sockets import Sites, link, run
 
@@ -34,7 +42,7 @@ def nested(depth: int) -> Any:
 
 
 def envelope(**fields: Any) -> bytes:
-    packed: bytes = msgpack.packb({"v": 1, "k": "item", "s": "s", "n": 1, "b": {}, "a": []} | fields)
+    packed: bytes = msgpack.packb({"v": PROTOCOL_VERSION, "k": "item", "s": "s", "n": 1, "b": {}, "a": []} | fields)
     return packed
 
 

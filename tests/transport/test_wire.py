@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.transport.wire import MalformedMessage, Message, decode, encode
+from streamrl.transport.wire import PROTOCOL_VERSION, MalformedMessage, Message, decode, encode
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -77,6 +77,6 @@ def test_a_flipped_byte_is_refused_or_gives_a_message(position: int, value: int)
     ],
 )
 def test_what_is_wrong_is_said(change: dict[str, object], why: str) -> None:
-    envelope = {"v": 1, "k": "k", "s": "s", "n": 0, "b": {}, "a": [["x", "int32", [2]]]} | change
+    envelope = {"v": PROTOCOL_VERSION, "k": "k", "s": "s", "n": 0, "b": {}, "a": [["x", "int32", [2]]]} | change
     with pytest.raises(MalformedMessage, match=why):
         decode([msgpack.packb(envelope), b"\0" * 8])
