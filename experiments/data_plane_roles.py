@@ -30,12 +30,12 @@ from streamrl.transport.flow import Flow
 GROUP, STEP_GROUPS, MICRO_TOKENS = 8, 64, 16384
 AHEAD, SLOTS, POOL = 2048, 128, 64
 BATCH_BYTES, BATCH_SAMPLES, BATCH_S = 256 * 1024, 256, 0.05
-"""Of the uplink's batcher, as `runtime/site_connections.py` has them (which would load torch)."""
+"""Batch limits of `generation/site/uplink.py` and `runtime/site_connections.py`, which would load torch."""
 LINK_BYTES_PER_S, LINK_RTT_S = 125e6, 0.02
 NEAR = Flow(lost_after_s=float("inf"))
 FAR = Flow.over(LINK_BYTES_PER_S, LINK_RTT_S, 600, BATCH_BYTES)
 MOST_EVENTS_AT_ONCE = 512
-"""In one transaction, as `controller/controller.py` has it (which would load torch)."""
+"""Events in one transaction, as in `controller/controller.py`, which would load torch."""
 TICK_S, ISSUE_S = 0.25, 0.02
 LIMIT_S = 120.0
 """Seconds, for a start, and for what the peer does beside the measurement."""

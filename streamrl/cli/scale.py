@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from streamrl.protocol.operator import PoolScaled
     from streamrl.run_dir.status import RunStatus
 
-ANSWER_S = 15.0
-"""Seconds within which the controller must answer."""
 LOOK_EVERY_S = 0.5
 
 
@@ -61,6 +59,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
     import time
 
     from streamrl.run_dir.status import read_status
+    from streamrl.runtime.operator_link import ANSWER_S
 
     told: set[str] = set()
     started = time.time()

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.errors import StartAgain
 from streamrl.protocol.controller_trainer import MicroBatch, Prepare, Train
-from streamrl.protocol.message import TypedMessage, kind_of, wire
+from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
@@ -66,11 +66,10 @@ class Trainers:
     async def _deal(self, command: Callable[..., MicroBatch], shares: Sequence[list[TrainGroup]]) -> None:
         if len(shares) != len(self.workers):
             raise ValueError(f"{len(shares)} shares for {len(self.workers)} workers")
-        micro = [to_wire(share) for share in shares]
-        self._begin_wait(kind_of(command(groups=[], advantages=[], has_reference=[])))
+        messages = [(*wire(command(**body)), arrays) for body, arrays in map(to_wire, shares)]
+        self._begin_wait(messages[0][0])
         for rank, name in enumerate(self.names):
-            body, arrays = micro[rank // self._sharing]
-            await self._send(name, *wire(command(**body)), arrays)
+            await self._send(name, *messages[rank // self._sharing])
 
     async def _send(self, name: str, command: str, body: dict[str, Any], arrays: Arrays | None = None) -> None:
         """Send one rank a command.

@@ -35,7 +35,7 @@ def quicker(trial: EngineTrial, factor: float, start_s: float = 10.0) -> EngineT
 
 @pytest.fixture
 def compiled_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it would be if compiled engines were known to take new weights."""
+    """Pretend that compiled engines are known to take new weights."""
     proven = property(lambda settings: settings in (DEFAULT, COMPILED.settings))
     monkeypatch.setattr(EngineSettings, "may_be_chosen", proven)
 
