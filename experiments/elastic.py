@@ -193,7 +193,7 @@ def sheets(results: dict[str, Any]) -> list[Sheet]:
 
 
 def _came(one: dict[str, Any]) -> str:
-    ready, first = (one[key] - one["asked_at"] for key in ("ready_at", "first_sample_at"))
+    ready, first = (one[key] - one["requested_at"] for key in ("ready_at", "first_sample_at"))
     return f"{one['instance']}: ready {ready:.1f} s after it was asked for, its first sample came after {first:.1f} s"
 
 

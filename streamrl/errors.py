@@ -13,5 +13,5 @@ class RunFailed(Exception):
     exit_code = 1
 
 
-class StartAgain(RunFailed):
+class RestartNeeded(RunFailed):
     """Failure of a process that a restarted one can overcome."""

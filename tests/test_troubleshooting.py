@@ -375,7 +375,7 @@ def sites_differ(place: Place) -> str:
 
     async def meet() -> None:
         home, west = context("controller", "here", "1e-5"), context("service-west", "west", "1e-6")
-        hub = home_hub(home, "controller", WaitRegistry("controller"), home.near)
+        hub = home_hub(home, "controller", WaitRegistry("controller"), home.local_flow)
         hub.bind_outside(address, None)
         link = to_home(west, "service", WaitRegistry("service-west"))
         try:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
 STARTS = re.compile(
     r"^(import subprocess|import multiprocessing|import ray\b|from ray\b|import torch\.multiprocessing)"
-    r"|\b(Project|Family|RewardPool|EmulatedNetwork|Engine|run_ranks)\("
+    r"|\b(Project|ProcessGroup|RewardPool|EmulatedNetwork|Engine|run_ranks)\("
     r"|^from tests\.\S+ import .*\b(Project|run_ranks)\b",
     re.MULTILINE,
 )

@@ -121,7 +121,7 @@ class _Bookkeeping(ABC):
         if max_age is not None and max_age < 0:
             raise ValueError(f"the age bound of rounds must not be negative, got {max_age}")
         self.batch, self.over_issue, self.max_age = batch, over_issue, max_age
-        self.put_off: list[str] = []
+        self.deferred: list[str] = []
         """Deferred groups, in the order in which they were deferred."""
         self.round: Round | None = None
         """The current round."""
@@ -151,7 +151,7 @@ class _Bookkeeping(ABC):
         if version != self._version:
             self._room = self.batch
         self._version, self._done, self.again = version, 0, False
-        waiting = sorted(self.put_off, key=self._version_at_issue.__getitem__)
+        waiting = sorted(self.deferred, key=self._version_at_issue.__getitem__)
         due = self._due()
         needed = max(self._room - len(self._complete), due)
         limit = math.inf
@@ -160,7 +160,7 @@ class _Bookkeeping(ABC):
         self.round = self._plan(needed, waiting, due, limit)
         self._awaited = set(waiting[:due])
         self._open = dict.fromkeys(self.round.resumed)
-        self.put_off = [group_id for group_id in self.put_off if group_id not in self._open]
+        self.deferred = [group_id for group_id in self.deferred if group_id not in self._open]
         return self.round
 
     @abstractmethod
@@ -230,8 +230,8 @@ class _Bookkeeping(ABC):
         if group_id in self._open:
             del self._open[group_id]
             self._parked.discard(group_id)
-        elif group_id in self.put_off:
-            self.put_off.remove(group_id)
+        elif group_id in self.deferred:
+            self.deferred.remove(group_id)
         else:
             raise KeyError(f"group {group_id!r} is neither of this round nor put off")
 
@@ -266,7 +266,7 @@ class _Bookkeeping(ABC):
             raise RuntimeError("the round is not over: groups that it needs are not complete")
         self.again = not self._enough
         unfinished = list(self._open)
-        self.put_off += unfinished
+        self.deferred += unfinished
         self._open, self._parked, self.round = {}, set(), None
         return unfinished
 

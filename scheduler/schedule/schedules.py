@@ -51,11 +51,11 @@ class ScheduleState:
     """Optimizer steps of the whole run."""
 
 
-def due_within(issued_under: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
+def due_within(issue_version: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
     """Compute `ScheduleState.due` from the versions at issue of the groups that are not yet taken."""
     if not max_staleness:
         return ()
-    by_version = Counter(issued_under)  # few versions, possibly thousands of groups
+    by_version = Counter(issue_version)  # few versions, possibly thousands of groups
     return tuple(
         sum(count for version, count in by_version.items() if version + max_staleness - step <= ahead)
         for ahead in range(max_staleness)
@@ -95,18 +95,18 @@ class Schedule:
             version -= version % self.sync_every
         return state.issued // state.batch <= version + self.max_staleness
 
-    def may_take(self, state: ScheduleState, issued_under: int) -> bool:
+    def may_take(self, state: ScheduleState, issue_version: int) -> bool:
         """Return whether training may take a complete group into the current step.
 
         Args:
             state: the current state.
-            issued_under: the group's policy version at issue.
+            issue_version: the group's policy version at issue.
         """
         room = state.batch - state.taken
         if room <= 0 or (self.whole_batches and state.complete < self._to_publication(state)):
             return False
         # below 0 if the run has changed to a schedule with a smaller bound: such a group may always be taken
-        steps_left = max(0, issued_under + self.max_staleness - state.step)
+        steps_left = max(0, issue_version + self.max_staleness - state.step)
         return all(due < ahead * state.batch + room for ahead, due in enumerate(state.due[:steps_left]))
 
     def publishes(self, step: int, steps: int) -> bool:

@@ -94,7 +94,7 @@ class PipelineOutcome:
     them."""
     staleness_by_step: tuple[float, ...]
     """[iterations] mean staleness of each step's groups."""
-    put_off: int
+    deferred: int
     """Number of times that a group was deferred to a later round."""
     left: int
     """Groups that were issued and not trained by the end."""
@@ -212,7 +212,7 @@ class Pipeline:
         self._staleness: Counter[int] = Counter()
         self._stale = [0]
         """Sum of the staleness of each step's groups."""
-        self._samples, self._tokens, self._put_offs = 0, 0.0, 0
+        self._samples, self._tokens, self._deferrals = 0, 0.0, 0
 
     def run(self, groups: Iterable[Sequence[SimulatedRequest]], iterations: int) -> PipelineOutcome:
         """Simulate so many optimizer steps.
@@ -255,7 +255,7 @@ class Pipeline:
             transfers=self._transfers,
             staleness=dict(sorted(self._staleness.items())),
             staleness_by_step=tuple(total / self.batch for total in self._stale[:iterations]),
-            put_off=self._put_offs,
+            deferred=self._deferrals,
             left=len(self._groups),
         )
 
@@ -347,7 +347,7 @@ class Pipeline:
 
     def _withdraw(self, group: _Group, now: float) -> None:
         """Defer a group; its samples that have ended keep their rewards."""
-        self._put_offs += 1
+        self._deferrals += 1
         kept = self.simulation.withdraw(group.generating - group.parked, now)
         group.requests |= {name: replace(group.requests[name], kept=tokens) for name, tokens in kept.items()}
         group.parked.clear()

@@ -52,7 +52,7 @@ def command(
     from streamrl.cli.fetch_model import fetch_with_progress
     from streamrl.cli.launch import start
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launcher.preflight import cores, free_memory
+    from streamrl.launcher.preflight import free_memory, usable_cores
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
@@ -63,7 +63,8 @@ def command(
         if not path.exists():
             raise UserError(f"{path} is not here: run this in a clone of the repository, or name one")
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
-    click.echo(f"demo: this machine has {this_cpu()}, {cores()} cores, {free_memory() / GB:.0f} GB of memory free")
+    cores = usable_cores()
+    click.echo(f"demo: this machine has {this_cpu()}, {cores} cores, {free_memory() / GB:.0f} GB of memory free")
     folder = fetch_with_progress(MODEL, None)
     types = choose(run.model, cuda=False)
     found = probe(folder)
@@ -71,7 +72,7 @@ def command(
         raise UserError("torch is not installed; install with: pip install 'streamrl[cpu,tasks]'")
     model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
     rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
-    gflops = rate * min(2, cores())  # the cluster file gives trainer and instances this many threads
+    gflops = rate * min(2, cores)  # the cluster file gives trainer and instances this many threads
     left = 60.0 * minutes - (time.monotonic() - began)
     size = choose_size(model, gflops, left)
     limit = min(memory * GB, free_memory())
@@ -85,7 +86,7 @@ def command(
     click.echo(f"demo: computes in {types}")
     click.echo(
         f"demo: {size}: about {size.seconds(model, gflops) / 60:.1f} of the {minutes:g} minutes, as {gflops:.0f} "
-        f"GFLOP/s on {min(2, cores())} threads do {60 / size.step_seconds(model, gflops):.1f} such steps a minute"
+        f"GFLOP/s on {min(2, cores)} threads do {60 / size.step_seconds(model, gflops):.1f} such steps a minute"
     )
     click.echo(
         f"demo: micro-batches of {micro_batch} tokens: about {peak_bytes(model, micro_batch) / GB:.1f} GB of memory, "

@@ -75,7 +75,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
             if wanted != answer.after and time.time() - started > ANSWER_S:
                 click.echo(f"  another command or the run itself has changed the target since: it is {wanted} now")
                 return
-            working = all(one.first_sample_at for one in status.scaling.coming if one.asked_at >= started - 1)
+            working = all(one.first_sample_at for one in status.scaling.coming if one.requested_at >= started - 1)
             settled = status.scaling.ready.get(pool) == status.scaling.there.get(pool) == answer.after
             if settled and working:
                 click.echo(f"pool {pool} has {wanted} instances")
@@ -92,11 +92,11 @@ def _news(status: RunStatus, since: float) -> list[str]:
     """Return lines about the instances added since a time."""
     lines = []
     for one in status.scaling.coming:
-        if one.asked_at < since - 1:
+        if one.requested_at < since - 1:
             continue
         lines.append(f"{one.instance}: starting")
         if one.ready_at is not None:
-            lines.append(f"{one.instance}: ready after {one.ready_at - one.asked_at:.1f} s")
+            lines.append(f"{one.instance}: ready after {one.ready_at - one.requested_at:.1f} s")
         if one.first_sample_at is not None:
-            lines.append(f"{one.instance}: first sample after {one.first_sample_at - one.asked_at:.1f} s")
+            lines.append(f"{one.instance}: first sample after {one.first_sample_at - one.requested_at:.1f} s")
     return lines

@@ -31,7 +31,7 @@ from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
-from streamrl.errors import StartAgain
+from streamrl.errors import RestartNeeded
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import controller_rewards, controller_site, controller_trainer, operator
 from streamrl.protocol.controller_rewards import ScoreAnswer
@@ -93,8 +93,8 @@ class Controller:
         self.context, self.config = context, context.run
         self.limits = context.run.deadlines
         self.waits = WaitRegistry("controller")
-        self.hub = home_hub(context, CONTROLLER, self.waits, context.near)
-        self.hub.tells_hellos = True
+        self.hub = home_hub(context, CONTROLLER, self.waits, context.local_flow)
+        self.hub.forwards_hellos = True
         self.hub.reads = MessageReader(SENDERS)
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
@@ -117,7 +117,7 @@ class Controller:
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
-        self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.told)
+        self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.status)
         self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
@@ -134,8 +134,8 @@ class Controller:
 
         Raises:
             RunFailed: something that the run needs is gone or did not answer in time.
-            StartAgain: a process that the run cannot do without hangs or is gone; a restart from the newest checkpoint
-                can recover.
+            RestartNeeded: a process that the run cannot do without hangs or is gone; a restart from the newest
+                checkpoint can recover.
         """
         writing = asyncio.ensure_future(self.telemetry.keep_writing())
         try:
@@ -149,7 +149,7 @@ class Controller:
         except asyncio.CancelledError:
             await self._close("interrupted")
             raise
-        except StartAgain:
+        except RestartNeeded:
             self.telemetry.close("starting")
             raise
         except BaseException as error:
@@ -466,7 +466,7 @@ class Controller:
             case FleetChanged() as report:
                 self.scaling.fleet_changed(delivery.peer, report)
             case ScalePool():
-                await self.scaling.asked(delivery, self.hub)
+                await self.scaling.handle_request(delivery, self.hub)
             case CheckpointNow():
                 self.checkpoint_wanted = True
                 await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.step + 1)))

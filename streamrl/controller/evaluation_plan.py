@@ -136,7 +136,9 @@ class Evaluations:
         if step in self._begun:
             raise ValueError(f"the evaluation of version {step} has already begun")
         groups = [
-            replace(group, group_id=f"{PREFIX}{step}-{index}", step=step, size=self._size, scored={}, issued_under=step)
+            replace(
+                group, group_id=f"{PREFIX}{step}-{index}", step=step, size=self._size, scored={}, issue_version=step
+            )
             for index, group in enumerate(self._prompts)
         ]
         waiting = {sample_id: group.group_id for group in groups for sample_id, _, _ in self.samples(group)}

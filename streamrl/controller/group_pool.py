@@ -47,7 +47,7 @@ class GroupPool:
     def issue(self, groups: Iterable[Group], version: int) -> None:
         """Enter groups that are issued now, while every instance serves `version` or a newer one."""
         for group in groups:
-            group.issued_under = version
+            group.issue_version = version
             self.groups[group.group_id] = group
             self._missing[group.group_id] = group.size
             self.issued += 1
@@ -74,7 +74,7 @@ class GroupPool:
         group = self.groups[sample.group_id]
         group.scored[sample_id] = scored = Scored(sample, reward, error, received_at)
         if group.complete:
-            heapq.heappush(self._complete, (group.issued_under, next(self._order), group.group_id))
+            heapq.heappush(self._complete, (group.issue_version, next(self._order), group.group_id))
         return scored, group
 
     @property
@@ -142,6 +142,6 @@ class GroupPool:
             step=step,
             taken=taken,
             complete=self.complete,
-            due=due_within((group.issued_under for group in self.groups.values()), step, max_staleness),
+            due=due_within((group.issue_version for group in self.groups.values()), step, max_staleness),
             steps=self.steps,
         )

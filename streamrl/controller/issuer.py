@@ -103,7 +103,7 @@ class Issuer:
         if not self.rounds.may_train(step, self.schedule.whole_batches):
             return None
         group = self.pool.first()
-        if group is None or not self._taking.may_take(self._state(step, taken), group.issued_under):
+        if group is None or not self._taking.may_take(self._state(step, taken), group.issue_version):
             return None
         return group
 

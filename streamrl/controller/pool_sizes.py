@@ -46,7 +46,7 @@ class Coming:
     """An instance that was added during the run; times are unix seconds, None: not yet."""
 
     instance: str
-    asked_at: float
+    requested_at: float
     """Time at which its service first reported it."""
     ready_at: float | None = None
     """Time from which it holds the served weights and may get requests."""
@@ -101,7 +101,7 @@ class Scaling:
         for spec in plan:
             if spec.role == "instance":
                 self.pools.instances.setdefault(f"{spec.site}/{spec.pool}", {})[spec.name] = "starting"
-        times.there_are(self._living(), time.time())
+        times.set_instances(self._living(), time.time())
         self.spending = Spending(self._usd_per_hour())
         self.elasticity = self._elasticity() if run.elasticity.enabled else None
         self._kinds: dict[str, SimulatedInstance] = {}
@@ -118,7 +118,7 @@ class Scaling:
 
     # -- targets of the operator
 
-    async def asked(self, delivery: Delivery, hub: Hub) -> None:
+    async def handle_request(self, delivery: Delivery, hub: Hub) -> None:
         """Handle a request of `streamrl scale` and answer it."""
         order: ScalePool = delivery.body
         answer: TypedMessage
@@ -226,7 +226,7 @@ class Scaling:
         for one in self.coming:
             if one.ready_at is None and lives.get(one.instance) == "ready":
                 one.ready_at = now
-        self.times.there_are((name for name, life in lives.items() if life == "ready"), now)
+        self.times.set_instances((name for name, life in lives.items() if life == "ready"), now)
 
     def sample_came(self, sample: Sample, now: float) -> None:
         """Record a finished sample, which may be the first of an added instance."""
@@ -246,7 +246,7 @@ class Scaling:
         """Return the role of every process, by name."""
         return self._names | dict.fromkeys(self._living(), "instance")
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the scaling part of the run's status (`run_dir/status.py` ScalingStatus)."""
         return {
             "wanted": self.pools.wanted,

@@ -34,7 +34,7 @@ class _PendingSequence(TrainSequence):
 class Preparation:
     """The prefetch of reference log-probabilities for groups that wait for training."""
 
-    under_way: list[list[TrainGroup]] = field(default_factory=list)
+    running: list[list[TrainGroup]] = field(default_factory=list)
     """Share of each rank in the request in flight; empty: no request."""
 
     def next(self, batch: StepBatch, pool: GroupPool, max_tokens: int, ranks: int) -> list[list[TrainGroup]] | None:
@@ -53,8 +53,8 @@ class Preparation:
         waiting = [missing for group in (*batch.held_back, *pool.waiting) if (missing := _missing(batch, group))]
         if not waiting:
             return None
-        self.under_way, _ = deal(waiting, max_tokens, ranks)
-        return self.under_way
+        self.running, _ = deal(waiting, max_tokens, ranks)
+        return self.running
 
     def done(self, values: Sequence[FloatArray]) -> None:
         """Store the answers of all ranks with their groups.
@@ -65,7 +65,7 @@ class Preparation:
         Raises:
             ValueError: there are more or fewer values than tokens.
         """
-        shares, self.under_way = self.under_way, []
+        shares, self.running = self.running, []
         for share, row in zip(shares, values, strict=True):
             if len(row) != (tokens := sum(group.completion_tokens for group in share)):
                 raise ValueError(f"{len(row)} reference log-probabilities for {tokens} tokens")

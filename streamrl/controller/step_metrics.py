@@ -24,7 +24,7 @@ def step_metrics(
     memory_gb: float | None,
     predictions: StepLengths,
     audit: StepAudit,
-    put_off: int = 0,
+    deferred: int = 0,
     usd: float | None = None,
     peak_tflops: float | None = None,
 ) -> MetricsRow:
@@ -39,7 +39,7 @@ def step_metrics(
         memory_gb: memory of all processes now, GiB.
         predictions: how the step's output lengths compare with what was predicted.
         audit: the length audit of the step.
-        put_off: number of samples deferred to a later round.
+        deferred: number of samples deferred to a later round.
         usd: cost of the step; None: the cluster file has no prices.
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
     """
@@ -122,7 +122,7 @@ def step_metrics(
         explained_variance=_explained_variance(stats) if has_critic else None,
         step_skipped=result.skipped,
         groups_dropped=len(batch.dropped),
-        samples_parked=put_off,
+        samples_parked=deferred,
         weight_publications=len(times.syncs),
         length_audit=audit,
         length_bias_warning=audit.warning,

@@ -51,7 +51,7 @@ class Recorder:
         publishes: bool,
         traffic: Traffic,
         prompts_too_long: int,
-        put_off: int,
+        deferred: int,
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
@@ -62,7 +62,7 @@ class Recorder:
             publishes: whether its weights go to generation.
             traffic: traffic with sites during the step.
             prompts_too_long: number of prompts skipped since the start.
-            put_off: number of samples deferred to a later round during the step.
+            deferred: number of samples deferred to a later round during the step.
         """
         now = time.time()
         for group in batch.groups.values():
@@ -82,7 +82,7 @@ class Recorder:
             memory_gb,
             lengths,
             audit,
-            put_off,
+            deferred,
             self._usd(times, traffic),
             self.peak_tflops,
         )

@@ -152,7 +152,7 @@ class StepTimes:
             self._syncs.append((self._sync_began, now))
             self._sync_began = None
 
-    def there_are(self, instances: Iterable[str], now: float) -> None:
+    def set_instances(self, instances: Iterable[str], now: float) -> None:
         """Record that from now on exactly these instances can work."""
         names = set(instances)
         for name in self.instances.keys() - names:
@@ -175,7 +175,7 @@ class StepTimes:
         spans = self.gone | {name: (since, now) for name, since in self.instances.items()}
         present = {name: (max(since, started), until) for name, (since, until) in spans.items() if until > started}
         still = {name: ((since, now),) for name, since in self.running.items() if since < now}
-        under_way = ((self._sync_began, now),) if self._sync_began is not None else ()
+        unfinished = ((self._sync_began, now),) if self._sync_began is not None else ()
         interval = Interval(
             started,
             now,
@@ -183,7 +183,7 @@ class StepTimes:
             of(self.trainer, "publish"),
             {name: of(self.generating, name) + still.get(name, ()) for name in present},
             {name: of(self.loading, name) for name in present},
-            (*self._syncs, *under_way),
+            (*self._syncs, *unfinished),
             present,
             of(self.trainer, "train") + of(self.trainer, "step"),
         )

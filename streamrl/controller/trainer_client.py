@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamrl.errors import StartAgain
+from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import MicroBatch, Prepare, Train
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
@@ -75,12 +75,12 @@ class Trainers:
         """Send one rank a command.
 
         Raises:
-            StartAgain: the rank is not connected.
+            RestartNeeded: the rank is not connected.
         """
         try:
             await self._hub.send(name, command, body, arrays)
         except KeyError:
-            raise StartAgain(f"{name} has disconnected") from None
+            raise RestartNeeded(f"{name} has disconnected") from None
 
     def answered(self, delivery: Delivery) -> list[Delivery] | None:
         """Record a rank's answer; with the last one, return the workers' answers, rank 0's first."""

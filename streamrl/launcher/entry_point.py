@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.diagnose.stacks import answer_requests
-from streamrl.errors import RunFailed, StartAgain, UserError
+from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.process_plan import CORES, STARTER
 from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
@@ -168,7 +168,7 @@ def main() -> int:
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
         text = str(found) if expected else f"{type(found).__name__}: {found}"
         print((LAST_WORDS if expected else UNEXPECTED) + " ".join(text.split()), file=sys.stderr, flush=True)
-        return AGAIN if isinstance(found, StartAgain) else 1
+        return AGAIN if isinstance(found, RestartNeeded) else 1
     return 0
 
 

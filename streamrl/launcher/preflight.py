@@ -71,7 +71,7 @@ def check(
     problems = [problem for one in checks for problem in one()]
     if problems:
         raise UserError("\n".join(problems))
-    return [*thread_warnings(cluster, run, cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
+    return [*thread_warnings(cluster, run, usable_cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
 
 
 NOT_CHECKED = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
@@ -325,7 +325,7 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     ]
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -24,7 +24,7 @@ STOP_S = 6.0
 """Seconds from SIGTERM to SIGKILL, so that Ctrl-C takes less than 10 s in all."""
 
 
-class Family:
+class ProcessGroup:
     """The running processes of one launcher.
 
     Services and launchers communicate through the files of `run_dir/instance_files.py`.

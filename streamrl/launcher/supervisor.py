@@ -17,7 +17,7 @@ from types import FrameType
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.launcher.process_group import Family
+from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.report.live_view import LiveView
@@ -66,7 +66,7 @@ def run(
     """
     with _locked(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
         (run_dir / layout.STATUS).unlink(missing_ok=True)
-        family = Family(share, resume)
+        family = ProcessGroup(share, resume)
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
         if share.network is not None:
@@ -91,7 +91,7 @@ def run(
         view.summary()
 
 
-def _watch(share: Share, family: Family, view: LiveView | SiteView, stop: list[int]) -> None:
+def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: list[int]) -> None:
     """Watch the processes until the first one (the controller, or a site's service) is done.
 
     Meanwhile start and end instances as the sites' services request.

@@ -122,9 +122,9 @@ class PlainLines:
                 found.append(f"pool {pool}: {wanted[pool]} -> {count} instances; {status.scaling.note}".rstrip("; "))
         for one in status.scaling.coming:
             for what, then in (("ready", one.ready_at), ("first sample", one.first_sample_at)):
-                if then is not None and (one.instance, one.asked_at, what) not in self._shown_instances:
-                    self._shown_instances.add((one.instance, one.asked_at, what))
-                    found.append(f"{one.instance}: {what} {duration(then - one.asked_at)} after it was asked for")
+                if then is not None and (one.instance, one.requested_at, what) not in self._shown_instances:
+                    self._shown_instances.add((one.instance, one.requested_at, what))
+                    found.append(f"{one.instance}: {what} {duration(then - one.requested_at)} after it was asked for")
         return found
 
     def _site_lines(self, status: RunStatus) -> list[str]:

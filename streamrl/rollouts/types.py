@@ -122,7 +122,7 @@ class Group:
     prompt_tokens: IntArray
     size: int
     reward_input: dict[str, Any] = field(default_factory=dict)
-    issued_under: int = 0
+    issue_version: int = 0
     """Policy version at issue: the weight version that every instance served then."""
     predicted_rank: float | None = None
     """Rank of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""

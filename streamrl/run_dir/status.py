@@ -112,7 +112,7 @@ class ComingInstance(StatusModel):
     """An instance added to the running job; times are unix seconds, None: not yet."""
 
     instance: str
-    asked_at: float
+    requested_at: float
     ready_at: float | None = Field(None, description="time at which it had loaded the current weights")
     first_sample_at: float | None = Field(None, description="time at which its first sample was in the ledger")
 

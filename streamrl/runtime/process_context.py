@@ -113,7 +113,7 @@ class RoleContext:
         return wire_type(asked, computed, bool(self.cluster.remote_sites))
 
     @property
-    def type_told(self) -> dict[str, str]:
+    def compute_type_status(self) -> dict[str, str]:
         """Compute type and reason, as this process's heartbeats report them."""
         return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
 
@@ -152,12 +152,11 @@ class RoleContext:
         return max(limit_s, self.cluster.absence_s) if self.cluster.remote_sites else limit_s
 
     @property
-    def near(self) -> Flow:
-        """Flow settings within the site, without a silence limit: the fleet watches instances, the launcher the
-        rest."""
+    def local_flow(self) -> Flow:
+        """Flow settings inside the site: no limit of silence, as fleet and launcher watch its processes."""
         return Flow(lost_after_s=math.inf)
 
-    def far(self, link: SiteLink, message_bytes: int) -> Flow:
+    def link_flow(self, link: SiteLink, message_bytes: int) -> Flow:
         """Return the flow settings to peers behind a link.
 
         Args:

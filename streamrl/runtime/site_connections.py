@@ -33,9 +33,9 @@ def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
     link = context.link
     about: dict[str, Any] = {"site": context.site}
     if link is None:
-        return Link(context.name, role, waits, about, flow=context.near)
+        return Link(context.name, role, waits, about, flow=context.local_flow)
     about["agreement"] = context.agreement
-    return Link(context.name, role, waits, about, flow=context.far(link, BATCH_BYTES))
+    return Link(context.name, role, waits, about, flow=context.link_flow(link, BATCH_BYTES))
 
 
 async def connect_home(context: RoleContext, link: Link, address: str) -> None:
@@ -61,7 +61,7 @@ def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -
 
     def far(link: SiteLink) -> Flow:
         if name == PUBLISHER:
-            return context.far(link, weight_chunk(context, link))
+            return context.link_flow(link, weight_chunk(context, link))
         return Flow(lost_after_s=context.cluster.absence_s)
 
     return _hub(context, name, waits, near, far, context.cluster.remote_sites)
@@ -71,10 +71,10 @@ def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
     """Create the hub at which other sites fetch weights from this site, which does not train; not yet bound."""
 
     def far(link: SiteLink) -> Flow:
-        return context.far(link, weight_chunk(context, link))
+        return context.link_flow(link, weight_chunk(context, link))
 
     linked = [site for site in context.cluster.remote_sites if context.cluster.link_between(site, context.site)]
-    return _hub(context, f"relay-{context.site}", waits, context.near, far, linked)
+    return _hub(context, f"relay-{context.site}", waits, context.local_flow, far, linked)
 
 
 def _hub(
@@ -139,4 +139,4 @@ def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
     link = context.cluster.link_between(context.site, site)
     assert link is not None
     about = {"site": context.site, "agreement": context.agreement}
-    return Link(context.name, "relay", waits, about, flow=context.far(link, BATCH_BYTES))
+    return Link(context.name, "relay", waits, about, flow=context.link_flow(link, BATCH_BYTES))

@@ -88,7 +88,7 @@ class TrainerWorker:
         Each thread has its own current CUDA device and its own team of OpenMP threads, and several teams slow each
         other down."""
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
-        self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.near, credits=PUBLISHER_CREDITS))
+        self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.local_flow, credits=PUBLISHER_CREDITS))
         self.weights = make_backend(context, self.hub, self._compute)
 
     async def run(self) -> None:
@@ -99,9 +99,13 @@ class TrainerWorker:
                 bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
                 tasks.create_task(self.weights.serve())
             await self._compute(self._load)
-            link = Link(self.name, "trainer", self.waits, flow=self.context.near)
+            link = Link(self.name, "trainer", self.waits, flow=self.context.local_flow)
             link.reads = MessageReader({"hub": FROM_CONTROLLER})
-            link.state = lambda: {"state": self.state, "weight_version": self.version, **self.context.type_told}
+            link.state = lambda: {
+                "state": self.state,
+                "weight_version": self.version,
+                **self.context.compute_type_status,
+            }
             self._say(waiting_for(["the controller"]))
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
             self._say(READY)

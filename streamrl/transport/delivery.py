@@ -34,13 +34,13 @@ class Outbox(Generic[T]):
     sent_at: dict[int, float] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of each pending message."""
-    under_way_bytes: int = 0
+    in_flight_bytes: int = 0
     """Bytes of all pending messages."""
 
     @property
     def has_credit(self) -> bool:
         """Whether another message may be sent now."""
-        return len(self.pending) < self.credits and self.under_way_bytes < self.window_bytes
+        return len(self.pending) < self.credits and self.in_flight_bytes < self.window_bytes
 
     def send(self, message: T, now: float, size: int = 0) -> int:
         """Give a message of `size` bytes the number `next_number`, and keep it.
@@ -55,13 +55,13 @@ class Outbox(Generic[T]):
         self.pending[number] = message
         self.sent_at[number] = now
         self.sizes[number] = size
-        self.under_way_bytes += size
+        self.in_flight_bytes += size
         return number
 
     def acknowledged(self, number: int) -> T | None:
         """Forget a message and return it; None if it was not pending (a repeated acknowledgement)."""
         self.sent_at.pop(number, None)
-        self.under_way_bytes -= self.sizes.pop(number, 0)
+        self.in_flight_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
     def forget(self) -> list[T]:
@@ -70,7 +70,7 @@ class Outbox(Generic[T]):
         self.pending.clear()
         self.sent_at.clear()
         self.sizes.clear()
-        self.under_way_bytes = 0
+        self.in_flight_bytes = 0
         return given_up
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:

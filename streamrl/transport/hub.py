@@ -129,7 +129,7 @@ class Hub(Endpoint):
         Its arguments are name, role, meta (`meta["site"]` is the site of the key, or as claimed if there are no keys)
         and the site of the key (None: no keys).
         """
-        self.tells_hellos = False
+        self.forwards_hellos = False
         """Whether the owner gets a delivery of kind "hello" for each new session of a peer."""
         self.refused_peers = 0
         """Hellos that were refused."""
@@ -355,7 +355,7 @@ class Hub(Endpoint):
                 peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
                 self._forget(known)
             self.peers[name] = peer
-            if self.tells_hellos:
+            if self.forwards_hellos:
                 self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
         moved, peer.last_seen, peer.lost = peer.route != route, time.monotonic(), False
         if peer.route is not None:

@@ -77,7 +77,7 @@ def make(folder: Path, run: dict[str, Any] | None = None, **home: Any) -> tuple[
 def ask(scaling: Scaling, pool: str, replicas: int, site: str = "") -> dict[str, Any]:
     answers = Answers()
     order = ScalePool(pool=pool, site=site, replicas=replicas)
-    asyncio.run(scaling.asked(Delivery("operator-1", "scale", order, {}, lambda: None), answers))  # type: ignore[arg-type]
+    asyncio.run(scaling.handle_request(Delivery("operator-1", "scale", order, {}, lambda: None), answers))  # type: ignore[arg-type]
     return answers.sent[0]
 
 
@@ -126,7 +126,7 @@ def test_an_instance_costs_from_its_start_to_its_end_and_works_while_it_is_ready
     assert sites.asked == [("home", "regular", 3)]
     told(scaling, **START, home_regular_2="starting")
     assert scaling.spending.usd_per_hour == 10 + 3 * 3 + 1
-    assert "home-regular-2" not in times.instances and scaling.told()["ready"]["home/regular"] == 2
+    assert "home-regular-2" not in times.instances and scaling.status()["ready"]["home/regular"] == 2
     [coming] = scaling.coming
     assert coming.ready_at is None
     told(scaling, **START, home_regular_2="ready")
@@ -182,7 +182,7 @@ def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path
                 await scaling._choosing
 
     asyncio.run(steps(3, 20.0, 18.0))
-    assert not sites.asked and "no change" in scaling.told()["note"]
+    assert not sites.asked and "no change" in scaling.status()["note"]
 
     async def out_of_balance() -> None:
         await steps(2, 40.0, 10.0)
@@ -190,7 +190,7 @@ def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path
 
     asyncio.run(out_of_balance())
     assert sites.asked == [("home", "regular", 3)]
-    assert "one more instance of home/regular" in scaling.told()["note"]
+    assert "one more instance of home/regular" in scaling.status()["note"]
 
 
 def test_what_is_spent_follows_the_price_over_time() -> None:

@@ -47,7 +47,7 @@ def test_samples_and_updates_that_cross_the_end_of_a_step_count_in_both() -> Non
 def test_instances_count_for_as_long_as_they_are_there() -> None:
     times = StepTimes({"a": 0.0, "b": 0.0})
     times.weights_served(0.0)
-    times.there_are(["a", "c"], 4.0)  # b has left, c has come
+    times.set_instances(["a", "c"], 4.0)  # b has left, c has come
     times.generating += [("a", 0.0, 10.0), ("b", 0.0, 4.0), ("c", 4.0, 7.0)]
     first = times.end_step(10.0, None)
     assert first.present == {"a": (0.0, 10.0), "b": (0.0, 4.0), "c": (4.0, 10.0)}

@@ -78,9 +78,9 @@ def test_the_budget_is_kept_but_for_one_step_time_that_nobody_knew(
 
 def test_how_far_it_is_is_told() -> None:
     plan = QuickPlan(48, PROMPT)
-    assert plan.told == "measuring step times, 0 of 3 batch sizes done"
+    assert plan.summary == "measuring step times, 0 of 3 batch sizes done"
     plan.next()
     plan.took(1.0)
     plan.next()
     plan.took(2.0)
-    assert plan.told == "measuring step times, 1 of 3 batch sizes done"
+    assert plan.summary == "measuring step times, 1 of 3 batch sizes done"

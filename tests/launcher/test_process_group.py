@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import RunConfig
-from streamrl.launcher.process_group import Family
+from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir.instance_files import (
     StartedProcess,
@@ -68,12 +68,12 @@ class Share:
 
 
 @pytest.fixture
-def families() -> Iterator[Callable[..., Family]]:
-    made: list[Family] = []
+def families() -> Iterator[Callable[..., ProcessGroup]]:
+    made: list[ProcessGroup] = []
 
-    def make(folder: Path, *specs: ProcessSpec) -> Family:
+    def make(folder: Path, *specs: ProcessSpec) -> ProcessGroup:
         (folder / "logs").mkdir(exist_ok=True)
-        family = Family(Share(folder, list(specs)), resume=False)  # type: ignore[arg-type]
+        family = ProcessGroup(Share(folder, list(specs)), resume=False)  # type: ignore[arg-type]
         made.append(family)
         family.start()
         return family
@@ -83,7 +83,7 @@ def families() -> Iterator[Callable[..., Family]]:
         family.stop()
 
 
-def until(condition: Callable[[], object], family: Family) -> list[str]:
+def until(condition: Callable[[], object], family: ProcessGroup) -> list[str]:
     """Lets the family work until something holds; what it has told."""
     told: list[str] = []
 
@@ -103,7 +103,7 @@ CORE = [spec("controller", "controller"), spec("trainer", "trainer"), spec("serv
 
 
 def test_instances_come_leave_and_are_replaced_as_the_service_wants(
-    tmp_path: Path, families: Callable[..., Family]
+    tmp_path: Path, families: Callable[..., ProcessGroup]
 ) -> None:
     family = families(tmp_path, *CORE, spec("i-0", "instance"))
     first = alive(tmp_path)["i-0"]
@@ -123,7 +123,7 @@ def test_instances_come_leave_and_are_replaced_as_the_service_wants(
 
 
 def test_a_service_comes_back_alone_until_its_budget_is_used_up(
-    tmp_path: Path, families: Callable[..., Family]
+    tmp_path: Path, families: Callable[..., ProcessGroup]
 ) -> None:
     family = families(tmp_path, *CORE)
     others = {name: pid for name, pid in alive(tmp_path).items() if name != "service-here"}
@@ -142,7 +142,7 @@ def test_a_service_comes_back_alone_until_its_budget_is_used_up(
 
 @pytest.mark.parametrize("victim", ["controller", "trainer"])
 def test_everything_but_the_instances_goes_back_with_controller_and_trainer(
-    tmp_path: Path, families: Callable[..., Family], victim: str
+    tmp_path: Path, families: Callable[..., ProcessGroup], victim: str
 ) -> None:
     family = families(tmp_path, *CORE, spec("i-0", "instance"))
     before = alive(tmp_path)
@@ -167,7 +167,7 @@ def test_everything_but_the_instances_goes_back_with_controller_and_trainer(
     ],
 )
 def test_only_what_may_be_luckier_the_next_time_is_started_again(
-    tmp_path: Path, families: Callable[..., Family], code: str, again: bool
+    tmp_path: Path, families: Callable[..., ProcessGroup], code: str, again: bool
 ) -> None:
     family = families(tmp_path, *CORE, spec("rewards-here", "rewards", code))
     told: list[str] = []

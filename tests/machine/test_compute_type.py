@@ -160,8 +160,8 @@ def test_a_process_that_computes_knows_its_type_and_agrees_with_others_on_the_fi
     assert computing.agreement == plain.agreement
     assert computing.agreement["run model.dtype"] == "auto"
     assert computing.wire_type == "float32"
-    assert computing.type_told["dtype"] == "float32" and "AVX2" in computing.type_told["dtype_why"]
-    assert plain.type_told == {}
+    assert computing.compute_type_status["dtype"] == "float32" and "AVX2" in computing.compute_type_status["dtype_why"]
+    assert plain.compute_type_status == {}
     by_hand = ModelConfig(path="anywhere", dtype="bfloat16")
     assert choose_in_process(by_hand, cuda=False).dtype == "bfloat16"
 

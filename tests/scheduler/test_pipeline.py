@@ -197,7 +197,7 @@ def test_a_tail_round_takes_what_the_rounds_before_put_off() -> None:
     # there: 55 + 3 + 55 + 1 + 2; then 10 again
     assert outcome.published == (10.0, 20.0, 136.0, 146.0)
     assert outcome.staleness == {0: 6, 1: 1, 2: 1}
-    assert outcome.put_off == 3 and outcome.left == 1
+    assert outcome.deferred == 3 and outcome.left == 1
     assert outcome.generation_busy == 5 + 5 + 55 + 2
 
 
@@ -208,7 +208,7 @@ def test_partial_rollouts_park_what_has_used_up_its_round() -> None:
     # 19.5 and ends the second's last 2 tokens, beside the fourth: 2 + 3 + 7 + 1 + 2
     assert outcome.published == (19.5, 34.5)
     assert outcome.trained == (("0", "2"), ("1", "3"))
-    assert outcome.staleness == {0: 3, 1: 1} and outcome.put_off == 2 and outcome.left == 0
+    assert outcome.staleness == {0: 3, 1: 1} and outcome.deferred == 2 and outcome.left == 0
     assert outcome.generation_busy == 5 + 5 + 2
 
 
@@ -236,7 +236,7 @@ def test_rounds_train_every_group_once_or_still_have_it(
         trained = Counter(itertools.chain(*outcome.trained))
         assert all(len(step) == 6 for step in outcome.trained) and max(trained.values()) == 1
         issued = {str(n) for n in range(len(trained) + outcome.left)}
-        assert set(trained) <= issued and (outcome.put_off > 0 or max_age == 0)
+        assert set(trained) <= issued and (outcome.deferred > 0 or max_age == 0)
         if max_age is None:
             assert max(outcome.staleness) > 2, "nothing bounds the age"
             # what is left is less than two rounds can put off

@@ -36,7 +36,7 @@ def test_tail_rounds_by_hand() -> None:
     planner.completed("f")
     assert not planner.over, "a tail round waits for all"
     planner.completed("b")
-    assert planner.end() == [] and planner.put_off == []
+    assert planner.end() == [] and planner.deferred == []
     with pytest.raises(KeyError, match="neither of this round nor put off"):
         planner.completed("b")
     planner.taken("b")
@@ -52,7 +52,7 @@ def test_a_group_that_completes_after_its_round_counts_for_the_next() -> None:
     planner.completed("b")
     assert planner.end() == ["c", "d"]
     planner.completed("d")
-    assert planner.put_off == ["c"]
+    assert planner.deferred == ["c"]
     planner.taken("a")
     planner.taken("b")
     assert planner.begin(1) == Round(tail=False, new=2, resumed=(), needed=1)

@@ -222,9 +222,9 @@ def test_due_counts_what_the_next_steps_must_take() -> None:
 def test_a_group_that_is_due_keeps_its_place() -> None:
     schedule = make_schedule("async", 1)
     # one place is left in this step, and a group that is due has not come yet
-    assert not schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=1)
-    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 2, 2, (1,), 9), issued_under=1)
-    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issued_under=0), (
+    assert not schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issue_version=1)
+    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 2, 2, (1,), 9), issue_version=1)
+    assert schedule.may_take(ScheduleState(4, 12, 10, 1, 1, 3, 2, (1,), 9), issue_version=0), (
         "the one that is due may come"
     )
 

@@ -188,7 +188,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     def credits_and_bytes_are_those_of_what_is_under_way(self) -> None:
         outbox, sizes = self.outbox, list(self.sizes.values())
         assert list(outbox.pending) == list(outbox.sizes) == list(outbox.sent_at) == list(self.sizes)
-        assert 0 <= outbox.under_way_bytes == sum(sizes)
+        assert 0 <= outbox.in_flight_bytes == sum(sizes)
         assert len(sizes) <= self.credits
         assert not sizes or sum(sizes[:-1]) < self.window  # the last one may be larger than what was left
 
@@ -214,7 +214,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         while self.acks:
             self.acknowledge(0, False)
         assert self.acknowledged == before | waited_for
-        assert not self.outbox.pending and self.outbox.under_way_bytes == 0 and self.outbox.has_credit
+        assert not self.outbox.pending and self.outbox.in_flight_bytes == 0 and self.outbox.has_credit
         self.nothing_is_handed_over_or_committed_twice_in_a_life()
         self.what_is_acknowledged_is_committed()
 

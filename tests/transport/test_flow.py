@@ -66,7 +66,7 @@ def test_bytes_under_way_close_the_window_and_acknowledgements_open_it() -> None
     assert not outbox.has_credit
     outbox.acknowledged(numbers[0])
     outbox.acknowledged(numbers[0])  # a repeated acknowledgement frees nothing
-    assert outbox.under_way_bytes == 50
+    assert outbox.in_flight_bytes == 50
     assert outbox.has_credit
 
 

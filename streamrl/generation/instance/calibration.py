@@ -197,7 +197,7 @@ class QuickPlan:
         return (self._step(self.largest) - self._step(1)) / (self.largest - 1)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """A line about the progress."""
         return f"measuring step times, {len(self.points)} of {len(self.sizes)} batch sizes done"
 
@@ -229,7 +229,7 @@ async def measure_quickly(engine: Engine, largest: int, context: int, say: Calla
     watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
     said = ""
     while (trial := plan.next()) is not None:
-        if plan.told != said:
-            say(said := plan.told)
+        if plan.summary != said:
+            say(said := plan.summary)
         plan.took(await watch.trial(trial))
     return plan

@@ -59,7 +59,7 @@ class InstanceProcess:
         self.site = context.site
         self.pool = context.pool(pool)
         self.waits = WaitRegistry(context.name)
-        self._compute_type = dict(context.type_told)
+        self._compute_type = dict(context.compute_type_status)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
         self._updated = False
@@ -118,7 +118,9 @@ class InstanceProcess:
         limits = self.context.run.deadlines
         # finished samples are acknowledged once the controller has committed them: while a link is down, the service's
         # own limit, which throttles dispatch, must be reached before this one
-        flow = replace(self.context.near, credits=MANY if self.context.remote else self.context.near.credits)
+        flow = replace(
+            self.context.local_flow, credits=MANY if self.context.remote else self.context.local_flow.credits
+        )
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
         self.link.reads = MessageReader({"hub": FROM_SERVICE})
         self.link.state = self._state

@@ -38,14 +38,14 @@ from streamrl.transport.wire import Arrays
 
 Send = Callable[[str, str, dict[str, Any], Arrays], Awaitable[None]]
 """Sends a message: (instance, kind, body, arrays)."""
-Told = Callable[[str, str], float]
+ProducedTokens = Callable[[str, str], float]
 """Tokens that an instance has reported for a sample: (instance, sample) -> tokens."""
 
 
 class Dispatcher:
     """The requests of a site: which instance works on each, and which ones wait or are parked."""
 
-    def __init__(self, policy: DispatchPolicy, send: Send, produced: Told) -> None:
+    def __init__(self, policy: DispatchPolicy, send: Send, produced: ProducedTokens) -> None:
         """
         Args:
             policy: chooses instances for requests.

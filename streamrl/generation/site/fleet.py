@@ -196,7 +196,7 @@ class SiteFleet:
     def _simulated(self, name: str) -> SimulatedInstance:
         return self._curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
 
-    def told(self) -> dict[str, dict[str, Any]]:
+    def states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's pool, state and cause of its latest death, by name."""
         return {
             name: {"pool": life.pool, "life": str(life.state), "detail": self._causes.get(name, "")}
@@ -476,7 +476,7 @@ class SiteFleet:
             await self.dispatcher.unhold(name, "weights")
         return loaded
 
-    async def told_of_weights(self, delivery: Delivery) -> None:
+    async def on_weights_message(self, delivery: Delivery) -> None:
         """Handle an instance's report that it has loaded a version, or did not find it in the site's store.
 
         A missing version is an error only if it is the one being served: an instance that stood still for a while may

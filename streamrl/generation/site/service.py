@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from scheduler.dispatch.registry import make_policy
-from streamrl.errors import RunFailed, StartAgain
+from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
@@ -92,7 +92,7 @@ class GenerationService:
         self.site = context.site
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(context.name)
-        self.hub = Hub(context.name, self.waits, flow=replace(context.near, credits=TO_AN_INSTANCE))
+        self.hub = Hub(context.name, self.waits, flow=replace(context.local_flow, credits=TO_AN_INSTANCE))
         run = context.run
         policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
         self._orphaned = asyncio.Event()
@@ -120,7 +120,8 @@ class GenerationService:
             PeerLost: an instance, the controller or the publisher fell silent.
             Refused: the trainer's site refuses this one.
             RunFailed: the run has ended with an error.
-            StartAgain: the controller was restarted: it may have gone back to a checkpoint, and issues all work again.
+            RestartNeeded: the controller was restarted: it may have gone back to a checkpoint, and issues all work
+                again.
         """
         self.hub.bind(self.context.addresses.services[self.site])
         await self.fleet.open()
@@ -224,7 +225,7 @@ class GenerationService:
 
     async def _end_if_orphaned(self) -> None:
         await self._orphaned.wait()
-        raise StartAgain("the controller was restarted")
+        raise RestartNeeded("the controller was restarted")
 
     async def _keep_journal(self) -> None:
         """Write the token journal to its file every `JOURNAL_S` seconds."""
@@ -236,7 +237,7 @@ class GenerationService:
         """Report the instances to the controller, now and in the hello of every later connection."""
         fleet = fleet_to_wire(self.fleet.instances())
         self.controller.meta["fleet"] = fleet
-        instances = {name: InstanceState(**values) for name, values in self.fleet.told().items()}
+        instances = {name: InstanceState(**values) for name, values in self.fleet.states().items()}
         await self.controller.send(*wire(FleetChanged(fleet=fleet, instances=instances)))
 
     def _produced(self, instance: str, sample_id: str) -> float:
@@ -272,7 +273,7 @@ class GenerationService:
                     self.fleet.answers.take(delivery)
                 case WeightsApplied() | WeightsMissed():
                     delivery.ack()
-                    await self.fleet.told_of_weights(delivery)
+                    await self.fleet.on_weights_message(delivery)
                 case WeightAnswer() as answer:
                     delivery.ack()
                     if (call := self._calls.get((answer.call, delivery.peer))) is not None:
@@ -334,7 +335,7 @@ class GenerationService:
             if state.get("busy_since"):
                 state["busy_since"] = self.controller.clock.to_hub_time(state["busy_since"])
             if life.state is not Life.READY:
-                state |= {"state": str(life.state), "detail": self.fleet.told()[name]["detail"]}
+                state |= {"state": str(life.state), "detail": self.fleet.states()[name]["detail"]}
                 state["running"] = len(self.dispatcher.works_on(name))
             elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
                 state["detail"] = f"{factor:.1f} times as slow as the others"
