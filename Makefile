@@ -52,10 +52,10 @@ audit: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/reference.py
 
-# what fails soonest first; tests/conftest.py says which are slow, and what two workers take at a time
+# what fails soonest first; tests/conftest.py says which files are slow, and their order
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"

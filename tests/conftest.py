@@ -16,29 +16,26 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TESTS = Path(__file__).parent
-SLOW = {
-    "first": (
-        "test_warm.py",
-        "test_orphans.py",
-        "end_to_end/test_run.py",
-        "end_to_end/test_schedules.py",
-        "end_to_end/test_recovery.py",
-        "end_to_end/test_sites.py",
-        "chaos/test_chaos_live.py",
-    ),
-    "second": (
-        "generation/test_engine.py",
-        "generation/test_parallel_engine.py",
-        "generation/test_few_rows_vllm.py",
-        "generation/test_calibration.py",
-        "training/test_losses_against_trl.py",
-        "launcher/test_ray_autoscaling.py",
-        "end_to_end/test_ray.py",
-    ),
-}
-"""Files of tests marked `slow`: whole runs, vLLM, a Ray cluster, or TRL.
+SLOW = (
+    "end_to_end/test_ray.py",
+    "end_to_end/test_recovery.py",
+    "end_to_end/test_run.py",
+    "end_to_end/test_schedules.py",
+    "end_to_end/test_sites.py",
+    "test_orphans.py",
+    "chaos/test_chaos_live.py",
+    "generation/test_engine.py",
+    "training/test_losses_against_trl.py",
+    "generation/test_parallel_engine.py",
+    "generation/test_calibration.py",
+    "launcher/test_ray_autoscaling.py",
+    "test_warm.py",
+    "generation/test_few_rows_vllm.py",
+)
+"""Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, or TRL), in the order in which they run.
 
-With two workers of pytest-xdist (`--dist loadgroup`) each takes a group, one test after the other.
+Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
+finished a file takes the next one, so both end at about the same time. A file's fixtures are made once.
 """
 
 
@@ -61,16 +58,15 @@ def file_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).as_posix()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scale pytest-timeout's limits, and mark the tests of `SLOW`."""
-    groups = {file: group for group, files in SLOW.items() for file in files}
+    """Scale pytest-timeout's limits, mark the tests of `SLOW`, and put them in its order."""
+    order = {file: place for place, file in enumerate(SLOW)}
     general = float(config.getoption("timeout", None) or config.getini("timeout") or 0)
     for item in items:
         mark = item.get_closest_marker("timeout")
         seconds = float((*mark.args, mark.kwargs.get("timeout", general))[0]) if mark is not None else general
         if seconds:
             item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
-        if (group := groups.get(file_of(item))) is not None:
+        if file_of(item) in order:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: order.get(file_of(item), len(order)))
