@@ -44,7 +44,7 @@ from matplotlib.patches import Patch
 from rich.progress import track
 from running import HERE, ROOT, Sheet, terminal
 
-from scheduler.capacity.allocation import DELTA_RATIO, ScheduleName
+from scheduler.capacity.allocation import DELTA_RATIO
 from scheduler.capacity.break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
@@ -59,7 +59,7 @@ SWEPT = ("H20", "RTX4090")
 """Partners whose links are looked at closely."""
 SUPPLY = 256
 """GPUs of each partner's type that could be rented; of the H800, as many as set the pace."""
-SCHEDULES: tuple[ScheduleName, ...] = ("sync", "stream", "async")
+SCHEDULES: tuple[str, ...] = ("sync", "stream", "async")
 LENGTHS = ("5k", "10k", "20k")
 EGRESS, EGRESS_DATE = 0.02, "2025-07"
 """USD per 10^9 bytes, either way."""
@@ -257,7 +257,7 @@ class Sweeps:
     def map(self) -> list[dict[str, Any]]:
         """The cheapest placement by answer length and egress price: single sites of one type, and two sites."""
         study, found = self.study, []
-        schedules: tuple[ScheduleName, ...] = ("stream", "async")
+        schedules: tuple[str, ...] = ("stream", "async")
         axes = itertools.product(schedules, (True, False), self.some(MAP_LENGTHS), self.some(EGRESS_USD))
         for schedule, delta, n, usd in self.progress(list(axes), "map"):
             at = replace(self.base, lengths=n, egress=usd, schedule=schedule, delta=delta)

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.capacity.allocation import Offer, Problem, Route, ScheduleName
+from scheduler.capacity.allocation import Offer, Problem, Route
 from scheduler.capacity.placement_plan import PlacementPlan, colocated, plans
 from scheduler.cost import decode, generation_cost, training_cost
 from scheduler.cost.decode import PAPER_7B_H800, roofline
@@ -34,7 +34,7 @@ PUBLISHED_7B = {"5k": (13.0, 16.0, 21.3), "10k": (8.0, 8.8, 10.7), "20k": (4.8, 
 PUBLISHED_HETEROGENEOUS = (1.23, 1.33)
 CLUSTERS = {"7b": 32, "32b": 128, "72b": 128}
 """H800 by model; 128 are all that the paper's cluster has."""
-SCHEDULES: tuple[ScheduleName, ...] = ("sync", "stream", "one_step_off", "async")
+SCHEDULES: tuple[str, ...] = ("sync", "stream", "one_step_off", "async")
 BETWEEN = Route(80e9 / 8)
 """The paper's link between both sites."""
 
@@ -88,7 +88,7 @@ def told(best: PlacementPlan) -> dict[str, Any]:
     }
 
 
-def two_sites(lengths: str, schedule: ScheduleName) -> dict[str, Any]:
+def two_sites(lengths: str, schedule: str) -> dict[str, Any]:
     """32 H20 and 16 H800 in two sites against 32 H800 in one, 7B; the rest of what is not used is released."""
     one = Problem(MODELS["7b"], batch(lengths), PPO, (offer("h800", "H800", 32),))
     both = Problem(

@@ -33,9 +33,9 @@ from scheduler.cost.generation_cost import MOST_SLOTS, Batch, ReplicaKind, degre
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
+from scheduler.schedule.schedules import KINDS
 
 PlanObjective = Literal["throughput", "cost"]
-ScheduleName = Literal["async", "one_step_off", "stream", "sync"]
 
 COARSE, FINE = 1.03, 1.002
 """Ratios of neighbouring step times in the search for the cheapest plan."""
@@ -169,9 +169,9 @@ class Split:
 class Allocator:
     """Answers the module's question for one problem, and searches for splits."""
 
-    def __init__(self, problem: Problem, schedule: ScheduleName = "async") -> None:
+    def __init__(self, problem: Problem, schedule: str = "async") -> None:
         self.problem, self.schedule = problem, schedule
-        self.steady = schedule == "async"
+        self.steady = KINDS[schedule].continuous
         step = problem.batch.step_tokens
         self.trainers: dict[int, tuple[TrainerTime | None, ...]] = {}
         self.kinds: dict[int, list[ReplicaKind]] = {}

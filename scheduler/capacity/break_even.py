@@ -23,12 +23,13 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.capacity.allocation import DELTA_RATIO, SYNC_SIZES, Allocator, Offer, Problem, Route, ScheduleName, Split
+from scheduler.capacity.allocation import DELTA_RATIO, SYNC_SIZES, Allocator, Offer, Problem, Route, Split
 from scheduler.capacity.placement_plan import PlacementPlan, colocated, evaluate, plans
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainingWork
+from scheduler.schedule.schedules import KINDS
 
 SHORTER = (*(0.995**k for k in range(24)), *(0.88 * 0.98**k for k in range(108)))
 """Step times to try, as shares of the longest one: closely spaced near it, down to a tenth."""
@@ -85,7 +86,7 @@ def threshold(
     return Threshold("from" if upwards else "up_to", best)
 
 
-def cheapest_within(problem: Problem, schedule: ScheduleName, limit_s: float) -> PlacementPlan | None:
+def cheapest_within(problem: Problem, schedule: str, limit_s: float) -> PlacementPlan | None:
     """Return the plan with the fewest USD per sample among those whose step takes at most `limit_s`; None: none does.
 
     Args:
@@ -94,7 +95,7 @@ def cheapest_within(problem: Problem, schedule: ScheduleName, limit_s: float) ->
         limit_s: seconds of a step.
     """
     allocator = Allocator(problem, schedule)
-    overlapping = schedule in ("async", "one_step_off")
+    overlapping = KINDS[schedule].overlaps
     best: PlacementPlan | None = None
     for trainer in allocator.trainers:
         found = _overlapping(allocator, trainer, limit_s) if overlapping else _following(allocator, trainer, limit_s)
@@ -181,7 +182,7 @@ class Cost:
         return cls(
             f"{plan.split.time.gpus} {offers[plan.split.trainer].device.name} > {pools}",
             step.seconds,
-            plan.steady_s if plan.schedule == "async" else plan.makespan_s,
+            plan.steady_s if KINDS[plan.schedule].continuous else plan.makespan_s,
             plan.training_s,
             plan.transfer_s + plan.load_s,
             step.usd_per_hour,
@@ -208,7 +209,7 @@ def in_turns(problem: Problem, counts: Sequence[int]) -> list[Cost]:
     return made
 
 
-def shortest_step(problem: Problem, schedule: ScheduleName) -> float:
+def shortest_step(problem: Problem, schedule: str) -> float:
     """Return the seconds of the shortest step within the budget, as `plans` finds it; infinite: there is no plan."""
     allocator = Allocator(problem, schedule)
     splits = allocator.candidates("throughput")
@@ -223,7 +224,7 @@ class Point:
     """GPUs of the training type; one site of them sets the pace and the money."""
     lengths: str
     """Name of the answer lengths, as in the comparison's batches."""
-    schedule: ScheduleName
+    schedule: str
     gbit_s: float = 1.0
     """Bandwidth of the link."""
     rtt_ms: float = 0.0

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, ScheduleName, Split, generation_seconds
+from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, generation_seconds
 from scheduler.capacity.covering import Replicas
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.generation_cost import degrees, finish_profile, replica_kind
@@ -28,6 +28,7 @@ from scheduler.cost.length_forecast import NORMAL_SCORES
 from scheduler.cost.training_cost import switch_seconds, trainer_times
 from scheduler.dispatch.partition import plan as plan_dispatch
 from scheduler.dispatch.registry import make_policy
+from scheduler.schedule.schedules import KINDS
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 RANKER_NOISE = 0.35
@@ -91,7 +92,7 @@ class PlacementPlan:
     """A split with its times."""
 
     problem: Problem
-    schedule: ScheduleName
+    schedule: str
     objective: PlanObjective
     split: Split
     makespan_s: float
@@ -111,7 +112,7 @@ class PlacementPlan:
     @property
     def shares(self) -> list[float]:
         """Share of the batch of each generation pool."""
-        steady = self.schedule == "async"
+        steady = KINDS[self.schedule].continuous
         deadline = self.steady_s if steady else self.makespan_s
         parts = [one.count * one.kind.share(deadline, steady) for one in self.split.generation]
         return [part / sum(parts) for part in parts]
@@ -132,13 +133,13 @@ class PlacementPlan:
 
     def step(self, schedule: str) -> Step:
         """Return the step of the same split under any schedule."""
-        seconds = {
-            "sync": self.makespan_s + self.training_s + self.transfer_s + self.load_s,
-            "stream": self._streamed() + self.transfer_s + self.load_s,
-            "one_step_off": max(self.makespan_s + self.load_s, self.training_s, self.transfer_s),
-            "async": max(self.steady_s + self.load_s, self.training_s, self.transfer_s),
-        }[schedule]
-        generation = self.steady_s if schedule == "async" else self.makespan_s
+        kind = KINDS[schedule]
+        generation = self.steady_s if kind.continuous else self.makespan_s
+        if kind.overlaps:
+            seconds = max(generation + self.load_s, self.training_s, self.transfer_s)
+        else:
+            both = generation + self.training_s if kind.whole_batches else self._streamed()
+            seconds = both + self.transfer_s + self.load_s
         usd = self.split.rent(self.problem.offers) + self.egress_usd * 3600 / seconds
         rate = self.problem.batch.samples / seconds
         return Step(schedule, seconds, 1 - generation / seconds, 1 - self.training_s / seconds, rate, usd)
@@ -171,7 +172,7 @@ class PlacementPlan:
 
     def _too_slow(self, deadline: float) -> list[str]:
         """Return released GPUs of which no replica can generate anything by a deadline."""
-        found, steady = [], self.schedule == "async"
+        found, steady = [], KINDS[self.schedule].continuous
         for number, _ in self.released:
             offer = self.problem.offers[number]
             fits = [
@@ -198,10 +199,10 @@ class PlacementPlan:
         """Explanation, in one sentence, of what a faster step would need."""
         offers = self.problem.offers
         trainer = offers[self.split.trainer]
-        generation = self.steady_s if self.schedule == "async" else self.makespan_s
+        generation = self.steady_s if KINDS[self.schedule].continuous else self.makespan_s
         slower, other = ("training", "generation") if self.training_s >= generation else ("generation", "training")
         long, short = max(self.training_s, generation), min(self.training_s, generation)
-        if self.schedule in ("async", "one_step_off") and self.transfer_s > long:
+        if KINDS[self.schedule].overlaps and self.transfer_s > long:
             return f"new weights limit it: {self.transfer_s:.1f} s to the last site; smaller deltas or a faster link"
         pools = " and ".join(f"{one.gpus} {offers[one.offer].device.name}" for one in self.split.generation)
         who = f"{self.split.time.gpus} {trainer.device.name}" if slower == "training" else pools
@@ -212,7 +213,7 @@ class PlacementPlan:
             head += f", {other} {short:.1f} s"
         if slower == "generation":
             twice = [replace(one, count=2 * one.count) for one in self.split.generation]
-            if generation_seconds(twice, self.schedule == "async") > 0.97 * long:
+            if generation_seconds(twice, KINDS[self.schedule].continuous) > 0.97 * long:
                 return f"{head}): the longest answers take that long, and more replicas hardly help"
         elif self.split.time.communication_s > self.split.time.compute_s:
             return f"{head}): FSDP's communication takes {self.split.time.communication_s:.1f} s a step"
@@ -253,7 +254,7 @@ def _spread(problem: Problem, device: Device) -> float:
     return problem.model.weight_bytes * (1 / network + 2 / (device.link_gb_s * 1e9))
 
 
-def plans(problem: Problem, schedule: ScheduleName, objective: PlanObjective) -> list[PlacementPlan]:
+def plans(problem: Problem, schedule: str, objective: PlanObjective) -> list[PlacementPlan]:
     """Return the best plan, and the next-best ones that differ.
 
     Args:

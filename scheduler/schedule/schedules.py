@@ -119,7 +119,31 @@ class Schedule:
         return (publication - state.step) * state.batch - state.taken
 
 
-NAMES = ("colocated", "sync", "stream", "one_step_off", "async")
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What all schedules of one name have in common."""
+
+    whole_batches: bool = False
+    """See `Schedule`."""
+    overlaps: bool = False
+    """Whether generation continues while the trainer computes a step and its weights are sent."""
+    continuous: bool = False
+    """Whether groups are issued without waiting for a batch to end, so instances never run out of work."""
+    exclusive: bool = False
+    """See `Schedule`."""
+
+
+KINDS = {
+    "colocated": ScheduleKind(whole_batches=True, exclusive=True),
+    "sync": ScheduleKind(whole_batches=True),
+    "stream": ScheduleKind(),
+    "one_step_off": ScheduleKind(whole_batches=True, overlaps=True),
+    "async": ScheduleKind(overlaps=True, continuous=True),
+}
+"""All schedules by name; runs, `streamrl simulate`, `streamrl plan` and `auto` choose among them."""
+NAMES = tuple(KINDS)
+SEPARATE = tuple(sorted(name for name, kind in KINDS.items() if not kind.exclusive))
+"""Names of the schedules whose generation and training have devices of their own."""
 
 
 def make_schedule(name: str, max_staleness: int | None = None, sync_every: int = 1) -> Schedule:
@@ -137,26 +161,17 @@ def make_schedule(name: str, max_staleness: int | None = None, sync_every: int =
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(NAMES)}")
     if sync_every < 1:
         raise ValueError(f"weights are published every 1 or more steps, not every {sync_every}")
-    if name == "async":
+    kind = KINDS[name]
+    if kind.continuous:
         bound = 1 if max_staleness is None else max_staleness
         if bound < 1:
-            raise ValueError(f"async needs a staleness of 1 or more, got {bound}; use `stream` for 0")
+            raise ValueError(f"{name} needs a staleness of 1 or more, got {bound}; use `stream` for 0")
         if sync_every > bound + 1:
             raise ValueError(f"weights every {sync_every} steps need a staleness of {sync_every - 1}, got {bound}")
-        return Schedule(name, bound, whole_batches=False, issue_barrier=False, sync_every=sync_every)
-    if name == "one_step_off":
-        if sync_every != 1:
-            raise ValueError(f"one_step_off publishes after every step, not every {sync_every}; use async for that")
-        bound = 1
     else:
-        bound = sync_every - 1
-    if max_staleness is not None and max_staleness != bound:
-        raise ValueError(f"{name} has a staleness of {bound}; only async takes a bound")
-    return Schedule(
-        name,
-        bound,
-        whole_batches=name != "stream",
-        issue_barrier=True,
-        sync_every=sync_every,
-        exclusive=name == "colocated",
-    )
+        if kind.overlaps and sync_every != 1:
+            raise ValueError(f"{name} publishes after every step, not every {sync_every}; use async for that")
+        bound = 1 if kind.overlaps else sync_every - 1
+        if max_staleness not in (None, bound):
+            raise ValueError(f"{name} has a staleness of {bound}; only async takes a bound")
+    return Schedule(name, bound, kind.whole_batches, not kind.continuous, sync_every, kind.exclusive)

@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scheduler.capacity.allocation import PlanObjective, ScheduleName
+    from scheduler.capacity.allocation import PlanObjective
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step, TailSplit
     from streamrl.planning.planning_inputs import Inputs
 
@@ -85,7 +85,7 @@ def command(
     )
     aim = cast("PlanObjective", objective)
     try:
-        found = plans(inputs.problem, cast("ScheduleName", schedule), aim)
+        found = plans(inputs.problem, schedule, aim)
     except ValueError as error:
         raise UserError(str(error)) from error
     together, tail = colocated(inputs.problem, aim), tail_split(found[0])

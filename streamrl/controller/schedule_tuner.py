@@ -22,7 +22,7 @@ from functools import partial
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import make_policy
-from scheduler.schedule.schedules import Schedule, make_schedule
+from scheduler.schedule.schedules import KINDS, SEPARATE, Schedule, make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AutoScheduleConfig
@@ -83,8 +83,10 @@ def setups(
     for count, own in _splits(instances, trainer_cores):
         where = f", {count} of {len(names)} instances" if count < len(names) else ""
         found += [
-            Setup(name + where, make_schedule(name, max_staleness if name == "async" else None), names[:count], own)
-            for name in ("stream", "sync", "async", "one_step_off")
+            Setup(
+                name + where, make_schedule(name, max_staleness if KINDS[name].continuous else None), names[:count], own
+            )
+            for name in SEPARATE
         ]
     return found
 
