@@ -77,17 +77,13 @@ def setups(
         max_staleness: staleness bound of `async`, in versions.
     """
     names = tuple(instances)
+    made = {name: make_schedule(name, max_staleness if KINDS[name].continuous else None) for name in SEPARATE}
     found = []
     if shareable:
         found.append(Setup("colocated", make_schedule("colocated"), names, trainer_cores))
     for count, own in _splits(instances, trainer_cores):
         where = f", {count} of {len(names)} instances" if count < len(names) else ""
-        found += [
-            Setup(
-                name + where, make_schedule(name, max_staleness if KINDS[name].continuous else None), names[:count], own
-            )
-            for name in SEPARATE
-        ]
+        found += [Setup(name + where, schedule, names[:count], own) for name, schedule in made.items()]
     return found
 
 
