@@ -13,7 +13,8 @@ from streamrl.controller.evaluation_plan import Evaluations, EvaluationSample
 from streamrl.controller.group_source import GroupSource
 from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir import layout
-from streamrl.run_dir.evaluations import EvaluationWriter, best, read_evaluations
+from streamrl.run_dir.evaluations import EvaluationRow, best, read_evaluations
+from streamrl.run_dir.jsonl import RowWriter
 from streamrl.tasks.source import PromptSource
 
 
@@ -45,7 +46,7 @@ class Evaluator:
             run.evaluation, run.seed, source, groups.tokens, groups.longest_prompt, run.steps
         )
         self._path = run_dir / layout.EVALUATIONS
-        self._writer = EvaluationWriter(self._path)
+        self._writer = RowWriter(self._path, EvaluationRow)
 
     def rewind(self, step: int) -> None:
         """Rewind to a resumed run's step: forget evaluations of later versions and mark earlier ones as done."""

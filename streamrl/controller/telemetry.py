@@ -16,7 +16,8 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.step_batch import StepBatch
 from streamrl.run_dir import layout
-from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
@@ -52,7 +53,7 @@ class Telemetry:
         self.memory_gb: float | None = None
         """Memory of all processes of the run, GiB; shared pages count once (PSS). None: not measured."""
         self.detail = "waiting for processes"
-        self.metrics = MetricsWriter(context.run_dir / layout.METRICS)
+        self.metrics = RowWriter(context.run_dir / layout.METRICS, MetricsRow)
         self.trace = TraceWriter(context.run_dir / layout.TRACE)
         self._latest: MetricsRow | None = None
         self._started = time.time()

@@ -23,13 +23,11 @@ class CheckpointFolder:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
         return self.directory / f"step_{step}"
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint; None: there is none."""
-        steps = self._steps()
-        return steps[-1] if steps else None
+        return max(self._steps(), default=None)
 
     def begin(self, step: int) -> Path:
         """Create an empty folder to write a checkpoint into; remove what a crash has left there."""

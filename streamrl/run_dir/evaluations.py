@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from streamrl.run_dir.jsonl import Row, RowWriter, read_rows
+from streamrl.run_dir.jsonl import Row, StepRow, read_rows
 
 
 class Scores(Row):
@@ -29,7 +29,7 @@ class Scores(Row):
     reward_errors: int = Field(ge=0, description="completions that could not be scored, counted as reward 0")
 
 
-class EvaluationRow(Row):
+class EvaluationRow(StepRow):
     """One evaluation of a weight version."""
 
     step: int = Field(ge=0, description="evaluated weight version: number of optimizer steps behind it (0: untrained)")
@@ -54,12 +54,7 @@ def best(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
 
 
 def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> str:
-    """Format an evaluation in one line: 'eval@40: greedy 0.42 pass@4 0.61 (best)'.
-
-    Args:
-        row: the evaluation.
-        rows: all evaluations up to it, to mark the best.
-    """
+    """Format an evaluation in one line: 'eval@40: greedy 0.42 pass@4 0.61 (best)'; `rows`: all up to it."""
     overall = row.overall
     parts = [f"eval@{row.step}:"]
     if overall.reward_greedy is not None:
@@ -80,11 +75,3 @@ def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> s
 def read_evaluations(path: Path) -> list[EvaluationRow]:
     """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""
     return read_rows(path, EvaluationRow)
-
-
-class EvaluationWriter(RowWriter[EvaluationRow]):
-    """The writer of evaluations; one per file."""
-
-    def __init__(self, path: Path) -> None:
-        """Open or create the file, and remove a last line that was cut by a kill."""
-        super().__init__(path, EvaluationRow, lambda row: row.step)

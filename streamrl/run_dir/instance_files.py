@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from streamrl.atomic_files import replace_json
 from streamrl.run_dir import layout
@@ -59,8 +58,10 @@ def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
 
 def read_wanted(folder: Path) -> list[WantedInstance] | None:
     """Read the instances that the service requests; None: it has not written them yet."""
-    found = _read(folder / layout.WANTED_INSTANCES)
-    return None if found is None else [WantedInstance(**one) for one in found]
+    try:
+        return [WantedInstance(**one) for one in json.loads((folder / layout.WANTED_INSTANCES).read_text())]
+    except FileNotFoundError:
+        return None
 
 
 def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
@@ -74,7 +75,10 @@ def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
 
 def read_started(folder: Path) -> list[StartedProcess]:
     """Read the processes that the launcher has started; empty before it has written them."""
-    return [StartedProcess(**one) for one in _read(folder / layout.PROCESSES) or []]
+    try:
+        return [StartedProcess(**one) for one in json.loads((folder / layout.PROCESSES).read_text())]
+    except FileNotFoundError:
+        return []
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:
@@ -86,11 +90,3 @@ def forget(folder: Path) -> None:
     """Delete the files of an earlier launch."""
     for name in (layout.WANTED_INSTANCES, layout.PROCESSES):
         (folder / name).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> list[dict[str, Any]] | None:
-    try:
-        found: list[dict[str, Any]] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    return found

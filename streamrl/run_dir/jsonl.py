@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -38,11 +36,17 @@ class Row(BaseModel):
         return finite(values)
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+class StepRow(Row):
+    """Base of the rows of a file with one row per optimizer step."""
+
+    step: int
+
+
+AnyRow = TypeVar("AnyRow", bound=StepRow)
 
 
 def _parse(model: type[AnyRow], line: bytes) -> AnyRow | None:
-    """Parse one line; None for a cut or foreign line. Keys of a newer version are dropped."""
+    """Return the row of one line, without keys of a newer version; None for a cut or foreign line."""
     try:
         values = json.loads(line)
         return model(**{key: item for key, item in values.items() if key in model.model_fields})
@@ -59,23 +63,16 @@ def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
     return [row for line in lines if (row := _parse(model, line)) is not None]
 
 
-def _encode(row: Row) -> bytes:
+def _encode(row: StepRow) -> bytes:
     return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
 
 
 class RowWriter(Generic[AnyRow]):
     """The writer of rows, each handed to the system before `append` returns; one per file."""
 
-    def __init__(self, path: Path, model: type[AnyRow], step_of: Callable[[AnyRow], int]) -> None:
-        """Open or create the file, and remove a last line that was cut by a kill.
-
-        Args:
-            path: the file.
-            model: type of its rows.
-            step_of: function that returns the optimizer step of a row, for `rewind`.
-        """
-        self.path = path
-        self._model, self._step_of = model, step_of
+    def __init__(self, path: Path, model: type[AnyRow]) -> None:
+        """Open or create the file, and remove a last line that was cut by a kill."""
+        self.path, self._model = path, model
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         content = path.read_bytes()
@@ -93,7 +90,7 @@ class RowWriter(Generic[AnyRow]):
         The file is replaced atomically: a kill leaves the old or the new one.
         """
         rows = read_rows(self.path, self._model)
-        kept = [row for row in rows if self._step_of(row) <= step]
+        kept = [row for row in rows if row.step <= step]
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_bytes(b"".join(map(_encode, kept)))
         self._file.close()
@@ -102,13 +99,10 @@ class RowWriter(Generic[AnyRow]):
         return len(rows) - len(kept)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -60,9 +60,6 @@ def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
         run_dir: the site's run folder.
         one_machine: whether all processes of the site are on this machine; shared memory is no use to others.
     """
-    if not one_machine:
-        return run_dir / WEIGHTS
-    token = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        return SHARED_MEMORY / f"streamrl-{token}"
+    if one_machine and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        return SHARED_MEMORY / f"streamrl-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}"
     return run_dir / WEIGHTS

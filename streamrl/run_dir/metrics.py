@@ -10,10 +10,10 @@ from pathlib import Path
 from pydantic import Field
 
 from streamrl.rollouts.length_audit import StepAudit
-from streamrl.run_dir.jsonl import Row, RowWriter, read_rows
+from streamrl.run_dir.jsonl import StepRow, read_rows
 
 
-class MetricsRow(Row):
+class MetricsRow(StepRow):
     """The measurements of one optimizer step; None where there is no figure. Unknown keys are errors."""
 
     step: int = Field(ge=1, description="optimizer steps completed, including this one (the first row is 1)")
@@ -127,11 +127,3 @@ class MetricsRow(Row):
 def read_metrics(path: Path) -> list[MetricsRow]:
     """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""
     return read_rows(path, MetricsRow)
-
-
-class MetricsWriter(RowWriter[MetricsRow]):
-    """The writer of metrics rows; one per file."""
-
-    def __init__(self, path: Path) -> None:
-        """Open or create the file, and remove a last line that was cut by a kill."""
-        super().__init__(path, MetricsRow, lambda row: row.step)

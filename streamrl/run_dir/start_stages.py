@@ -73,12 +73,9 @@ def history(run_dir: Path, process: str) -> list[Stage]:
 
 def read_stages(run_dir: Path) -> dict[str, Stage]:
     """Read the current stage of every process that has recorded one, by name, including emulated sites."""
-    found = {}
     folders = [run_dir, *run_dir.glob(f"{layout.SITES}/*")]
-    for path in sorted(path for folder in folders for path in folder.glob(f"{layout.START_STAGES}/*.jsonl")):
-        if stages := history(path.parents[1], path.stem):
-            found[path.stem] = stages[-1]
-    return found
+    paths = sorted(path for folder in folders for path in folder.glob(f"{layout.START_STAGES}/*.jsonl"))
+    return {path.stem: stages[-1] for path in paths if (stages := history(path.parents[1], path.stem))}
 
 
 def waiting_for(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ is replaced atomically, so a reader never sees half of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,22 +156,21 @@ class RunStatus(StatusModel):
     @property
     def types(self) -> str:
         """Compute types of trainer and instances: 'float32', or 'trainer bfloat16, instances float32'."""
-        of_role: dict[str, set[str]] = {}
+        of_role: defaultdict[str, set[str]] = defaultdict(set)
         for one in self.roles.values():
             if one.dtype:
-                of_role.setdefault(one.role, set()).add(one.dtype)
-        if len(set().union(*of_role.values())) < 2:
-            return "".join(set().union(*of_role.values()))
-        names = {"trainer": "trainer", "instance": "instances"}
-        return ", ".join(f"{names.get(role, role)} {' and '.join(sorted(types))}" for role, types in of_role.items())
+                of_role["instances" if one.role == "instance" else one.role].add(one.dtype)
+        if len(every := set().union(*of_role.values())) < 2:
+            return "".join(every)
+        return ", ".join(f"{role} {' and '.join(sorted(types))}" for role, types in of_role.items())
 
     @property
     def why_types(self) -> str:
         """Reasons for the compute types, with processes of the same reason grouped."""
-        causes: dict[str, list[str]] = {}
+        causes: defaultdict[str, list[str]] = defaultdict(list)
         for name, one in self.roles.items():
             if one.dtype:
-                causes.setdefault(f"{one.dtype} ({one.dtype_why})", []).append(name)
+                causes[f"{one.dtype} ({one.dtype_why})"].append(name)
         return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
 
     @property

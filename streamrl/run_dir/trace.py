@@ -4,8 +4,8 @@ The file is a JSON array with one event per line, each written at once, so a kil
 the format makes the closing bracket optional, and the comma is written *before* an event. Reopening the file for a
 resumed run cuts a half-written event and the bracket, and keeps the origin.
 
-Times are passed as unix seconds and stored as microseconds since `origin`: by default the creation of the file, or the
-first event's start if that is earlier. Perfetto drops events at negative times, so an event that starts before the
+Times are passed as unix seconds and stored as microseconds since the origin: the creation of the file, or the first
+written event's start if that is earlier. Perfetto drops events at negative times, so an event that starts before the
 origin is clipped to it.
 
 Events on one track must be disjoint or nested; for those that overlap (samples of an instance) `async_span` writes
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from streamrl.run_dir.jsonl import finite
@@ -33,22 +32,16 @@ Event = dict[str, Any]
 
 def _scan(content: str) -> tuple[list[Event], int]:
     """Return the complete events of a trace, and the offset after the last one (after '[' if there is none)."""
-    start = content.find("[")
-    if start < 0:
-        return [], 0
-    decoder = json.JSONDecoder()
     events: list[Event] = []
-    position = end = start + 1
-    while True:
-        while position < len(content) and content[position] in ", \r\n\t":
-            position += 1
+    end = content.find("[") + 1
+    while found := re.compile(r"[^,\s]").search(content, end):
         try:
-            event, position = decoder.raw_decode(content, position)
+            event, end = json.JSONDecoder().raw_decode(content, found.start())
         except json.JSONDecodeError:
-            return events, end
-        end = position
+            break
         if isinstance(event, dict):
             events.append(event)
+    return events, end
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -71,18 +64,13 @@ def trace_origin(events: list[Event]) -> float | None:
 class TraceWriter:
     """The writer of a trace, event by event; one per file."""
 
-    def __init__(self, path: Path, origin: float | None = None) -> None:
-        """Open a new or existing file.
-
-        Args:
-            path: the trace file; existing events are kept.
-            origin: time zero of a new file (the run's start), unix seconds; default: now.
-        """
+    def __init__(self, path: Path) -> None:
+        """Open a new file, or an existing one, whose events are kept."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._tracks: dict[str, int] = {}
         self._origin: float | None = None
         self._empty = True
-        self._wanted_origin, self._made = origin, time.time()
+        self._made = time.time()
         self._open_existing(path)
         self._file = path.open("ab", buffering=0)
         if self._file.tell() == 0:
@@ -104,16 +92,8 @@ class TraceWriter:
         """Write a piece of work (unix seconds) on a track whose spans nest or do not overlap."""
         ts = self._microseconds(start)
         duration = max(0, self._microseconds(end) - ts)
-        event = {
-            "name": name,
-            "ph": "X",
-            "ts": ts,
-            "dur": duration,
-            "pid": PID,
-            "tid": self._tid(track),
-            "args": args,
-        }
-        self._write(event)
+        event = {"name": name, "ph": "X", "ts": ts, "dur": duration, "pid": PID, "tid": self._tid(track)}
+        self._write(event | {"args": args})
 
     def async_span(self, track: str, name: str, start: float, end: float, id: str | int, **args: Any) -> None:
         """Write one of several concurrent pieces of work on a track; `id` is unique among those in flight on it."""
@@ -121,12 +101,6 @@ class TraceWriter:
         common = {"name": f"{track} {name}", "cat": track, "id": str(id), "pid": PID, "tid": self._tid(track)}
         self._write(common | {"ph": "b", "ts": begin, "args": args})
         self._write(common | {"ph": "e", "ts": max(begin, self._microseconds(end)), "args": {}})
-
-    def counter(self, track: str, name: str, time: float, values: Mapping[str, float]) -> None:
-        """Write numbers to be drawn as curves over time, e.g. running and waiting requests of an instance."""
-        ts = self._microseconds(time)
-        event = {"name": f"{track} {name}", "ph": "C", "ts": ts, "pid": PID, "tid": self._tid(track)}
-        self._write(event | {"args": dict(values)})
 
     def close(self) -> None:
         """Write the closing bracket, which a later writer removes."""
@@ -137,15 +111,13 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _microseconds(self, moment: float) -> int:
         if self._origin is None:
             # Spans are written when they end, so the first one written need not be the first in time.
-            self._origin = min(moment, self._made) if self._wanted_origin is None else self._wanted_origin
+            self._origin = min(moment, self._made)
             args = {"name": "streamrl", _ORIGIN_KEY: self._origin}
             self._write({"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": args})
         return max(0, round((moment - self._origin) * 1e6))

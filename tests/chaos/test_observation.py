@@ -13,7 +13,8 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.run_dir.instance_files import StartedProcess, write_started
-from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 
 LINE = "2026-01-01 WARNING fleet: here-tail-0 had 3 requests with 700 tokens, of which 650 are in the journal\n"
@@ -33,7 +34,7 @@ def group(prompt: int, step: int) -> Group:
 
 def test_a_whole_folder_gives_an_account_that_is_clean(tmp_path: Path) -> None:
     ledger, store = Ledger(tmp_path / "ledger.sqlite"), RolloutStore(tmp_path / "rollouts")
-    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics = RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     for step, prompts in ((1, (0, 1)), (2, (3,))):
         groups = [group(prompt, step) for prompt in prompts]
         members = [one for each in groups for one in each.members()]

@@ -16,7 +16,8 @@ from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_task
 from streamrl.controller.evaluation_plan import Evaluations, pass_at
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, IntArray
-from streamrl.run_dir.evaluations import EvaluationRow, EvaluationWriter, best, evaluation_line, read_evaluations
+from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line, read_evaluations
+from streamrl.run_dir.jsonl import RowWriter
 from streamrl.tasks.source import Prompt, PromptSource
 
 
@@ -203,13 +204,13 @@ def test_rows_survive_a_kill_and_are_rewound_with_the_run(tmp_path: Path) -> Non
     path = tmp_path / "evaluations.jsonl"
     evaluations = make()
     rows = [finish_all(evaluations, evaluations.begin(step, 0.0), {0: 3}) for step in (0, 10, 20)]
-    with EvaluationWriter(path) as writer:
+    with RowWriter(path, EvaluationRow) as writer:
         for row in rows:
             writer.append(row)
     assert read_evaluations(path) == rows
     path.write_bytes(path.read_bytes()[:-20])
     assert read_evaluations(path) == rows[:2]
-    with EvaluationWriter(path) as writer:
+    with RowWriter(path, EvaluationRow) as writer:
         assert writer.rewind(9) == 1
         writer.append(rows[1])
     assert read_evaluations(path) == rows[:2]

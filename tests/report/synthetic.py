@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
-from streamrl.run_dir.evaluations import EvaluationRow, EvaluationWriter, Scores
-from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.evaluations import EvaluationRow, Scores
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
 
@@ -122,7 +123,7 @@ def make_evaluation(step: int, greedy: float) -> EvaluationRow:
 
 def write_evaluations(run_dir: Path, steps: int) -> None:
     """Versions 0, 4, 8, ...; the best greedy reward is 0.4 at version 8 (or the last one)."""
-    with EvaluationWriter(run_dir / "evaluations.jsonl") as evaluations:
+    with RowWriter(run_dir / "evaluations.jsonl", EvaluationRow) as evaluations:
         for step in range(0, steps + 1, 4):
             evaluations.append(make_evaluation(step, 0.1 + 0.0375 * step - (0.27 if step > 8 else 0.0)))
 
@@ -231,7 +232,7 @@ def write_rollouts(run_dir: Path, steps: int) -> None:
 def write_trace(run_dir: Path, steps: int) -> None:
     """Samples of 1 to 9 s on two instances, and a trainer that works on groups and then steps."""
     chance = random.Random(3)
-    with TraceWriter(run_dir / "trace.json", origin=START) as trace:
+    with TraceWriter(run_dir / "trace.json") as trace:
         for step in range(1, steps + 1):
             begin = START + 30 + STEP_S * (step - 1)
             for index in range(64):
@@ -242,7 +243,6 @@ def write_trace(run_dir: Path, steps: int) -> None:
                 trace.span("trainer", "micro-batch", start, start + 1.4, group=group)
             trace.span("trainer", "optimizer step", begin + 15.2, begin + 16.4)
             trace.span("trainer", "publish weights", begin + 16.4, begin + 17.6)
-            trace.counter(INSTANCES[0], "requests", begin, {"running": 12, "waiting": 3})
 
 
 def write_run(
@@ -257,7 +257,7 @@ def write_run(
     """A whole run folder; `status`: keys of status.json that differ from `make_status`."""
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("run:\n  model:\n    path: smollm2-135m # <resolved>\n")
-    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         for step in range(1, steps + 1):
             metrics.append(make_row(step, length_audit=audit or audit_of(step)))
     if evaluations and steps:

@@ -11,8 +11,9 @@ from rich.console import Console
 from streamrl.report.live_view import LiveView
 from streamrl.report.panels import render
 from streamrl.report.summary import bars, duration, histogram, number, summarise
-from streamrl.run_dir.evaluations import EvaluationWriter, read_evaluations
-from streamrl.run_dir.metrics import MetricsWriter, read_metrics
+from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import read_status, write_status
 from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
@@ -104,7 +105,7 @@ def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run
 
 def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
     screen = Screen(terminal=False)
-    MetricsWriter(tmp_path / "metrics.jsonl")
+    RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     with screen.view(tmp_path) as view:
         for note in ("", "trusted after step 3", "trusted after step 3", "not trusted any more"):
             write_status(tmp_path, make_status(3, 20, START, roles={}, ranker={"note": note}))
@@ -135,7 +136,7 @@ def test_before_the_controller_reports_the_view_says_so(tmp_path: Path) -> None:
 
 def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> None:
     screen = Screen(terminal=False)
-    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics = RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     loading = {"role": "trainer", "state": "loading", "detail": "weights", "since": START}
     ready = loading | {"state": "ready", "detail": ""}
     with screen.view(tmp_path) as view:
@@ -214,7 +215,7 @@ def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_
     with screen.view(run_dir) as view:
         view.refresh()
         assert not [line for line in screen.take() if line.startswith("step")]
-        with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+        with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
             metrics.rewind(5)
             metrics.append(make_row(6, time=START + 999, reward_mean=0.5))
         view.refresh()
@@ -286,14 +287,14 @@ def test_every_length_is_in_the_histogram() -> None:
 
 
 def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(make_row(1, staleness_mean=1.25, staleness_max=2.0, ess_token=0.99, ess_sequence=0.61))
     write_status(tmp_path, make_status(1, 20, START))
     assert "off-policy stale 1.2/2, ESS 0.61" in picture(tmp_path, START)
     screen = Screen(terminal=False)
     row = make_row(2, staleness_mean=1.0, staleness_max=1.0, ess_token=0.97, ess_sequence=None, step_skipped=True)
     with screen.view(tmp_path) as view:
-        with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
             metrics.append(row)
         view.refresh()
     (line,) = [line for line in screen.take() if line.startswith("step 2")]
@@ -302,7 +303,7 @@ def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_pa
 
 def test_a_log_tells_each_evaluation_once_and_not_those_before_a_resume(tmp_path: Path) -> None:
     write_status(tmp_path, make_status(3, 20, START, roles={}))
-    with EvaluationWriter(tmp_path / "evaluations.jsonl") as evaluations:
+    with RowWriter(tmp_path / "evaluations.jsonl", EvaluationRow) as evaluations:
         evaluations.append(make_evaluation(0, 0.2))
         screen = Screen(terminal=False)
         with screen.view(tmp_path) as view:
@@ -318,7 +319,7 @@ def test_a_log_tells_each_evaluation_once_and_not_those_before_a_resume(tmp_path
 def test_a_length_bias_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
     write_status(tmp_path, make_status(3, 20, START, roles={}))
     screen = Screen(terminal=False)
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, screen.view(tmp_path) as view:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics, screen.view(tmp_path) as view:
         for step, bias in enumerate((None, "length bias: 9 %", "length bias: 10 %", None, "length bias: 8 %"), start=1):
             metrics.append(make_row(step, length_bias_warning=bias))
             view.refresh()
@@ -328,7 +329,7 @@ def test_a_length_bias_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -
 
 
 def test_what_the_schedule_chose_is_told_when_it_changes(tmp_path: Path) -> None:
-    MetricsWriter(tmp_path / "metrics.jsonl")
+    RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     screen = Screen(terminal=False)
     with screen.view(tmp_path) as view:
         for note in ("", "stream: training is the slower side", "stream: training is the slower side", "async"):
@@ -341,7 +342,7 @@ def test_what_the_schedule_chose_is_told_when_it_changes(tmp_path: Path) -> None
 
 def test_the_closing_summary_names_the_best_evaluation_its_checkpoint_and_a_length_bias(make_run: RunMaker) -> None:
     run_dir = make_run(12, rollouts=False, trace=False, state="done")
-    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(make_row(13, length_bias_warning="length bias: 9 %"))
     for step in (8, 12):
         (run_dir / "checkpoints" / f"step_{step}").mkdir(parents=True)

@@ -17,7 +17,8 @@ from streamrl.cli.report import command
 from streamrl.errors import UserError
 from streamrl.report.run_data import load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
-from streamrl.run_dir.metrics import MetricsRow, MetricsWriter
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace import TraceWriter
 from tests.report.synthetic import (
     START,
@@ -143,7 +144,7 @@ def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tup
 
 def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker) -> None:
     run_dir = make_run(2, trace=False)
-    with TraceWriter(run_dir / "trace.json", origin=START) as trace:
+    with TraceWriter(run_dir / "trace.json") as trace:
         for index in range(40):
             trace.span("trainer", f"kind {index:02d}", START + 30 + index, START + 30.9 + index - index / 100)
     _, text = page_of(run_dir)
@@ -312,7 +313,7 @@ def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunM
     run_dir = make_run(3, rollouts=False, trace=False)
     page, text = page_of(run_dir)
     assert 'class="bad box"' not in text and "0 left out" in page.text
-    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(make_row(4, length_bias_warning="length bias: <12 %> shorter"))
     page, text = page_of(run_dir)
     assert 'class="bad box"' in text
@@ -328,7 +329,7 @@ def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None
 
 def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
-    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(make_row(3, length_audit=audit_of(limit=200)))
     assert "all6464640" in page_of(run_dir)[0].text
 
@@ -345,7 +346,7 @@ def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
 
 def test_figures_that_no_schedule_measured_are_said_to_be_missing(make_run: RunMaker) -> None:
     run_dir = make_run(0)
-    with MetricsWriter(run_dir / "metrics.jsonl") as metrics:
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
     page, text = page_of(run_dir)
     assert "schedule" in page.plots and "not measured" in text

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from streamrl.run_dir.metrics import MetricsRow, MetricsWriter, read_metrics
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
 
 CONTRACT_KEYS = [
@@ -45,14 +46,14 @@ CONTRACT_KEYS = [
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     rows = [make_row(1), make_row(2, length_audit=audit_of(2, dropped=12), step_skipped=True), make_row(3)]
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
         for row in rows:
             writer.append(row)
     assert read_metrics(tmp_path / "metrics.jsonl") == rows
 
 
 def test_every_line_has_all_keys_of_the_contract(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
         writer.append(MetricsRow(step=1, time=5.0))
     written = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert set(CONTRACT_KEYS) <= set(written)
@@ -60,7 +61,7 @@ def test_every_line_has_all_keys_of_the_contract(tmp_path: Path) -> None:
 
 
 def test_a_row_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer = RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     writer.append(make_row(1))
     assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     writer.close()
@@ -68,7 +69,7 @@ def test_a_row_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> Non
 
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     row = make_row(1, loss=math.nan, grad_norm=math.inf, reward_by_task={"a": math.nan, "b": 0.5})
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
         writer.append(row)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
@@ -90,13 +91,13 @@ def test_keys_of_a_newer_version_do_not_lose_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 40, 400])
 def test_a_cut_last_line_is_skipped_and_removed_before_appending(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         writer.append(make_row(1))
         whole = path.stat().st_size
         writer.append(make_row(2))
     path.write_bytes(path.read_bytes()[: whole + keep])
     assert [row.step for row in read_metrics(path)] == [1]
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         writer.append(make_row(3))
     assert [row.step for row in read_metrics(path)] == [1, 3]
     assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -104,10 +105,10 @@ def test_a_cut_last_line_is_skipped_and_removed_before_appending(tmp_path: Path,
 
 def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         for step in range(1, 8):
             writer.append(make_row(step))
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         assert writer.rewind(5) == 2
         writer.append(make_row(6, reward_mean=0.99))
     rows = read_metrics(path)

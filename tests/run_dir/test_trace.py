@@ -20,7 +20,7 @@ def check_format(events: list[Event]) -> None:
     named = {event["tid"] for event in events if event["name"] == "thread_name"}
     for event in events:
         assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert event["ph"] in "MXbeC"
+        assert event["ph"] in "MXbe"
         if event["ph"] == "M":
             continue
         assert event["tid"] in named
@@ -32,8 +32,6 @@ def check_format(events: list[Event]) -> None:
             key = (event["name"], event["id"], event["pid"])
             open_pairs[key] += 1 if event["ph"] == "b" else -1
             assert open_pairs[key] in (0, 1)
-        if event["ph"] == "C":
-            assert all(isinstance(value, int | float) for value in event["args"].values())
     assert not any(open_pairs.values())
 
 
@@ -42,7 +40,6 @@ def write_some(path: Path) -> TraceWriter:
     trace.span("trainer", "micro-batch", START, START + 1.5, group="g1")
     trace.async_span("here-0", "sample", START + 0.5, START + 3.0, "s1", tokens=12)
     trace.async_span("here-0", "sample", START + 0.6, START + 2.0, "s2", loss=float("nan"))
-    trace.counter("here-0", "requests", START + 1, {"running": 2, "waiting": 0})
     return trace
 
 
@@ -100,7 +97,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(tm
     else:
         write_some(path)
     if ending == "cut":
-        path.write_bytes(path.read_bytes()[:-10])
+        path.write_bytes(path.read_bytes() + b',\n{"name": "sam')
     before = read_trace(path)
     with TraceWriter(path) as trace:
         trace.span("trainer", "micro-batch", START + 100, START + 101)
@@ -115,9 +112,10 @@ def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(tm
 
 
 def test_an_event_before_the_origin_is_clipped_because_perfetto_drops_negative_times(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "trace.json", origin=START) as trace:
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.span("trainer", "wait", START, START)
         trace.span("trainer", "load", START - 2, START + 3)
-    (span,) = (event for event in read_trace(tmp_path / "trace.json") if event["ph"] == "X")
+    (_, span) = (event for event in read_trace(tmp_path / "trace.json") if event["ph"] == "X")
     assert (span["ts"], span["dur"]) == (0, 3_000_000)
 
 
@@ -149,7 +147,7 @@ def test_tracks_are_read_back_with_unix_times_and_overlaps_get_lanes(tmp_path: P
 
 
 def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "trace.json", origin=START) as trace:
+    with TraceWriter(tmp_path / "trace.json") as trace:
         trace.span("trainer", "work", START, START + 200)
     events = read_trace(tmp_path / "trace.json")
     times = [60.0, 20.0, 18.0, 30.0]
