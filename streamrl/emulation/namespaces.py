@@ -27,6 +27,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from streamrl.emulation.shaping import MAX_CHUNK, QUEUE_S, SEGMENT
 from streamrl.errors import RunFailed
 
@@ -72,8 +74,12 @@ class Layout:
         return f"streamrl.{self.pid}.{self.token}.wan"
 
     def namespace(self, site: str) -> str:
-        """Return a site's namespace."""
         return f"streamrl.{self.pid}.{self.token}.site.{site}"
+
+    @property
+    def names(self) -> list[str]:
+        """All namespaces."""
+        return [self.wan, *map(self.namespace, self.sites)]
 
     def wan_device(self, site: str) -> str:
         """Return the wan's end of a site's veth pair."""
@@ -120,10 +126,6 @@ class Layout:
             for namespace, device in ends
         ]
 
-    def remove_commands(self) -> list[list[str]]:
-        """Return the commands that remove the namespaces; the kernel removes their contents."""
-        return [_delete(name) for name in (self.wan, *(self.namespace(site) for site in self.sites))]
-
 
 def tbf_arguments(bandwidth_bytes_per_s: float) -> list[str]:
     """Return the arguments of `tc ... tbf`: rate, burst and longest wait in its queue."""
@@ -134,10 +136,6 @@ def tbf_arguments(bandwidth_bytes_per_s: float) -> list[str]:
 
 def _add(namespace: str) -> list[str]:
     return ["ip", "netns", "add", namespace]
-
-
-def _delete(namespace: str) -> list[str]:
-    return ["ip", "netns", "delete", namespace]
 
 
 def _up(namespace: str, device: str) -> list[str]:
@@ -179,7 +177,7 @@ def remove(layout: Layout) -> None:
     Raises:
         RunFailed: part of it could not be removed.
     """
-    _remove_all(command[-1] for command in layout.remove_commands() if (DIRECTORY / command[-1]).exists())
+    _remove_all(name for name in layout.names if (DIRECTORY / name).exists())
 
 
 def remove_leftovers() -> list[str]:
@@ -192,32 +190,22 @@ def remove_leftovers() -> list[str]:
         names = sorted(path.name for path in DIRECTORY.iterdir())
     except OSError:
         return []
-    dead = [name for name in names if (match := _NAME.match(name)) and not _alive(int(match[1]))]
+    dead = [name for name in names if (match := _NAME.match(name)) and not psutil.pid_exists(int(match[1]))]
     _remove_all(dead)
     return dead
 
 
 def _remove_all(names: Iterable[str]) -> None:
-    """Remove namespaces; a failure does not stop the removal of the others."""
+    """Remove namespaces, and with them their contents; a failure does not stop the removal of the others."""
     failed: RunFailed | None = None
     for name in names:
         try:
-            run_commands([_delete(name)])
+            run_commands([["ip", "netns", "delete", name]])
         except RunFailed as error:
             if (DIRECTORY / name).exists():  # else another process was faster
                 failed = failed or error
     if failed:
         raise failed
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
 
 
 def namespaces_available() -> str | None:

@@ -25,12 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from streamrl.atomic_files import replace_json
 from streamrl.emulation.namespaces import (
@@ -60,23 +58,23 @@ STOP_S = 5.0
 POLL_S = 0.02
 
 
-class _Keep(Enum):
-    KEEP = "keep"
-
-
-KEEP: Final = _Keep.KEEP
-"""Default of `set_link`: leave this value unchanged."""
-
 LinkStats = dict[str, int | bool]
 """A link's counters: `to_home`, `from_home` (bytes delivered), `connections` (open now), `opened`, `resets`, `down`."""
 
 
-@dataclass(frozen=True)
-class Forward:
-    """A port of home that a remote site must reach."""
+class LinkChange(TypedDict, total=False):
+    """The values of a link to change; the others stay."""
 
-    site: str
-    port: int
+    bandwidth_bytes_per_s: float | None
+    """In each direction; None: unlimited."""
+    delay_s: float
+    """One way."""
+    loss: float
+    """Share of segments that are lost."""
+    down: bool
+    """True: cut the link, connections freeze; False: they go on."""
+    reset: bool
+    """True: reset all connections that the link has now."""
 
 
 class EmulatedNetwork:
@@ -116,7 +114,8 @@ class EmulatedNetwork:
             raise UserError(f"the emulated network cannot use network namespaces: {self.why_not_namespaces}")
         self.mode = "proxy" if self.why_not_namespaces else "namespaces"
         self._layout: Layout | None = None
-        self._addresses: dict[Forward, tuple[str, int]] = {}
+        self._addresses: dict[tuple[str, int], tuple[str, int]] = {}
+        """Where a remote site reaches a port of home, by (site, port)."""
         self._process: subprocess.Popen[bytes] | None = None
         self._exit = contextlib.ExitStack()
 
@@ -139,36 +138,29 @@ class EmulatedNetwork:
                 started.callback(remove, layout)
                 replace_json(self.folder / LAYOUT_FILE, asdict(layout))
                 self._layout = layout
-            forwards = [Forward(site, port) for site in self.links for port in self.ports]
-            self._settings(forwards).save(self.folder / CONFIG_FILE)
+            reached = [(site, port) for site in self.links for port in self.ports]
+            ProxySettings(
+                stats=str((self.folder / STATS_FILE).absolute()),
+                links={site: LinkSettings(shape, paced=self._layout is None) for site, shape in self.links.items()},
+                forwards=tuple(
+                    Forwarding(site, self._listen_for(site, port), (self.listen_address(), port))
+                    for site, port in reached
+                ),
+                seed=self.seed,
+            ).save(self.folder / CONFIG_FILE)
             self._start()
             started.callback(self._stop)
-            listening = self._wait_until_it_listens()
-            self._addresses = dict(zip(forwards, listening, strict=True))
+            self._addresses = dict(zip(reached, self._wait_until_it_listens(), strict=True))
             self._exit = started.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._layout = None
 
-    def _settings(self, forwards: list[Forward]) -> ProxySettings:
-        def forwarding(forward: Forward) -> Forwarding:
-            if self._layout is None:
-                listen = ("127.0.0.1", 0)
-            else:
-                listen = (self._layout.wan_address(forward.site), forward.port)
-            return Forwarding(forward.site, listen, (self.listen_address(), forward.port))
-
-        paced = self._layout is None
-        return ProxySettings(
-            stats=str((self.folder / STATS_FILE).absolute()),
-            links={site: LinkSettings(shape, paced=paced) for site, shape in self.links.items()},
-            forwards=tuple(forwarding(forward) for forward in forwards),
-            seed=self.seed,
-        )
+    def _listen_for(self, site: str, port: int) -> tuple[str, int]:
+        """Return where the proxy listens for a remote site; port 0: any free one."""
+        return ("127.0.0.1", 0) if self._layout is None else (self._layout.wan_address(site), port)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "streamrl.emulation.proxy"]
@@ -211,40 +203,11 @@ class EmulatedNetwork:
 
     def address_of_home(self, site: str, port: int) -> tuple[str, int]:
         """Return the host and port to which a remote site connects for a port of home."""
-        return self._addresses[Forward(site, port)]
+        return self._addresses[site, port]
 
     def namespace(self, site: str) -> str | None:
         """Return the network namespace that a site's processes (home's, too) must enter; None in proxy mode."""
         return None if self._layout is None else self._layout.namespace(site)
-
-    def set_link(
-        self,
-        site: str,
-        *,
-        bandwidth_bytes_per_s: float | _Keep | None = KEEP,
-        delay_s: float | _Keep = KEEP,
-        loss: float | _Keep = KEEP,
-        down: bool | _Keep = KEEP,
-        reset: bool = False,
-    ) -> None:
-        """Change a link, as `set_link_in` does."""
-        set_link_in(
-            self.folder,
-            site,
-            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-            delay_s=delay_s,
-            loss=loss,
-            down=down,
-            reset=reset,
-        )
-
-    def stats(self) -> dict[str, LinkStats]:
-        """Return the counters of each link, by remote site; at most half a second old.
-
-        Raises:
-            RunFailed: there are none.
-        """
-        return read_stats(self.folder)
 
     def check(self) -> None:
         """Check that the proxy is alive.
@@ -259,26 +222,8 @@ class EmulatedNetwork:
         raise RunFailed(f"the emulated network's proxy ended with exit code {code}; the end of {self._log}:\n{tail}")
 
 
-def set_link_in(
-    folder: Path,
-    site: str,
-    *,
-    bandwidth_bytes_per_s: float | _Keep | None = KEEP,
-    delay_s: float | _Keep = KEEP,
-    loss: float | _Keep = KEEP,
-    down: bool | _Keep = KEEP,
-    reset: bool = False,
-) -> None:
-    """Change a link of the network that runs in a folder; when this returns, the change is in force.
-
-    Args:
-        folder: folder of the network.
-        site: the link's remote site.
-        bandwidth_bytes_per_s: in each direction; None: unlimited.
-        delay_s: one way.
-        loss: share of segments that are lost.
-        down: True: cut the link, connections freeze; False: they go on.
-        reset: True: reset all connections that the link has now.
+def set_link_in(folder: Path, site: str, **change: Unpack[LinkChange]) -> None:
+    """Change a remote site's link of the network that runs in a folder; when this returns, the change is in force.
 
     Raises:
         RunFailed: no network runs there, it has no such link, or the change did not come into force.
@@ -286,17 +231,17 @@ def set_link_in(
     """
     with _changing(folder):
         settings, link = _settings_of(folder, site)
-        given: dict[str, Any] = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "delay_s": delay_s, "loss": loss}
-        shape = replace(link.shape, **{name: value for name, value in given.items() if value is not KEEP})
-        link = LinkSettings(
-            shape=shape,
-            paced=link.paced,
-            down=link.down if down is KEEP else down,
-            reset=link.reset + reset,
+        before = link.shape.bandwidth_bytes_per_s
+        shape = LinkShape(
+            change.get("bandwidth_bytes_per_s", before),
+            change.get("delay_s", link.shape.delay_s),
+            change.get("loss", link.shape.loss),
         )
-        before = settings.links[site].shape.bandwidth_bytes_per_s
+        reset = link.reset + change.get("reset", False)
+        link = LinkSettings(shape, link.paced, change.get("down", link.down), reset)
         if not link.paced and shape.bandwidth_bytes_per_s != before:
-            run_commands(_layout_of(folder).bandwidth_commands(site, shape.bandwidth_bytes_per_s))
+            layout = Layout(**_read(folder / LAYOUT_FILE))
+            run_commands(layout.bandwidth_commands(site, shape.bandwidth_bytes_per_s))
         revision = settings.revision + 1
         settings = replace(settings, links=settings.links | {site: link}, revision=revision)
         settings.save(folder / CONFIG_FILE)
@@ -323,10 +268,6 @@ def _settings_of(folder: Path, site: str) -> tuple[ProxySettings, LinkSettings]:
     if site not in settings.links:
         raise RunFailed(f"the emulated network in {folder} has no link to {site!r}, only to {sorted(settings.links)}")
     return settings, settings.links[site]
-
-
-def _layout_of(folder: Path) -> Layout:
-    return Layout(**_read(folder / LAYOUT_FILE))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -48,14 +48,13 @@ SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux, asm-generic/socket.h; Pyth
 
 
 class Listener:
-    """One forward's listening socket."""
+    """One forward's listening socket.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
 
     def __init__(self, forward: Forwarding, link: RelayLink) -> None:
-        """Bind the socket.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
         self._forward = forward
         self._link = link
         self._open = False
@@ -94,7 +93,6 @@ class Listener:
         self._link.accept(accepted, self._forward.connect)
 
     def close(self) -> None:
-        """Close the listening socket."""
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
 
@@ -207,12 +205,11 @@ def _version(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_ino
 
 
-async def _run(config: Path, parent: int) -> None:
+async def _run(config: Path, parent: int) -> None:  # a proxy is made inside its event loop
     await Proxy(config).run(parent)
 
 
 def main() -> int:
-    """Parse the arguments and run the proxy; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.emulation.proxy")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--parent", type=int, default=os.getppid(), help="ends when this process is not its parent")

@@ -1,14 +1,11 @@
-"""The configuration file of an emulated network's proxy, which is replaced atomically.
-
-Standard library only, so that the proxy starts quickly and stays small.
-"""
+"""The configuration file of an emulated network's proxy, which is replaced atomically."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from streamrl.atomic_files import replace_json
 from streamrl.emulation.shaping import LinkShape
@@ -51,7 +48,6 @@ class ProxySettings:
     """Number of the change; the stats file reports the one that has been applied."""
 
     def save(self, path: Path) -> None:
-        """Replace the file atomically."""
         replace_json(path, asdict(self))
 
     @classmethod
@@ -62,24 +58,9 @@ class ProxySettings:
             ValueError: the file cannot be read, or is no configuration.
         """
         try:
-            values = json.loads(path.read_text())
-            return cls(
-                stats=str(values["stats"]),
-                links={name: _link(link) for name, link in values["links"].items()},
-                forwards=tuple(_forwarding(forward, values["links"]) for forward in values["forwards"]),
-                seed=int(values.get("seed", 0)),
-                revision=int(values.get("revision", 0)),
-            )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            settings = msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
             raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def _link(values: dict[str, Any]) -> LinkSettings:
-    return LinkSettings(**{**values, "shape": LinkShape(**values["shape"])})
-
-
-def _forwarding(values: dict[str, Any], links: dict[str, Any]) -> Forwarding:
-    if values["link"] not in links:
-        raise ValueError(f"a forward names the unknown link {values['link']!r}")
-    (listen_host, listen_port), (host, port) = values["listen"], values["connect"]
-    return Forwarding(values["link"], (str(listen_host), int(listen_port)), (str(host), int(port)))
+        if unknown := {forward.link for forward in settings.forwards} - settings.links.keys():
+            raise ValueError(f"{path}: a forward names the unknown link {unknown.pop()!r}")
+        return settings

@@ -77,27 +77,14 @@ class LinkShape:
         return max(2 * self.delay_s, RETRANSMIT_S)
 
 
-@dataclass(frozen=True)
-class Transit:
-    """Times at which sent bytes leave and arrive."""
-
-    left: float
-    """Time at which the last byte has left the sender."""
-    arrives: float
-    """Time at which the last byte is at the receiver, and may be delivered."""
-
-
+@dataclass
 class ShapedFlow:
     """One direction of a connection: the order of its bytes, and how many are in flight."""
 
-    def __init__(self) -> None:
-        self.arrives = -math.inf
-        """Arrival time of the bytes sent last."""
-        self.in_flight = 0
-
-    def delivered(self, nbytes: int) -> None:
-        """Record that the receiver's socket has taken the oldest bytes."""
-        self.in_flight -= nbytes
+    arrives: float = -math.inf
+    """Arrival time of the bytes sent last."""
+    in_flight: int = 0
+    """Bytes sent that the receiver's socket has not taken."""
 
 
 class Wire:
@@ -141,8 +128,8 @@ class Wire:
         """Return whether a flow's window has room for another chunk."""
         return flow.in_flight < self.shape.window
 
-    def send(self, now: float, nbytes: int, flow: ShapedFlow) -> Transit:
-        """Put bytes on the wire.
+    def send(self, now: float, nbytes: int, flow: ShapedFlow) -> float:
+        """Put bytes on the wire; return the time at which the last of them is at the receiver, and may be delivered.
 
         A proxy of TCP connections cannot drop a segment, so it imitates the effect of loss on TCP: each segment (1448
         bytes) is lost with probability `loss`, and neither it nor the later bytes of its connection are delivered
@@ -150,13 +137,12 @@ class Wire:
         repaired in parallel, as with selective acknowledgements. The sender's congestion window is not imitated: a
         flow loses throughput only while its window is full.
         """
-        left = max(now, self._free_at) + nbytes / self._bandwidth if self._bandwidth < math.inf else now
-        self._free_at = left
-        own = left + self.shape.delay_s
+        self._free_at = max(now, self._free_at) + nbytes / self._bandwidth if self._bandwidth < math.inf else now
+        own = self._free_at + self.shape.delay_s
         if self.shape.loss:
             segments = math.ceil(nbytes / SEGMENT)
             if self._rng.random() < 1 - (1 - self.shape.loss) ** segments:
                 own += self.shape.retransmit_s
         flow.arrives = max(own, flow.arrives)
         flow.in_flight += nbytes
-        return Transit(left, flow.arrives)
+        return flow.arrives

@@ -36,8 +36,7 @@ LAYOUT = Layout("abc123", 77, "east", {"west": 6.25e6, "south": None})
 
 
 def present(layout: Layout) -> list[str]:
-    names = [layout.wan, *(layout.namespace(site) for site in layout.sites)]
-    return [name for name in names if (DIRECTORY / name).exists()]
+    return [name for name in layout.names if (DIRECTORY / name).exists()]
 
 
 def falls_back(folder: Path) -> bool:
@@ -68,12 +67,7 @@ def test_the_commands_of_a_small_network() -> None:
         f"tc -n {wan} qdisc replace dev site1 root tbf rate 52279006bit burst 26140b latency 50ms",
     ]
     assert sum("tbf" in command for command in commands) == 2  # neither home nor the unlimited link
-    assert [command[-1] for command in LAYOUT.remove_commands()] == [
-        wan,
-        "streamrl.77.abc123.site.east",
-        west,
-        "streamrl.77.abc123.site.south",
-    ]
+    assert LAYOUT.names == [wan, "streamrl.77.abc123.site.east", west, "streamrl.77.abc123.site.south"]
 
 
 def test_names_and_addresses_stay_valid_with_many_sites() -> None:
