@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx512f", "bf16", "svebf16"})
@@ -53,6 +56,11 @@ class Cpu:
         }
         found = next((text for flag, text in names.items() if flag in self.flags), "neither AVX2 nor NEON")
         return f"{found}, limited by {', '.join(self.limits)}" if self.limits else found
+
+    def fingerprint(self, *facts: Any) -> str:
+        """Return a hash of this CPU and further facts on which a measurement depends."""
+        every = [self.name, sorted(self.flags), self.limits, *facts]
+        return hashlib.blake2b(json.dumps(every).encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.instructions})"

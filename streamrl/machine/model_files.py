@@ -93,6 +93,15 @@ def resolve_model(path: str) -> str:
     )
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a model folder's `config.json`; empty if it cannot be read."""
+    try:
+        values = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model folder's weights in bytes."""
     return sum(path.stat().st_size for path in _weight_files(folder))

@@ -7,7 +7,6 @@ in a separate process (`python -m streamrl.machine.probe FOLDER`) unless the cal
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,7 +22,7 @@ from typing import Any
 
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import this_cpu
-from streamrl.machine.model_files import cache_directory
+from streamrl.machine.model_files import cache_directory, read_config
 
 ROWS = 128
 """Tokens in a product: enough for the full speed of a GEMM, few enough for a slow type."""
@@ -116,8 +115,9 @@ def probe(model_folder: Path) -> Probe | None:
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    shapes = product_shapes(_config(model_folder))
-    path = cache_directory() / "machine" / f"products-{_key(shapes)}.json"
+    shapes = product_shapes(read_config(model_folder))
+    key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS)
+    path = cache_directory() / "machine" / f"products-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_text())
         return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
@@ -127,20 +127,6 @@ def probe(model_folder: Path) -> Probe | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_json(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
     return found
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _key(shapes: Sequence[Shape]) -> str:
-    cpu = this_cpu()
-    facts = [cpu.name, sorted(cpu.flags), cpu.limits, importlib.metadata.version("torch"), shapes, ROWS]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
 def _measured_here(shapes: Sequence[Shape]) -> Probe:
@@ -172,7 +158,7 @@ def _measured_apart(model_folder: Path) -> Probe | None:
 
 def main() -> None:
     """Measure and print the rates as JSON."""
-    shapes = product_shapes(_config(Path(sys.argv[1])))
+    shapes = product_shapes(read_config(Path(sys.argv[1])))
     import torch
 
     torch.set_num_threads(1)
