@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -66,26 +66,18 @@ class _Barrier(StrictModel):
         """Staleness of the last step before a publication, in optimizer steps."""
         return self.sync_every - 1
 
-    @property
-    def on_update(self) -> OnUpdate:
-        """Update mode: only an evaluation's requests can be running; they continue with their KV cache recomputed."""
-        return "recompute_kv"
-
-    @property
-    def rolling(self) -> bool:
-        """Whether instances load one after the other; never, as no requests run meanwhile."""
-        return False
+    on_update: ClassVar[OnUpdate] = "recompute_kv"
+    """Update mode: only an evaluation's requests can be running; they continue with their KV cache recomputed."""
+    rolling: ClassVar[bool] = False
+    """Whether instances load one after the other; never, as no requests run meanwhile."""
 
 
 class ColocatedSchedule(_Barrier):
     """Colocated: generation and training take turns on the same devices, under a lock."""
 
     name: Literal["colocated"] = "colocated"
-
-    @property
-    def rounds(self) -> TailBatchingConfig | PartialRolloutsConfig | None:
-        """Rounds; always None: every batch is generated to its end."""
-        return None
+    rounds: ClassVar[TailBatchingConfig | PartialRolloutsConfig | None] = None
+    """Every batch is generated to its end."""
 
 
 class _InRounds(_Barrier):
@@ -129,26 +121,18 @@ class _Overlapping(StrictModel):
         description="load new weights into a site's instances one after the other, so that the others keep generating",
     )
 
-    @property
-    def rounds(self) -> TailBatchingConfig | PartialRolloutsConfig | None:
-        """Rounds; always None: long samples hold up nothing."""
-        return None
+    rounds: ClassVar[TailBatchingConfig | PartialRolloutsConfig | None] = None
+    """Long samples hold up nothing."""
 
 
 class OneStepOffSchedule(_Overlapping):
     """One-step-off: trains on the last batch while the next one is generated, with one step of staleness."""
 
     name: Literal["one_step_off"] = "one_step_off"
-
-    @property
-    def max_staleness(self) -> int:
-        """Most optimizer steps of staleness: 1, as a batch is generated while the previous one trains."""
-        return 1
-
-    @property
-    def sync_every(self) -> int:
-        """Optimizer steps between publications of weights: always 1."""
-        return 1
+    max_staleness: ClassVar[int] = 1
+    """Most optimizer steps of staleness: a batch is generated while the previous one trains."""
+    sync_every: ClassVar[int] = 1
+    """Optimizer steps between publications of weights."""
 
 
 class AsyncSchedule(_Overlapping):
@@ -184,11 +168,8 @@ class AutoScheduleConfig(_Overlapping):
     name: Literal["auto"] = "auto"
     max_staleness: int = Field(1, ge=1, description="max_staleness of `async`, if that is chosen")
     profile_steps: int = Field(2, ge=1, description="steps measured under each split of the devices")
-
-    @property
-    def sync_every(self) -> int:
-        """Optimizer steps between publications of weights: always 1."""
-        return 1
+    sync_every: ClassVar[int] = 1
+    """Optimizer steps between publications of weights."""
 
 
 ScheduleConfig = Annotated[
