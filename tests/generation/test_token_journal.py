@@ -59,7 +59,7 @@ def test_a_request_that_is_made_again_begins_anew(tmp_path: Path) -> None:
     journal = TokenJournal(path)
     journal.add(0, part("a", 0, 8))
     journal.flush()
-    journal.forget_all()
+    journal.forget(["a"])
     journal.add(0, part("a", 0, 2))
     journal.close()
     assert_holds(TokenJournal(path), "a", 2)

@@ -13,9 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from scheduler.cost.decode import StepCurve
@@ -24,11 +22,11 @@ from streamrl.errors import RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.instance_life import ALIVE, InstanceLife, Life
 from streamrl.generation.site.instance_monitor import WATCH_S, InstanceWatch
+from streamrl.generation.site.instance_weights import InstanceWeights
 from streamrl.generation.site.pending_answers import Answers, InstanceLost
-from streamrl.generation.site.step_curves import FleetCurves, differ
+from streamrl.generation.site.step_curves import FleetCurves
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.protocol.message import kind_of
-from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, Retire, SleepInstance, WeightsApplied
+from streamrl.protocol.site_instance import Retire
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.instance_files import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.run_dir.start_stages import waiting_for
@@ -36,7 +34,7 @@ from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import instance_name, possible_instances
 from streamrl.runtime.restart_budget import RestartBudget
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
 from streamrl.weights.assembly import path_of
 from streamrl.weights.version import WeightVersion
@@ -45,14 +43,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """Seconds between two checks whether a leaving instance has released its requests."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The time for which an instance paused to load weights, in unix seconds of this site's clock."""
-
-    started: float
-    finished: float
 
 
 class SiteFleet:
@@ -90,18 +80,13 @@ class SiteFleet:
         self._weights_fetched = path_of(context).fetched
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process; instances that have left are included."""
-        self._curves = FleetCurves(self._pools)
+        self.curves = FleetCurves(self._pools)
         """Step times measured by the instances that the run began with, later by the work of all instances."""
-        self._ensure, self._changed, self._parked = ensure, changed, parked
-        self._served: WeightVersion | None = None
-        self._asleep = False
-        self._loads: defaultdict[str, set[int]] = defaultdict(set)
-        """Versions that each instance was ordered to load and has not reported on."""
+        self.weights = InstanceWeights(self, ensure)
+        self.changed, self._parked = changed, parked
         self.watch = InstanceWatch(self)
         self._causes: dict[str, str] = {}
         """Cause of each instance's latest death."""
-        self._loading = asyncio.Lock()
-        """Held while weights are loaded, so that no instance joins or leaves meanwhile."""
         self.answers = Answers(hub, waits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: asyncio.Queue[Exception] = asyncio.Queue()
@@ -130,7 +115,8 @@ class SiteFleet:
         adopted = self._adopt()
         self._reconcile(bring_in=False)
         names = set(self.lives)
-        coming = asyncio.ensure_future(self.hub.wait_for(names, self.limits.startup_s, self._say_missing))
+        hellos = self.hub.wait_for(names, self.limits.startup_s, lambda missing: self.context.say(waiting_for(missing)))
+        coming = asyncio.ensure_future(hellos)
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
                 for name, words in self.ended().items():
@@ -144,13 +130,10 @@ class SiteFleet:
         finally:
             coming.cancel()
         for name in sorted(names):
-            self._curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
+            self.curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
             self.lives[name].on("met")
             if not self._weights_fetched:
-                await self._admit(name)  # the trainer pushes their weights
-
-    def _say_missing(self, names: list[str]) -> None:
-        self.context.say(waiting_for(names))
+                await self.admit(name)  # the trainer pushes their weights
 
     def _adopt(self) -> bool:
         """Take over the instances that an earlier service has left, alive or not; return whether there are any."""
@@ -179,22 +162,18 @@ class SiteFleet:
             for task in self._tasks:
                 task.cancel()
 
-    def being_loaded(self) -> set[int]:
-        """Return the versions that instances may still be loading; an instance that fell silent may load an old one."""
-        return set().union(*self._loads.values())
-
     async def scale(self, replicas: Mapping[str, int]) -> None:
         """Set the target number of instances of pools; instances start and leave in the background."""
         self._wanted |= {pool: count for pool, count in replicas.items() if pool in self._pools}
         self._reconcile()
-        await self._changed()
+        await self.changed()
 
     def instances(self) -> list[SimulatedInstance]:
         """Return the instances that are present, with their step times."""
-        return [self._simulated(name) for name in self.present]
+        return [self.simulated(name) for name in self.present]
 
-    def _simulated(self, name: str) -> SimulatedInstance:
-        return self._curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
+    def simulated(self, name: str) -> SimulatedInstance:
+        return self.curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's pool, state and cause of its latest death, by name."""
@@ -258,24 +237,7 @@ class SiteFleet:
             if life.process == process and life.can("died"):
                 await self.died(life, str(error))
             return
-        await self._catch_up(life)
-
-    async def _catch_up(self, life: InstanceLife) -> None:
-        """Give a stale instance the served weights, then requests."""
-        process = life.process
-        async with self._loading:
-            if not (life.process == process and life.can("current")):
-                return  # meanwhile it has died, was retired, or has loaded the weights together with the others
-            if self._served is None:
-                return  # it joins with the first weights
-            await self._ensure(self._served)
-            if await self._update(life.name, self._served) is None:
-                return  # handled where the loss was noticed
-            if self._asleep and not await self._put_to_sleep(life.name):
-                return
-            if life.process == process and life.can("current"):
-                await self._admit(life.name)
-        await self._changed()
+        await self.weights.catch_up(life)
 
     async def _await_hello(self, life: InstanceLife) -> None:
         """Wait for the hello of an instance's current process; that of an earlier process does not count.
@@ -295,19 +257,19 @@ class SiteFleet:
                 self.hub.drop(life.name)
         life.on("met")
 
-    async def _admit(self, name: str) -> None:
+    async def admit(self, name: str) -> None:
         life = self.lives[name]
         life.on("current")
         self.dispatcher.leave(name)  # clears the hold of one that was silent
         self.watch.forget(name)
-        one = self._simulated(name)
+        one = self.simulated(name)
         await self.dispatcher.join(name, one.slots, one.curve, one.pool)
         log.info("%s is ready", name)
 
     async def _take_out(self, life: InstanceLife) -> None:
         """Have an instance release its requests, and end it once all its finished samples are acknowledged."""
         name = life.name
-        async with self._loading:  # it may be loading weights
+        async with self.weights.lock:  # it may be loading weights
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=True, why="leaving")
         async with self.waits.deadline(f"{name} to release its requests", self.limits.generation_s):
@@ -321,7 +283,7 @@ class SiteFleet:
         del self.lives[name]
         log.info("%s has left", name)
         self._reconcile()
-        await self._changed()
+        await self.changed()
 
     # -- silence, death and restart
 
@@ -342,7 +304,7 @@ class SiteFleet:
             life.on("silent")
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=False, why="silent")
-            await self._changed()
+            await self.changed()
         if waited_for and self._weights_fetched:  # otherwise the trainer pushes weights to the instances in its group
             life.missed = True
         if self.dispatcher.works_on(name) and any(other != name for other in self.ready):
@@ -355,10 +317,10 @@ class SiteFleet:
         log.warning("%s is heard again", life.name)
         life.on("heard")
         if life.state is Life.STALE:
-            self._begin(self._catch_up(life))
+            self._begin(self.weights.catch_up(life))
         else:
             await self.dispatcher.unhold(life.name, "silent")
-        await self._changed()
+        await self.changed()
 
     async def died(self, life: InstanceLife, why: str) -> None:
         """Continue a dead instance's requests elsewhere, and restart it if its budget allows it.
@@ -375,7 +337,7 @@ class SiteFleet:
         due = None if leaving else life.died(time.monotonic(), self.budget)
         self.hub.drop(name)
         self.answers.give_up(name)
-        self._loads.pop(name, None)
+        self.weights.forget(name)
         for partial in await self.dispatcher.lost(name, self.journal.kept):
             await self._parked(partial)
         if leaving:
@@ -387,7 +349,7 @@ class SiteFleet:
         self._write()
         if due is not None:
             self._begin(self._restart(life, due))
-        await self._changed()
+        await self.changed()
 
     def _log_interrupted(self, name: str) -> None:
         """Log a lost instance's requests, their tokens by its last report, and how many of these the journal has."""
@@ -404,117 +366,3 @@ class SiteFleet:
             self._processes[life.name] = life.process
             self._write()
             await self._bring_in(life)
-
-    # -- weights and sleep
-
-    async def update(self, version: WeightVersion) -> dict[str, Loaded]:
-        """Have all instances load a version from the site's store, one after the other if updates are rolling.
-
-        Returns:
-            The time for which each instance paused, by name.
-        """
-        async with self._loading:
-            names = self.present
-            processes = {name: self.lives[name].process for name in names}
-            self._served = version
-            if self.context.run.schedule.rolling:
-                spans = [await self._update(name, version) for name in names]
-            else:
-                spans = await asyncio.gather(*(self._update(name, version) for name in names))
-            self._asleep = False
-            loaded = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
-            lives = [self.lives[name] for name in loaded if self.lives[name].process == processes[name]]
-            stale = [life for life in lives if life.can("current")]
-            refined = self._refine()
-            for life in stale:
-                await self._admit(life.name)
-        if stale or refined:
-            await self._changed()
-        return loaded
-
-    def _refine(self) -> bool:
-        """Plan with the step times that the instances' work has shown; return whether any of them changed.
-
-        This happens only with new weights, so that all plans of a step use the same step times.
-        """
-        known = [name for name in self.present if self.dispatcher.knows(name)]
-        for name in known:
-            if (reported := self.hub.peers[name].state.get("curve")) is not None:
-                self._curves.worked(name, self.lives[name].pool, StepCurve.from_json(reported))
-        changed = False
-        for name in known:
-            before, now = self.dispatcher.curve_of(name), self._simulated(name).curve
-            if before is None or differ(before, now):
-                self.dispatcher.measured(name, now)
-                changed = True
-                steps = ", ".join(f"{1e3 * s:.1f} ms at {b}" for b, s in zip(now.batches, now.seconds, strict=True))
-                log.info("plans for %s now use the step times measured during its work: %s", name, steps)
-        return changed
-
-    async def _update(self, name: str, version: WeightVersion) -> Loaded | None:
-        """Have one instance load a version, treating its requests as `schedule.on_update` says.
-
-        Returns:
-            The time for which it paused; None: it died meanwhile, or is silent.
-        """
-        if self.lives[name].state is Life.SUSPECT:
-            self.lives[name].missed = True
-            return None
-        on_update = self.context.run.schedule.on_update
-        # an instance that has not joined has nothing to hold
-        held = on_update in ("wait", "abort_and_requeue") and self.dispatcher.knows(name)
-        if held:
-            await self.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
-        try:
-            loaded = await self._load(name, version)
-        except InstanceLost:
-            return None
-        except DeadlineExpired as error:
-            await self.died(self.lives[name], str(error))
-            return None
-        if held:
-            await self.dispatcher.unhold(name, "weights")
-        return loaded
-
-    async def on_weights_message(self, delivery: Delivery) -> None:
-        """Handle an instance's report that it has loaded a version, or did not find it in the site's store.
-
-        A missing version is an error only if it is the one being served: an instance that stood still for a while may
-        look for an older one, which the store no longer has.
-        """
-        name, number = delivery.peer, delivery.body.number
-        self._loads[name].discard(number)
-        if self._served is None or number != self._served.number:
-            return
-        if isinstance(delivery.body, WeightsApplied):
-            self.answers.take(delivery)
-        elif self.answers.give_up(name):
-            await self.died(self.lives[name], f"{name} did not find weight version {number} in the site's store")
-
-    async def _load(self, name: str, version: WeightVersion) -> Loaded:
-        waits_for_requests = self.context.run.schedule.on_update == "wait"
-        limit_s = self.limits.weights_s + (self.limits.generation_s if waits_for_requests else 0)
-        order = ApplyWeights(number=version.number, content_hash=version.content_hash)
-        self._loads[name].add(version.number)
-        answer: WeightsApplied = await self.answers.ask(name, order, kind_of(WeightsApplied), limit_s)
-        return Loaded(answer.started, answer.finished)
-
-    async def sleep(self) -> None:
-        """Have all instances free their devices for training; new weights wake them up."""
-        async with self._loading:
-            await asyncio.gather(*(self._put_to_sleep(name) for name in self.present))
-            self._asleep = True
-
-    async def _put_to_sleep(self, name: str) -> bool:
-        """Have one instance free its devices. Return False if it died meanwhile or is silent."""
-        if self.lives[name].state is Life.SUSPECT:
-            self.lives[name].missed = True
-            return False
-        try:
-            await self.answers.ask(name, SleepInstance(), kind_of(InstanceAsleep), self.limits.weights_s)
-        except InstanceLost:
-            return False
-        except DeadlineExpired as error:
-            await self.died(self.lives[name], str(error))
-            return False
-        return True

@@ -32,33 +32,8 @@ from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_instance
-from streamrl.protocol.controller_site import (
-    Finish,
-    FleetChanged,
-    Generate,
-    InstanceState,
-    LoadWeights,
-    Park,
-    Parked,
-    Resume,
-    ScalePools,
-    SiteAsleep,
-    Sleep,
-    Use,
-    WeightAnswer,
-    WeightCall,
-    WeightsReady,
-)
 from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
-from streamrl.protocol.site_instance import (
-    FinishedSample,
-    InstanceAsleep,
-    Progress,
-    ReleasedSample,
-    WeightsApplied,
-    WeightsMissed,
-)
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
@@ -172,7 +147,7 @@ class GenerationService:
         while True:
             delivery = await self.controller.receive()
             match delivery.body:
-                case Finish() as end:
+                case controller_site.Finish() as end:
                     delivery.ack()
                     if self.context.remote:
                         with contextlib.suppress(OSError):
@@ -181,23 +156,23 @@ class GenerationService:
                         why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
                     return
-                case Generate() as order:
+                case controller_site.Generate() as order:
                     groups = groups_from_wire(order, delivery.arrays)
                     await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
-                case Park() as order:
+                case controller_site.Park() as order:
                     await self.dispatcher.park(order.sample_ids)
-                case Resume() as order:
+                case controller_site.Resume() as order:
                     self.round = order.round
                     await self.dispatcher.resume(order.sample_ids, order.budget)
-                case Use() as order:
+                case controller_site.Use() as order:
                     await self.dispatcher.use(order.instances)
-                case ScalePools() as order:
+                case controller_site.ScalePools() as order:
                     await self.fleet.scale(order.replicas)
-                case Sleep():
+                case controller_site.Sleep():
                     tasks.create_task(self._sleep())
-                case LoadWeights() as order:
+                case controller_site.LoadWeights() as order:
                     tasks.create_task(self._update_weights(order))
-                case WeightCall() as call:
+                case controller_site.WeightCall() as call:
                     tasks.create_task(self._weight_call(call))
             delivery.ack()
 
@@ -220,7 +195,9 @@ class GenerationService:
 
     async def _tell_parked(self, partial: PartialSample) -> None:
         """Report to the controller that a request has used up its token budget."""
-        parked = Parked(sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round)
+        parked = controller_site.Parked(
+            sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round
+        )
         await self.controller.send(*wire(parked))
 
     async def _end_if_orphaned(self) -> None:
@@ -237,8 +214,8 @@ class GenerationService:
         """Report the instances to the controller, now and in the hello of every later connection."""
         fleet = fleet_to_wire(self.fleet.instances())
         self.controller.meta["fleet"] = fleet
-        instances = {name: InstanceState(**values) for name, values in self.fleet.states().items()}
-        await self.controller.send(*wire(FleetChanged(fleet=fleet, instances=instances)))
+        instances = {name: controller_site.InstanceState(**values) for name, values in self.fleet.states().items()}
+        await self.controller.send(*wire(controller_site.FleetChanged(fleet=fleet, instances=instances)))
 
     def _produced(self, instance: str, sample_id: str) -> float:
         """Return the tokens that the instance's last heartbeat reported for a sample, at most a second old."""
@@ -250,31 +227,31 @@ class GenerationService:
         while True:
             delivery = await self.hub.receive()
             match delivery.body:
-                case FinishedSample() as sample:
+                case site_instance.FinishedSample() as sample:
                     # the instance forgets the sample only when the controller has committed it
                     await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, delivery.ack)
                     length = len(delivery.arrays["completion_tokens"])
                     self.journal.forget([sample.sample_id])
                     await self.dispatcher.finished(sample.sample_id, length, delivery.peer)
-                case ReleasedSample() as released:
+                case site_instance.ReleasedSample() as released:
                     partial = partial_from_wire(body_of(released), delivery.arrays)
                     if self.dispatcher.has(delivery.peer, partial.sample_id):
                         self.journal.add(0, partial)
                     if await self.dispatcher.released(partial, delivery.peer):
                         await self._tell_parked(partial)
                     delivery.ack()
-                case Progress() as progress:
+                case site_instance.Progress() as progress:
                     for start, part in progress_from_wire(progress, delivery.arrays):
                         if self.dispatcher.has(delivery.peer, part.sample_id):  # else another instance continues it
                             self.journal.add(start, part)
                     delivery.ack()
-                case InstanceAsleep():
+                case site_instance.InstanceAsleep():
                     delivery.ack()
                     self.fleet.answers.take(delivery)
-                case WeightsApplied() | WeightsMissed():
+                case site_instance.WeightsApplied() | site_instance.WeightsMissed():
                     delivery.ack()
-                    await self.fleet.on_weights_message(delivery)
-                case WeightAnswer() as answer:
+                    await self.fleet.weights.on_message(delivery)
+                case controller_site.WeightAnswer() as answer:
                     delivery.ack()
                     if (call := self._calls.get((answer.call, delivery.peer))) is not None:
                         call.set_result(None)
@@ -282,15 +259,15 @@ class GenerationService:
                     # the instance left without an order to
                     log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why
 
-    async def _update_weights(self, order: LoadWeights) -> None:
+    async def _update_weights(self, order: controller_site.LoadWeights) -> None:
         """Fetch a version once and have every instance of the site load it."""
         started, before = time.time(), self.weights.bytes_received
         version, source = await self.weights.fetch(order.number, order.content_hash, order.source)
         fetched = time.time()
-        loaded = await self.fleet.update(version)
+        loaded = await self.fleet.weights.update(version)
         home = self.controller.clock.to_hub_time
-        self.weights.store.keep_only({version.number} | self.fleet.being_loaded())
-        report = WeightsReady(
+        self.weights.store.keep_only({version.number} | self.fleet.weights.being_loaded())
+        report = controller_site.WeightsReady(
             number=version.number,
             source=source,
             transfer_s=self.weights.last_s,
@@ -303,10 +280,10 @@ class GenerationService:
 
     async def _sleep(self) -> None:
         """Have all instances free their devices for training; new weights wake them up."""
-        await self.fleet.sleep()
-        await self.controller.send(*wire(SiteAsleep()))
+        await self.fleet.weights.sleep()
+        await self.controller.send(*wire(controller_site.SiteAsleep()))
 
-    async def _weight_call(self, order: WeightCall) -> None:
+    async def _weight_call(self, order: controller_site.WeightCall) -> None:
         """Pass a call of the trainer-driven (NCCL) update to every instance; answer when all have answered."""
         loop = asyncio.get_running_loop()
         instances = self.fleet.ready
@@ -319,11 +296,13 @@ class GenerationService:
                 # NCCL ranks: the trainer is 0, then every instance's workers one after the other
                 payload["rank_offset"] = rank
                 rank += int(self.hub.peers[name].meta["world_size"])
-            await self.hub.send(name, *wire(WeightCall(call=call, method=order.method, payload=payload)))
+            await self.hub.send(
+                name, *wire(controller_site.WeightCall(call=call, method=order.method, payload=payload))
+            )
         for name in instances:
             async with self.waits.deadline(f"{name} to answer {order.method}", self.limits.weights_s):
                 await self._calls.pop((call, name))
-        await self.controller.send(*wire(WeightAnswer(call=call)))
+        await self.controller.send(*wire(controller_site.WeightAnswer(call=call)))
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, without its requests' progress, which stays here."""
@@ -342,7 +321,7 @@ class GenerationService:
             states[name] = state
         return states
 
-    def _in_home_time(self, sample: FinishedSample) -> FinishedSample:
+    def _in_home_time(self, sample: site_instance.FinishedSample) -> site_instance.FinishedSample:
         """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
         home = self.controller.clock.to_hub_time
         return msgspec.structs.replace(sample, **{key: home(getattr(sample, key)) for key in OWN_TIMES})

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from streamrl.rollouts.types import FloatArray, IntArray, PartialSample
+from streamrl.rollouts.types import PartialSample
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ CREATE TABLE IF NOT EXISTS parts (
 """
 
 
-_Row = tuple[str, int, bytes, bytes, bytes, float, float]
+def _row(start: int, part: PartialSample) -> tuple[str, int, bytes, bytes, bytes, float, float]:
+    blobs = part.completion_tokens.tobytes(), part.logprobs.tobytes(), part.token_versions.tobytes()
+    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token
 
 
 def _checksum(*row: object) -> int:
@@ -49,34 +51,18 @@ def _checksum(*row: object) -> int:
     return found
 
 
-@dataclass
-class _Entry:
-    """The tokens of one request, in the parts that were reported."""
-
-    t_dispatched: float
-    t_first_token: float
-    length: int = 0
-    tokens: list[IntArray] = field(default_factory=list)
-    logprobs: list[FloatArray] = field(default_factory=list)
-    versions: list[IntArray] = field(default_factory=list)
-
-    def add(self, tokens: IntArray, logprobs: FloatArray, versions: IntArray) -> None:
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-        self.versions.append(versions)
-        self.length += len(tokens)
-
-
 class TokenJournal:
     """The tokens of all running requests, in memory and in a SQLite file."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and load what an earlier service left in it. An unreadable file is replaced by an empty one."""
-        self._entries: dict[str, _Entry] = {}
+        self._parts: defaultdict[str, list[PartialSample]] = defaultdict(list)
+        """The tokens of each request, in the parts that were reported."""
+        self._lengths: Counter[str] = Counter()
         self._forgotten: set[str] = set()
         """Requests that were forgotten but are still in the file."""
-        self._new: defaultdict[str, list[_Row]] = defaultdict(list)
-        """Rows that are not yet in the file, by request."""
+        self._new: defaultdict[str, list[tuple[int, PartialSample]]] = defaultdict(list)
+        """Parts that are not yet in the file, and where they start, by request."""
         try:
             self._db = self._open(path)
         except (sqlite3.DatabaseError, TypeError, ValueError) as error:
@@ -96,14 +82,15 @@ class TokenJournal:
                 # later parts no longer connect to the ones before, so they are left out, too
                 log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
                 continue
-            arrays = (np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32))
-            self._append(sample_id, start, *arrays, np.frombuffer(versions, np.int32), dispatched, first)
+            if self._lengths[sample_id] == start:
+                arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
+                self._append(PartialSample(sample_id, *arrays, np.frombuffer(versions, np.int32), dispatched, first))
         return db
 
     @property
     def tokens(self) -> int:
         """Tokens in the journal now."""
-        return sum(entry.length for entry in self._entries.values())
+        return self._lengths.total()
 
     def add(self, start: int, part: PartialSample) -> bool:
         """Add what a request has produced from token `start` on.
@@ -111,60 +98,44 @@ class TokenJournal:
         Returns:
             Whether the part is usable; False: earlier tokens are missing here.
         """
-        times = part.t_dispatched, part.t_first_token
-        before = self._entries[part.sample_id].length if part.sample_id in self._entries else 0
+        before = self._lengths[part.sample_id]
         if start > before:
             return False
         known = slice(before - start, None)
         tokens, logprobs, versions = part.completion_tokens[known], part.logprobs[known], part.token_versions[known]
         if len(tokens):
-            self._append(part.sample_id, before, tokens, logprobs, versions, *times)
-            row = (part.sample_id, before, tokens.tobytes(), logprobs.tobytes(), versions.tobytes(), *times)
-            self._new[part.sample_id].append(row)
+            new = replace(part, completion_tokens=tokens, logprobs=logprobs, token_versions=versions)
+            self._append(new)
+            self._new[part.sample_id].append((before, new))
         return True
 
-    def _append(
-        self,
-        sample_id: str,
-        start: int,
-        tokens: IntArray,
-        logprobs: FloatArray,
-        versions: IntArray,
-        t_dispatched: float,
-        t_first_token: float,
-    ) -> None:
-        entry = self._entries.setdefault(sample_id, _Entry(t_dispatched, t_first_token))
-        if entry.length == start:
-            entry.add(tokens, logprobs, versions)
+    def _append(self, part: PartialSample) -> None:
+        self._parts[part.sample_id].append(part)
+        self._lengths[part.sample_id] += len(part.completion_tokens)
 
     def kept(self, sample_id: str) -> PartialSample | None:
         """Return everything that is known of a request; None: nothing is."""
-        entry = self._entries.get(sample_id)
-        if entry is None or not entry.length:
+        if (parts := self._parts.get(sample_id)) is None:
             return None
-        return PartialSample(
-            sample_id,
-            np.concatenate(entry.tokens),
-            np.concatenate(entry.logprobs),
-            np.concatenate(entry.versions),
-            entry.t_dispatched,
-            entry.t_first_token,
+        return replace(
+            parts[0],
+            completion_tokens=np.concatenate([part.completion_tokens for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            token_versions=np.concatenate([part.token_versions for part in parts]),
         )
 
     def forget(self, sample_ids: Iterable[str]) -> None:
         """Forget requests that have ended or are no longer wanted."""
         for sample_id in sample_ids:
-            if self._entries.pop(sample_id, None) is not None:
+            if self._parts.pop(sample_id, None) is not None:
+                del self._lengths[sample_id]
                 self._forgotten.add(sample_id)
                 self._new.pop(sample_id, None)
 
-    def forget_all(self) -> None:
-        """Forget all requests."""
-        self.forget(list(self._entries))
-
     def flush(self) -> None:
         """Write what is new to the file. A failure is only logged: without the journal, tokens are generated again."""
-        new = [(*row, _checksum(*row)) for rows in self._new.values() for row in rows]
+        rows = [_row(start, part) for parts in self._new.values() for start, part in parts]
+        new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
         self._new.clear()
         self._forgotten.clear()

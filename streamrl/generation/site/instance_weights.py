@@ -1,0 +1,179 @@
+"""Weights of a site's instances: loaded when there is a new version or one was missed, and freed for training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from scheduler.cost.decode import StepCurve
+from streamrl.generation.site.instance_life import InstanceLife, Life
+from streamrl.generation.site.pending_answers import InstanceLost
+from streamrl.generation.site.step_curves import differ
+from streamrl.protocol.message import TypedMessage, kind_of
+from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
+from streamrl.transport.deadlines import DeadlineExpired
+from streamrl.transport.endpoint import Delivery
+from streamrl.weights.version import WeightVersion
+
+if TYPE_CHECKING:
+    from streamrl.generation.site.fleet import SiteFleet
+
+log = logging.getLogger(__name__)
+
+
+class InstanceWeights:
+    """The version that a site serves, the instances' loads of it, and their sleep."""
+
+    def __init__(self, fleet: SiteFleet, ensure: Callable[[WeightVersion], Awaitable[None]]) -> None:
+        """
+        Args:
+            fleet: the site's instances.
+            ensure: makes sure that a version that was loaded before is still intact in the site's store.
+        """
+        self.fleet, self._ensure = fleet, ensure
+        self.served: WeightVersion | None = None
+        self._asleep = False
+        self._loads: defaultdict[str, set[int]] = defaultdict(set)
+        """Versions that each instance was ordered to load and has not reported on."""
+        self.lock = asyncio.Lock()
+        """Held while weights are loaded, so that no instance joins or leaves meanwhile."""
+
+    def being_loaded(self) -> set[int]:
+        """Return the versions that instances may still be loading; an instance that fell silent may load an old one."""
+        return set().union(*self._loads.values())
+
+    def forget(self, name: str) -> None:
+        """Forget what a dead instance was loading."""
+        self._loads.pop(name, None)
+
+    async def catch_up(self, life: InstanceLife) -> None:
+        """Give a stale instance the served weights, then requests."""
+        process = life.process
+        async with self.lock:
+            if not (life.process == process and life.can("current")):
+                return  # meanwhile it has died, was retired, or has loaded the weights together with the others
+            if self.served is None:
+                return  # it joins with the first weights
+            await self._ensure(self.served)
+            if await self._update(life.name, self.served) is None:
+                return  # handled where the loss was noticed
+            if self._asleep and not await self._put_to_sleep(life.name):
+                return
+            if life.process == process and life.can("current"):
+                await self.fleet.admit(life.name)
+        await self.fleet.changed()
+
+    async def update(self, version: WeightVersion) -> dict[str, WeightsApplied]:
+        """Have all instances load a version from the site's store, one after the other if updates are rolling.
+
+        Returns:
+            The answer of each instance, with the time for which it paused, by name.
+        """
+        async with self.lock:
+            names = self.fleet.present
+            processes = {name: self.fleet.lives[name].process for name in names}
+            self.served = version
+            if self.fleet.context.run.schedule.rolling:
+                spans = [await self._update(name, version) for name in names]
+            else:
+                spans = await asyncio.gather(*(self._update(name, version) for name in names))
+            self._asleep = False
+            loaded = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
+            lives = [self.fleet.lives[name] for name in loaded if self.fleet.lives[name].process == processes[name]]
+            stale = [life for life in lives if life.can("current")]
+            refined = self._refine()
+            for life in stale:
+                await self.fleet.admit(life.name)
+        if stale or refined:
+            await self.fleet.changed()
+        return loaded
+
+    def _refine(self) -> bool:
+        """Plan with the step times that the instances' work has shown; return whether any of them changed.
+
+        This happens only with new weights, so that all plans of a step use the same step times.
+        """
+        known = [name for name in self.fleet.present if self.fleet.dispatcher.knows(name)]
+        for name in known:
+            if (reported := self.fleet.hub.peers[name].state.get("curve")) is not None:
+                self.fleet.curves.worked(name, self.fleet.lives[name].pool, StepCurve.from_json(reported))
+        changed = False
+        for name in known:
+            before, now = self.fleet.dispatcher.curve_of(name), self.fleet.simulated(name).curve
+            if before is None or differ(before, now):
+                self.fleet.dispatcher.measured(name, now)
+                changed = True
+                steps = ", ".join(f"{1e3 * s:.1f} ms at {b}" for b, s in zip(now.batches, now.seconds, strict=True))
+                log.info("plans for %s now use the step times measured during its work: %s", name, steps)
+        return changed
+
+    async def _update(self, name: str, version: WeightVersion) -> WeightsApplied | None:
+        """Have one instance load a version, treating its requests as `schedule.on_update` says.
+
+        Returns:
+            Its answer, with the time for which it paused; None: it died meanwhile, or is silent.
+        """
+        if self._misses(name):
+            return None
+        on_update = self.fleet.context.run.schedule.on_update
+        # an instance that has not joined has nothing to hold
+        held = on_update in ("wait", "abort_and_requeue") and self.fleet.dispatcher.knows(name)
+        if held:
+            await self.fleet.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
+        limits = self.fleet.limits
+        limit_s = limits.weights_s + (limits.generation_s if on_update == "wait" else 0)
+        self._loads[name].add(version.number)
+        order = ApplyWeights(number=version.number, content_hash=version.content_hash)
+        loaded: WeightsApplied | None = await self._order(name, order, kind_of(WeightsApplied), limit_s)
+        if held and loaded is not None:
+            await self.fleet.dispatcher.unhold(name, "weights")
+        return loaded
+
+    async def on_message(self, delivery: Delivery) -> None:
+        """Handle an instance's report that it has loaded a version, or did not find it in the site's store.
+
+        A missing version is an error only if it is the one being served: an instance that stood still for a while may
+        look for an older one, which the store no longer has.
+        """
+        name, number = delivery.peer, delivery.body.number
+        self._loads[name].discard(number)
+        if self.served is None or number != self.served.number:
+            return
+        if isinstance(delivery.body, WeightsApplied):
+            self.fleet.answers.take(delivery)
+        elif self.fleet.answers.give_up(name):
+            await self.fleet.died(
+                self.fleet.lives[name], f"{name} did not find weight version {number} in the site's store"
+            )
+
+    async def sleep(self) -> None:
+        """Have all instances free their devices for training; new weights wake them up."""
+        async with self.lock:
+            await asyncio.gather(*(self._put_to_sleep(name) for name in self.fleet.present))
+            self._asleep = True
+
+    async def _put_to_sleep(self, name: str) -> bool:
+        """Have one instance free its devices. Return False if it died meanwhile or is silent."""
+        if self._misses(name):
+            return False
+        answer = await self._order(name, SleepInstance(), kind_of(InstanceAsleep), self.fleet.limits.weights_s)
+        return answer is not None
+
+    def _misses(self, name: str) -> bool:
+        """Return whether an instance is silent, so that it misses what the others get now."""
+        life = self.fleet.lives[name]
+        life.missed |= life.state is Life.SUSPECT
+        return life.state is Life.SUSPECT
+
+    async def _order(self, name: str, command: TypedMessage, answer: str, limit_s: float) -> Any:
+        """Have an instance carry out a command; return its answer, or None if it died or fell silent meanwhile."""
+        try:
+            return await self.fleet.answers.ask(name, command, answer, limit_s)
+        except InstanceLost:
+            return None
+        except DeadlineExpired as error:
+            await self.fleet.died(self.fleet.lives[name], str(error))
+            return None
