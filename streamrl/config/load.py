@@ -7,7 +7,6 @@ mapping that lacks a key.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from streamrl.atomic_files import replace_text
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.explain import ConfigProblem, explain
 from streamrl.config.run import RunConfig
@@ -80,11 +80,9 @@ def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None
     """
     text = yaml.safe_dump({"cluster": _plain(cluster), "run": _plain(run)}, sort_keys=False, allow_unicode=True)
     target = run_dir / RESOLVED_NAME
-    partial = target.with_name(f".{RESOLVED_NAME}.{os.getpid()}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
+        replace_text(target, text)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}") from error
 

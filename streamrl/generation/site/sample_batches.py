@@ -20,7 +20,6 @@ import math
 import reprlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import msgpack
@@ -309,8 +308,9 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
     if arrays.keys() != {"payload"} or arrays["payload"].dtype != np.uint8 or arrays["payload"].ndim != 1:
         raise ValueError("a compressed batch has one array, its payload of bytes")
     counts = {"lengths": samples, "bodies": bodies}
-    layout = [_Column(name, counts.get(name, tokens), dtype, name in narrow) for name, dtype in _COLUMNS.items()]
-    size = sum(column.nbytes for column in layout)
+    packed_as = {name: _NARROW if name in narrow else dtype for name, dtype in _COLUMNS.items()}
+    sizes = {name: counts.get(name, tokens) * dtype.itemsize for name, dtype in packed_as.items()}
+    size = sum(sizes.values())
     if size > MAX_UNPACKED_BYTES:
         raise ValueError(f"a batch of {size} bytes, at most {MAX_UNPACKED_BYTES} may be compressed")
     try:
@@ -318,9 +318,12 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
     except OSError as error:  # what Arrow raises for a corrupt frame, or one of another size
         raise ValueError(f"the payload is no zstd frame of {size} bytes") from error
     columns, start = {}, 0
-    for column in layout:
-        columns[column.name] = column.read(memoryview(data)[start : start + column.nbytes])
-        start += column.nbytes
+    for name, dtype in _COLUMNS.items():
+        part = np.frombuffer(memoryview(data)[start : start + sizes[name]], np.uint8)
+        if dtype.kind == "f":
+            part = np.ascontiguousarray(part.reshape(dtype.itemsize, tokens).T).reshape(-1)
+        columns[name] = part.view(packed_as[name]).astype(dtype, copy=False)
+        start += sizes[name]
     return columns
 
 
@@ -328,23 +331,3 @@ def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_UNPACKED_BYTES:
         raise ValueError(f"a batch has no {reprlib.repr(value)} samples, tokens or bytes of bodies")
     return value
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A column of a payload."""
-
-    name: str
-    count: int
-    dtype: np.dtype[Any]
-    narrow: bool
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * (_NARROW if self.narrow else self.dtype).itemsize
-
-    def read(self, data: memoryview) -> np.ndarray:
-        if self.dtype.kind == "f":
-            planes = np.frombuffer(data, np.uint8).reshape(self.dtype.itemsize, self.count)
-            return np.ascontiguousarray(planes.T).reshape(-1).view(self.dtype)
-        return np.frombuffer(data, _NARROW if self.narrow else self.dtype).astype(self.dtype, copy=False)
