@@ -42,7 +42,7 @@ BURST_S = 0.004
 MIN_BURST = 4 * FRAME
 SITE_DEVICE = "wan0"
 """Name of a site's end of its veth pair."""
-_NAME = re.compile(r"^streamrl\.(\d+)\.[0-9a-f]{6}\.")
+_NAME = re.compile(r"^streamrl\.(\d{1,9})\.[0-9a-f]{6}\.")
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
