@@ -13,17 +13,15 @@ and any other prompt is lost. The list is used up once a prompt has been issued 
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from streamrl.rollouts.types import FloatArray, IntArray
 
-OPEN = frozenset({"issued", "finished", "scored"})
-"""Ledger states of a sample that is neither trained nor dropped yet."""
 SETTLED = frozenset({"trained", "dropped"})
 """Final ledger states."""
 MOST_EXAMPLES = 8
@@ -36,7 +34,6 @@ class LedgerRow:
 
     sample_id: str
     group_id: str
-    step: int | None
     state: str
 
 
@@ -47,7 +44,6 @@ class RolloutRow:
     sample_id: str
     group_id: str
     step: int
-    reward: float
     trained: bool
     """False: its group was dropped."""
     output_length: int
@@ -57,16 +53,6 @@ class RolloutRow:
     """Shape [C]."""
     versions: IntArray
     """Weight version of each token, shape [C]."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """The newest checkpoint's position among the prompts."""
-
-    next_index: int = 0
-    """Number of the next new prompt."""
-    again: frozenset[int] = frozenset()
-    """Numbers of the open prompts, which a resumed run issues first."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,10 @@ class Account:
     """Steps in the order of metrics.jsonl."""
     too_long: int = 0
     """Prompts skipped because they were too long."""
-    position: Position = field(default_factory=Position)
+    next_index: int = 0
+    """Number of the next new prompt, by the newest checkpoint."""
+    again: frozenset[int] = frozenset()
+    """Numbers of that checkpoint's open prompts, which a resumed run issues first."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +93,6 @@ class Audit:
     faults: tuple[str, ...] = ()
     """Everything found wrong, one sentence each."""
 
-    @property
-    def clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.faults
-
 
 def audit(account: Account) -> Audit:
     """Compare ledger, rollouts and metrics."""
@@ -123,9 +107,9 @@ def audit(account: Account) -> Audit:
     gone = _missing_samples(account, trained, size)
     if gone:
         faults.append(f"samples missing in a trained group or its rollouts: {_some(gone)}")
-    again = _twice(trained)
-    if again:
-        faults.append(f"samples trained twice: {_some(again)}")
+    twice = sorted(name for name, count in Counter(row.sample_id for row in trained).items() if count > 1)
+    if twice:
+        faults.append(f"samples trained twice: {_some(twice)}")
     faults += _steps(account, trained)
     malformed = sorted({row.sample_id for row in account.rollouts if _malformed(row)})
     if malformed:
@@ -137,7 +121,7 @@ def audit(account: Account) -> Audit:
         samples=len(trained),
         open=opened,
         lost=lost + len(gone),
-        twice=len(again),
+        twice=len(twice),
         malformed=len(malformed),
         faults=tuple(faults),
     )
@@ -146,8 +130,8 @@ def audit(account: Account) -> Audit:
 def _missing_prompts(account: Account, settled: set[int]) -> tuple[list[int], int]:
     """Return the prompt numbers that are not accounted for, and how many prompts are open."""
     known = {int(row.group_id) for row in account.ledger}
-    used_up = any(number >= account.position.next_index for number in known)
-    waiting = frozenset() if used_up else account.position.again
+    used_up = any(number >= account.next_index for number in known)
+    waiting = frozenset() if used_up else account.again
     numbers = range(max(settled, default=-1) + 1)
     missing = [number for number in numbers if number not in known and number not in waiting]
     return missing, sum(number not in settled for number in numbers) - len(missing)
@@ -162,11 +146,6 @@ def _missing_samples(account: Account, trained: Sequence[RolloutRow], size: int)
     short = [f"{name} has {len(ids)} of {size}" for name, ids in sorted(groups.items()) if len(ids) < size]
     in_ledger = {sample_id for ids in groups.values() for sample_id in ids}
     return [*short, *sorted(in_ledger ^ {row.sample_id for row in trained})]
-
-
-def _twice(trained: Iterable[RolloutRow]) -> list[str]:
-    counts = Counter(row.sample_id for row in trained)
-    return sorted(name for name, count in counts.items() if count > 1)
 
 
 def _steps(account: Account, trained: Sequence[RolloutRow]) -> list[str]:
@@ -219,18 +198,14 @@ class Curve:
 
 
 def reward_curve(rewards: Sequence[float], most: int = 10) -> Curve | None:
-    """Compare both ends of a reward curve.
+    """Compare both ends of a curve of steps' mean rewards; None if there are fewer than two steps.
 
     Args:
         rewards: mean reward of each step.
         most: most steps averaged at each end; fewer in a run of less than twice as many.
-
-    Returns:
-        None if there are fewer than two steps.
     """
     ends = min(most, len(rewards) // 2)
     if not ends:
         return None
-    mean = math.fsum(rewards) / len(rewards)
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in rewards) / len(rewards))
-    return Curve(ends, math.fsum(rewards[:ends]) / ends, math.fsum(rewards[-ends:]) / ends, deviation)
+    first, last = statistics.fmean(rewards[:ends]), statistics.fmean(rewards[-ends:])
+    return Curve(ends, first, last, statistics.pstdev(rewards))

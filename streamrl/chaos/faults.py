@@ -10,6 +10,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 6.0
 """Range of the pause, in seconds, between a run's first step after a fault and the next fault.
@@ -19,47 +20,39 @@ It spans more than a heartbeat, so that a fault can hit the run at any point of 
 
 
 class FaultKind(StrEnum):
-    """Kinds of faults."""
+    """Kinds of faults, each with a description of what it does."""
 
-    INSTANCE_KILL = "instance-kill"
-    INSTANCE_PAUSE = "instance-pause"
-    INSTANCE_HANG = "instance-hang"
-    ENGINE_KILL = "engine-kill"
-    ENGINE_HANG = "engine-hang"
-    SERVICE_KILL = "service-kill"
-    REWARDS_KILL = "rewards-kill"
-    CONTROLLER_KILL = "controller-kill"
-    TRAINER_KILL = "trainer-kill"
-    SITE_KILL = "site-kill"
-    LINK_CUT = "link-cut"
-    LINK_SLOW = "link-slow"
-    LINK_LOSSY = "link-lossy"
-    WEIGHTS_CORRUPT = "weights-corrupt"
-    JOURNAL_CORRUPT = "journal-corrupt"
-    DISK_FULL = "disk-full"
-    LAUNCHER_KILL = "launcher-kill"
+    what: str
 
+    def __new__(cls, name: str, what: str) -> Self:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.what = name, what
+        return kind
 
-WHAT = {
-    FaultKind.INSTANCE_KILL: "SIGKILL of a generation instance",
-    FaultKind.INSTANCE_PAUSE: "SIGSTOP of an instance, SIGCONT before it is taken for dead",
-    FaultKind.INSTANCE_HANG: "SIGSTOP of an instance until it is replaced",
-    FaultKind.ENGINE_KILL: "SIGKILL of the EngineCore process of an instance",
-    FaultKind.ENGINE_HANG: "SIGSTOP of the EngineCore process of an instance until that is replaced",
-    FaultKind.SERVICE_KILL: "SIGKILL of a site's generation service",
-    FaultKind.REWARDS_KILL: "SIGKILL of a rewards process",
-    FaultKind.CONTROLLER_KILL: "SIGKILL of the controller",
-    FaultKind.TRAINER_KILL: "SIGKILL of a trainer rank",
-    FaultKind.SITE_KILL: "SIGKILL of all processes of a site that does not train",
-    FaultKind.LINK_CUT: "nothing passes over a link",
-    FaultKind.LINK_SLOW: "a link has a tenth of its bandwidth",
-    FaultKind.LINK_LOSSY: "a link loses 5 % of its segments",
-    FaultKind.WEIGHTS_CORRUPT: "SIGKILL of an instance, and its site's stored weights overwritten until another runs",
-    FaultKind.JOURNAL_CORRUPT: "bytes of a token journal overwritten, and its service killed, which must read it",
-    FaultKind.DISK_FULL: "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed",
-    FaultKind.LAUNCHER_KILL: "SIGKILL of the launcher; the run is resumed once its processes have ended",
-}
-"""Description of what each kind does."""
+    INSTANCE_KILL = "instance-kill", "SIGKILL of a generation instance"
+    INSTANCE_PAUSE = "instance-pause", "SIGSTOP of an instance, SIGCONT before it is taken for dead"
+    INSTANCE_HANG = "instance-hang", "SIGSTOP of an instance until it is replaced"
+    ENGINE_KILL = "engine-kill", "SIGKILL of the EngineCore process of an instance"
+    ENGINE_HANG = "engine-hang", "SIGSTOP of the EngineCore process of an instance until that is replaced"
+    SERVICE_KILL = "service-kill", "SIGKILL of a site's generation service"
+    REWARDS_KILL = "rewards-kill", "SIGKILL of a rewards process"
+    CONTROLLER_KILL = "controller-kill", "SIGKILL of the controller"
+    TRAINER_KILL = "trainer-kill", "SIGKILL of a trainer rank"
+    SITE_KILL = "site-kill", "SIGKILL of all processes of a site that does not train"
+    LINK_CUT = "link-cut", "nothing passes over a link"
+    LINK_SLOW = "link-slow", "a link has a tenth of its bandwidth"
+    LINK_LOSSY = "link-lossy", "a link loses 5 % of its segments"
+    WEIGHTS_CORRUPT = (
+        "weights-corrupt",
+        "SIGKILL of an instance, and its site's stored weights overwritten until another runs",
+    )
+    JOURNAL_CORRUPT = (
+        "journal-corrupt",
+        "bytes of a token journal overwritten, and its service killed, which must read it",
+    )
+    DISK_FULL = "disk-full", "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed"
+    LAUNCHER_KILL = "launcher-kill", "SIGKILL of the launcher; the run is resumed once its processes have ended"
+
 
 OF_INSTANCES = frozenset(
     {
@@ -92,8 +85,6 @@ class Fault:
 class Inventory:
     """The parts of a run that faults can be injected into."""
 
-    home: str
-    """The site that trains."""
     instances: tuple[str, ...] = ()
     services: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
@@ -112,38 +103,26 @@ class Inventory:
 
 def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[FaultKind, str]]:
     """Return the targets of each possible kind, and why the other kinds are left out."""
-    home = ("controller",) if found.trains_here else ()
+    home, here = ("controller",) if found.trains_here else (), "the site that trains is elsewhere"
+    services = found.services, "there is no service"
+    loading = found.instances if found.shares_weights else ()
     ended = "the launcher is not a child of this command, so nothing would restart the run"
-    remote = "the run has one site on this machine"
-    links = "the run has no emulated link"
-    here = "the site that trains is elsewhere"
+    fills = "this system cannot limit another process's files" if found.owns_launcher else ended
     wanted: dict[FaultKind, tuple[tuple[str, ...], str]] = {
-        FaultKind.INSTANCE_KILL: (found.instances, "there is no instance"),
-        FaultKind.INSTANCE_PAUSE: (found.instances, "there is no instance"),
-        FaultKind.INSTANCE_HANG: (found.instances, "there is no instance"),
-        FaultKind.ENGINE_KILL: (found.instances, "there is no instance"),
-        FaultKind.ENGINE_HANG: (found.instances, "there is no instance"),
-        FaultKind.SERVICE_KILL: (found.services, "there is no service"),
+        **dict.fromkeys(OF_INSTANCES, (found.instances, "there is no instance")),
+        FaultKind.SERVICE_KILL: services,
         FaultKind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
         FaultKind.CONTROLLER_KILL: (home, here),
         FaultKind.TRAINER_KILL: (("trainer",) if home else (), here),
-        FaultKind.SITE_KILL: (found.remote_sites, remote),
-        FaultKind.LINK_CUT: (found.emulated_links, links),
-        FaultKind.LINK_SLOW: (found.emulated_links, links),
-        FaultKind.LINK_LOSSY: (found.emulated_links, links),
-        FaultKind.WEIGHTS_CORRUPT: (
-            found.instances if found.shares_weights else (),
-            "weights do not go through a store",
-        ),
-        FaultKind.JOURNAL_CORRUPT: (found.services, "there is no service"),
-        FaultKind.DISK_FULL: (
-            home if found.owns_launcher and found.limits_files else (),
-            ended if not found.owns_launcher else "this system cannot limit another process's files",
-        ),
+        FaultKind.SITE_KILL: (found.remote_sites, "the run has one site on this machine"),
+        **dict.fromkeys(OF_LINKS, (found.emulated_links, "the run has no emulated link")),
+        FaultKind.WEIGHTS_CORRUPT: (loading, "weights do not go through a store"),
+        FaultKind.JOURNAL_CORRUPT: services,
+        FaultKind.DISK_FULL: (home if found.owns_launcher and found.limits_files else (), fills),
         FaultKind.LAUNCHER_KILL: (("launcher",) if found.owns_launcher else (), ended),
     }
-    possible = {kind: names for kind, (names, _) in wanted.items() if names}
-    return possible, {kind: why for kind, (names, why) in wanted.items() if not names}
+    possible = {kind: wanted[kind][0] for kind in FaultKind if wanted[kind][0]}
+    return possible, {kind: wanted[kind][1] for kind in FaultKind if kind not in possible}
 
 
 def schedule(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, FaultKind
+from streamrl.run_dir.status import RemoteSite, RoleStatus
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
 """States of an instance that takes no requests (`generation/site/instance_life.py`)."""
@@ -39,19 +40,6 @@ class SeenProcess:
 
 
 @dataclass(frozen=True)
-class SeenRole:
-    """A process as the controller reports it (`run_dir/status.py`)."""
-
-    role: str
-    state: str
-    running: int = 0
-    waiting: int = 0
-    tokens_per_s: float = 0.0
-    weight_version: int = -1
-    silent_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Observation:
     """The state of a run at `now` (unix seconds)."""
 
@@ -64,20 +52,18 @@ class Observation:
     """End of the newest step by this controller, in unix seconds; 0: it has done none."""
     error: str = ""
     processes: Mapping[str, SeenProcess] = field(default_factory=dict)
-    roles: Mapping[str, SeenRole] = field(default_factory=dict)
+    roles: Mapping[str, RoleStatus] = field(default_factory=dict)
     ready: Mapping[str, int] = field(default_factory=dict)
     """Number of instances that take requests, by pool."""
     wanted: Mapping[str, int] = field(default_factory=dict)
-    silent_sites: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since each site that does not train was last heard."""
-    congested: frozenset[str] = frozenset()
+    sites: Mapping[str, RemoteSite] = field(default_factory=dict)
     said: tuple[str, ...] = ()
     """Log lines since the fault that report it (`observation.py`)."""
     launched: bool = True
     """Whether the launcher is running."""
 
     @property
-    def instances(self) -> dict[str, SeenRole]:
+    def instances(self) -> dict[str, RoleStatus]:
         """Instances by name."""
         return {name: role for name, role in self.roles.items() if role.role == "instance"}
 
@@ -92,14 +78,15 @@ class Observation:
             and all(one.state not in NOT_SERVING and one.state != "suspect" for one in self.instances.values())
             and dict(self.ready) == dict(self.wanted)
             and all((one.silent_s or 0.0) < FRESH_S for one in self.roles.values())
-            and all(silent < FRESH_S for silent in self.silent_sites.values())
+            and all(site.silent_s < FRESH_S for site in self.sites.values())
         )
 
     def heard_since(self, then: float) -> bool:
         """Return whether the controller has heard every process since `then` (unix seconds)."""
-        silences = [one.silent_s for one in self.roles.values() if one.silent_s is not None]
-        silences += list(self.silent_sites.values())
-        return self.updated_at > then and all(self.updated_at - silent > then for silent in silences)
+        silences = [one.silent_s or 0.0 for one in self.roles.values()] + [
+            site.silent_s for site in self.sites.values()
+        ]
+        return self.updated_at - max(silences, default=0.0) > then
 
 
 class Following:
@@ -109,9 +96,8 @@ class Following:
         """Follow a fault.
 
         Args:
-            fault: the fault.
             before: the last observation before it.
-            targets: names of the processes that must be replaced; empty: none.
+            targets: names of the processes that must be replaced.
             at: when it was injected, unix seconds.
         """
         self.fault, self.before, self.targets, self.at = fault, before, targets, at
@@ -147,16 +133,14 @@ class Following:
         if self.recovered is not None and self.stepped is None and seen.step_at > self.at + self.recovered:
             self.stepped = since
 
-    def weights_loaded(self, seen: Observation, instance: str, damaged: Mapping[int, float]) -> None:
+    def weights_loaded(self, seen: Observation, damaged: Mapping[int, float]) -> None:
         """Check whether a restarted instance serves weights that were damaged before it loaded them.
 
         Args:
-            seen: the observation.
-            instance: name of the instance that had to load them.
             damaged: versions, and when they were damaged (unix seconds).
         """
-        one = seen.roles.get(instance)
-        if self._loaded or self._back is None or one is None or one.state in NOT_SERVING or one.weight_version < 0:
+        one = seen.roles.get(self.fault.target)
+        if self._loaded or self._back is None or one is None or one.state in NOT_SERVING or one.weight_version is None:
             return
         self._loaded = True
         self.unnoticed_weights = seen.now - damaged.get(one.weight_version, seen.now) > LOADING_S
@@ -168,7 +152,9 @@ class Following:
     def _is_noticed(self, seen: Observation) -> bool:
         kind, target = self.fault.kind, self.fault.target
         if kind in OF_LINKS:
-            return seen.silent_sites.get(target, 0.0) > FRESH_S or target in seen.congested - self.before.congested
+            before, now = self.before.sites.get(target), seen.sites.get(target)
+            congested = before is not None and before.congested
+            return now is not None and (now.silent_s > FRESH_S or (now.congested and not congested))
         if kind is FaultKind.WEIGHTS_CORRUPT:
             return any("corrupt" in line.lower() or "complete weights" in line for line in seen.said)
         if kind is FaultKind.JOURNAL_CORRUPT:
@@ -203,11 +189,11 @@ class Following:
             gone = seen.roles.get(target)
             if self.noticed is None or gone is None or gone.running or gone.state not in (*NOT_SERVING, "suspect"):
                 return False
-            waiting = sum(one.waiting for one in seen.roles.values() if one.role == "service")
-            return any(one.running > 0 for one in others) or (bool(others) and not waiting)
+            waiting = any(one.waiting for one in seen.roles.values() if one.role == "service")
+            return any(one.running for one in others) or (bool(others) and not waiting)
         if self._back is None or seen.now - self._back < TOLD_S or not seen.heard_since(self._back):
             return False
-        return any(one.running > 0 for one in seen.instances.values())
+        return any(one.running for one in seen.instances.values())
 
     def _is_recovered(self, seen: Observation) -> bool:
         if not self.over or self._back is None or not seen.healthy():

@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.chaos.faults import Fault, FaultKind, Inventory
-from streamrl.chaos.follow import Observation, SeenProcess
+from streamrl.chaos.follow import Observation
 from streamrl.chaos.observation import processes_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -27,6 +28,7 @@ from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import site_folders
+from streamrl.runtime.processes import is_alive
 from streamrl.weights.backends.base import weight_path
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
@@ -80,9 +82,6 @@ class Injector:
         """Prepare for one run.
 
         Args:
-            run_dir: the run's folder.
-            cluster: the resolved cluster file.
-            run: the resolved run file.
             seed: seed for the choice of ranks and of places in files.
             kill_launcher: kills the launcher; None: the launcher was started elsewhere.
         """
@@ -92,15 +91,15 @@ class Injector:
 
     def inventory(self) -> Inventory:
         """Return the parts of the run on this machine."""
-        found, home = processes_of(self.run_dir), self.cluster.trainer_site
-        of = {role: tuple(sorted(n for n, one in found.items() if one.role == role)) for role in _roles(found)}
+        of: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
+        for name, one in sorted(processes_of(self.run_dir).items()):
+            of[one.role] += (name,)
         remote = tuple(site for site in site_folders(self.run_dir) if site)
         several = bool(self.cluster.remote_sites)
         return Inventory(
-            home=home,
-            instances=of.get("instance", ()),
-            services=of.get("service", ()),
-            rewards=of.get("rewards", ()),
+            instances=of["instance"],
+            services=of["service"],
+            rewards=of["rewards"],
             remote_sites=remote,
             emulated_links=remote if (self.run_dir / layout.NETWORK).is_dir() else (),
             trains_here="controller" in of,
@@ -118,7 +117,8 @@ class Injector:
         target = fault.target
         match fault.kind:
             case FaultKind.INSTANCE_KILL | FaultKind.SERVICE_KILL | FaultKind.REWARDS_KILL | FaultKind.CONTROLLER_KILL:
-                return self._killed(target, seen)
+                _kill([self._process(target, seen)])
+                return Injected(frozenset({target}))
             case FaultKind.INSTANCE_PAUSE:
                 limits = self.run.deadlines.heartbeat_s * PAUSE_SHARE
                 lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
@@ -172,10 +172,6 @@ class Injector:
             raise NotPossible(f"{name}: {error}") from error
         return process
 
-    def _killed(self, name: str, seen: Observation) -> Injected:
-        _kill([self._process(name, seen)])
-        return Injected(frozenset({name}))
-
     def _stop(self, name: str, seen: Observation) -> Callable[[], None]:
         """Stop a process and its children; return a function that continues them."""
         process = self._process(name, seen)
@@ -205,8 +201,7 @@ class Injector:
             raise NotPossible(str(error)) from error
         return Injected(frozenset(), LINK_S, undo, f"for {LINK_S:.0f} s")
 
-    def _folder(self, name: str, seen: Observation) -> Path:
-        """Return the folder of a process's site."""
+    def _site_folder(self, name: str, seen: Observation) -> Path:
         return site_folders(self.run_dir)[seen.processes[name].site]
 
     def _damage_weights(self, instance: str, seen: Observation) -> Injected:
@@ -215,7 +210,7 @@ class Injector:
         A version is damaged once it is some seconds old. The new process has to load one of them.
         """
         process = self._process(instance, seen)
-        store = layout.weights_folder(self._folder(instance, seen))
+        store = layout.weights_folder(self._site_folder(instance, seen))
         done = Injected(frozenset({instance}))
 
         def damage() -> None:
@@ -234,7 +229,7 @@ class Injector:
 
     def _damage_journal(self, service: str, seen: Observation) -> Injected:
         """Kill a service, and damage its journal before its successor reads it."""
-        process, folder = self._process(service, seen), self._folder(service, seen)
+        process, folder = self._process(service, seen), self._site_folder(service, seen)
         _kill([process])
         files = [path for path in sorted(folder.glob(f"{layout.TOKEN_JOURNAL}*")) if not path.name.endswith("-shm")]
         damaged = [path.name for path in files if path.stat().st_size]
@@ -258,10 +253,6 @@ class Injector:
                     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
 
         return Injected(frozenset({name}), undo=undo)
-
-
-def _roles(found: dict[str, SeenProcess]) -> set[str]:
-    return {one.role for one in found.values()}
 
 
 def _nothing(why: str) -> list[psutil.Process]:
@@ -295,22 +286,12 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     end = time.monotonic() + DIES_S
-    while any(_lives(one) for one in killed) and time.monotonic() < end:
+    while any(is_alive(one.pid) for one in killed) and time.monotonic() < end:
         time.sleep(POLL_S)
 
 
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def _damage(path: Path, draw: random.Random) -> None:
-    """Overwrite some places of a file with random bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Overwrite some places of a file with random bytes."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         for _ in range(DAMAGED_PLACES if size else 0):

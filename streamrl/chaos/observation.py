@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow
-from streamrl.chaos.follow import Observation, SeenProcess, SeenRole
+from streamrl.chaos.audit import Account, LedgerRow, RolloutRow
+from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.errors import UserError
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import read_started, site_folders
@@ -26,7 +26,7 @@ TELLING = re.compile(
 )
 """Log lines that report a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
-COLUMNS = ["sample_id", "group_id", "step", "reward", "t_trained", "output_length"]
+COLUMNS = ["sample_id", "group_id", "step", "t_trained", "output_length"]
 ARRAYS = ["completion_tokens", "logprobs", "weight_versions"]
 ACCOUNT_TRIES = 5
 """Attempts to read the newest checkpoint, which may be pruned during one."""
@@ -43,30 +43,12 @@ def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
 
 
 def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Observation:
-    """Return the current state of a run.
-
-    Args:
-        run_dir: the run's folder.
-        said: lines of its logs, from `Logs`.
-        launched: whether the launcher is running.
-    """
+    """Return the current state of a run; `said`: lines of its logs, from `Logs`."""
     processes, now = processes_of(run_dir), time.time()
     try:
         status = read_status(run_dir)
     except UserError:
         return Observation(now, processes=processes, said=tuple(said), launched=launched)
-    roles = {
-        name: SeenRole(
-            one.role,
-            one.state,
-            one.running or 0,
-            one.waiting or 0,
-            one.tokens_per_s or 0.0,
-            -1 if one.weight_version is None else one.weight_version,
-            one.silent_s,
-        )
-        for name, one in status.roles.items()
-    }
     return Observation(
         now,
         status.state,
@@ -75,11 +57,10 @@ def look(run_dir: Path, said: Sequence[str] = (), launched: bool = True) -> Obse
         status.latest.time if status.latest is not None else 0.0,
         status.error or "",
         processes,
-        roles,
+        status.roles,
         status.scaling.ready,
         status.scaling.wanted,
-        {name: site.silent_s for name, site in status.sites.items()},
-        frozenset(name for name, site in status.sites.items() if site.congested),
+        status.sites,
         tuple(said),
         launched,
     )
@@ -142,17 +123,18 @@ def read_account(run_dir: Path) -> Account:
     rollouts = [
         row for step in sorted(sizes) for row in _rollouts(run_dir / layout.ROLLOUTS / f"step_{step:06d}.parquet")
     ]
-    return Account(ledger, sizes, rollouts, [row.step for row in metrics], too_long, position)
+    return Account(ledger, sizes, rollouts, [row.step for row in metrics], too_long, *position)
 
 
-def _position(run_dir: Path) -> Position:
+def _position(run_dir: Path) -> tuple[int, frozenset[int]]:
+    """Return the number of the next new prompt, and those to issue again, by the newest checkpoint."""
     for _ in range(ACCOUNT_TRIES):
         names = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
         if not names:
-            return Position()
+            return 0, frozenset()
         try:
             found = json.loads((max(names, key=lambda path: int(path.name[5:])) / "state.json").read_text())["prompts"]
-            return Position(int(found["next_index"]), frozenset(map(int, found.get("again", ()))))
+            return int(found["next_index"]), frozenset(map(int, found.get("again", ())))
         except FileNotFoundError:
             continue
     raise FileNotFoundError(f"no checkpoint in {run_dir} can be read")
@@ -162,26 +144,23 @@ def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
     """Return all rows, and the number of samples of each step, from one snapshot."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
         db.execute("BEGIN")
-        rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, step, state FROM samples")]
+        rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, state FROM samples")]
         sizes = {int(step): int(count) for step, count in db.execute("SELECT step, samples FROM steps")}
         db.execute("COMMIT")
     return rows, sizes
 
 
 def _rollouts(path: Path) -> list[RolloutRow]:
-    found = []
-    for row in pq.read_table(path, columns=[*COLUMNS, *ARRAYS]).to_pylist():
-        found.append(
-            RolloutRow(
-                row["sample_id"],
-                row["group_id"],
-                row["step"],
-                row["reward"],
-                row["t_trained"] is not None,
-                row["output_length"],
-                np.asarray(row["completion_tokens"], np.int32),
-                np.asarray(row["logprobs"], np.float32),
-                np.asarray(row["weight_versions"], np.int32),
-            )
+    return [
+        RolloutRow(
+            row["sample_id"],
+            row["group_id"],
+            row["step"],
+            row["t_trained"] is not None,
+            row["output_length"],
+            np.asarray(row["completion_tokens"], np.int32),
+            np.asarray(row["logprobs"], np.float32),
+            np.asarray(row["weight_versions"], np.int32),
         )
-    return found
+        for row in pq.read_table(path, columns=[*COLUMNS, *ARRAYS]).to_pylist()
+    ]

@@ -17,8 +17,6 @@ from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
 from streamrl.runtime.processes import end_with_parent
 
-OUTPUT = layout.LAUNCHER_LOG
-"""File of the launcher's output, in the run's logs."""
 STOP_S = 30.0
 """Seconds from SIGINT to SIGKILL; a launcher takes less than 10 s, under load more."""
 ENDS_S = 60.0
@@ -39,12 +37,10 @@ class Launcher:
         Args:
             run_dir: the folder that the launcher will make.
             arguments: arguments of `streamrl launch`, without --emulate.
-            emulate: run all sites of the cluster on this machine.
         """
         self.run_dir, self._arguments = run_dir, list(arguments)
         self._emulate = ["--emulate"] if emulate else []
         self._process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
 
     def start(self) -> None:
         """Start the run, or resume it if it was started before.
@@ -52,10 +48,11 @@ class Launcher:
         Raises:
             RunFailed: the launcher ended at once, or made no folder.
         """
-        resumes = self.starts > 0
+        resumes = self._process is not None
         arguments = ["--resume", str(self.run_dir)] if resumes else self._arguments
-        early = self.run_dir.with_name(f".{self.run_dir.name}.{OUTPUT}")
-        self._output = self.run_dir / layout.LOGS / OUTPUT if resumes else early
+        early = self.run_dir.with_name(f".{self.run_dir.name}.{layout.LAUNCHER_LOG}")
+        final = self.run_dir / layout.LOGS / layout.LAUNCHER_LOG
+        self._output = final if resumes else early
         self._output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
         with self._output.open("ab") as output:
@@ -67,7 +64,6 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C should reach only the process that injects faults
                 preexec_fn=end_with_parent,
             )
-        self.starts += 1
         end = time.monotonic() + FOLDER_S
         while not (self.run_dir / layout.LOGS).is_dir():
             if not self.runs or time.monotonic() > end:
@@ -77,7 +73,7 @@ class Launcher:
                 raise RunFailed(words or f"the launcher has made no folder {self.run_dir}")
             time.sleep(POLL_S)
         if not resumes:
-            self._output = early.rename(self.run_dir / layout.LOGS / OUTPUT)
+            self._output = early.rename(final)
 
     @property
     def runs(self) -> bool:
@@ -97,11 +93,7 @@ class Launcher:
             self._process.wait(STOP_S)
 
     def wait_for_end(self) -> list[str]:
-        """Wait until no process of the run is left, and kill those that take too long.
-
-        Returns:
-            Names of the processes that were killed.
-        """
+        """Wait until no process of the run is left; kill those that take too long, and return their names."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ENDS_S)
@@ -115,12 +107,11 @@ class Launcher:
 
     def end(self) -> bool:
         """Send SIGINT, and SIGKILL if it does not help in time; return whether SIGINT sufficed."""
-        process = self._process
-        if process is None or process.poll() is not None:
+        if self._process is None:
             return True
-        process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGINT)  # a no-op if it has ended
         try:
-            process.wait(STOP_S)
+            self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             self.wait_for_end()

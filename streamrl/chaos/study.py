@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,6 @@ class Limits:
     """Most faults; None: as many as the time allows."""
     recovery_s: float
     """Time for a run to recover and do one more step."""
-    first_step_s: float
 
 
 class Study:
@@ -117,11 +116,7 @@ class Study:
         """Prepare a study; `run` carries it out.
 
         Args:
-            run_dir: the run's folder.
-            injector: the run's injector.
-            faults: the faults to inject, in this order.
             launcher: the run's launcher; None: it was started elsewhere, and the run is only observed.
-            limits: limits of the study.
             say: gets one line about each fault.
         """
         self.run_dir, self.injector, self.faults = run_dir, injector, faults
@@ -130,7 +125,7 @@ class Study:
         self.ended = ""
         """Why the study ended before its time."""
         self._logs = Logs(run_dir)
-        self._rates: dict[str, deque[float]] = {}
+        self._rates: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RATES))
         """Tokens per second of each process, in the newest observations."""
         self._audit: Audit | None = None
 
@@ -156,7 +151,7 @@ class Study:
     def _look(self) -> Observation:
         seen = look(self.run_dir, self._logs.read(), self.launcher is None or self.launcher.runs)
         for name, one in seen.instances.items():
-            self._rates.setdefault(name, deque(maxlen=RATES)).append(one.tokens_per_s)
+            self._rates[name].append(one.tokens_per_s or 0.0)
         return seen
 
     def _idle(self, seconds: float) -> None:
@@ -186,7 +181,7 @@ class Study:
             if self._is_over(seen):
                 return False
             one = seen.roles.get(fault.target)
-            works = fault.kind not in OF_INSTANCES or one is None or one.running > 0 or time.monotonic() > busy
+            works = fault.kind not in OF_INSTANCES or one is None or one.running or time.monotonic() > busy
             if seen.healthy() and works:
                 return True
             time.sleep(POLL_S)
@@ -223,8 +218,6 @@ class Study:
         """Observe until the run has recovered and done a step, or the limit is over; resume it if it ends.
 
         Args:
-            following: the fault.
-            injected: how it was injected.
             since: start of the limit, unix seconds.
 
         Returns:
@@ -239,7 +232,7 @@ class Study:
             seen = self._look()
             following.see(seen)
             if following.noticed is None and following.recovered is None:
-                following.weights_loaded(seen, following.fault.target, injected.damaged)
+                following.weights_loaded(seen, injected.damaged)
                 injected.keep_on()
             if not seen.launched:
                 if following.fault.kind is not FaultKind.LAUNCHER_KILL:
@@ -277,7 +270,8 @@ class Study:
         lost = max(0, after.lost - before.lost) if after is not None and before is not None else 0
         twice = max(0, after.twice - before.twice) if after is not None and before is not None else 0
         self._audit = after or before
-        work = interrupted(self._logs.read(), injected.replaced)
+        requests, tokens, kept = interrupted(self._logs.read(), injected.replaced) or (None, None, None)
+        versions = f"versions {', '.join(map(str, injected.damaged))}" if injected.damaged else ""
         return Result(
             number=fault.number,
             kind=fault.kind,
@@ -288,36 +282,26 @@ class Study:
             serving_s=following.serving,
             recovered_s=following.recovered,
             stepped_s=following.stepped,
-            requests=work[0] if work is not None else None,
-            tokens=work[1] if work is not None else None,
-            kept=work[2] if work is not None else None,
-            unseen=round(rate * JOURNAL_EVERY_S / 2) if work is not None and work[0] else None,
+            requests=requests,
+            tokens=tokens,
+            kept=kept,
+            unseen=round(rate * JOURNAL_EVERY_S / 2) if requests else None,
             lost=lost,
             twice=twice,
             hang=hang,
             ended=ended,
             unnoticed=following.unnoticed_weights,
-            note=injected.note or _versions(injected),
+            note=injected.note or versions,
         )
 
 
-def _versions(injected: Injected) -> str:
-    return f"versions {', '.join(map(str, injected.damaged))}" if injected.damaged else ""
-
-
 def line(result: Result, since_s: float) -> str:
-    """Describe the outcome of a fault in one line, for the study's output.
-
-    Args:
-        result: the outcome.
-        since_s: seconds since the study's beginning.
-    """
+    """Describe the outcome of a fault in one line; `since_s`: seconds since the study's beginning."""
     note = f" ({result.note})" if result.note else ""
-    words = [
-        f"[{int(since_s) // 60:2d}:{int(since_s) % 60:02d}] {result.number:3d} {result.kind} {result.target}{note}:"
-    ]
+    minutes, seconds = divmod(int(since_s), 60)
+    begin = f"[{minutes:2d}:{seconds:02d}] {result.number:3d} {result.kind} {result.target}{note}:"
     named = {"noticed": result.noticed_s, "others serve": result.serving_s, "recovered": result.recovered_s}
-    times = [f"{name} {seconds:.1f} s" for name, seconds in named.items() if seconds is not None]
+    times = [f"{name} {after:.1f} s" for name, after in named.items() if after is not None]
     if result.tokens:
         times.append(f"{result.kept} of {result.tokens + (result.unseen or 0)} tokens kept")
     if result.ended:
@@ -328,7 +312,7 @@ def line(result: Result, since_s: float) -> str:
         times.append("DAMAGED WEIGHTS WERE LOADED")
     if result.lost or result.twice:
         times.append(f"{result.lost} SAMPLES LOST, {result.twice} TRAINED TWICE")
-    return " ".join([*words, ", ".join(times) or "nothing seen"])
+    return f"{begin} {', '.join(times) or 'nothing seen'}"
 
 
 def wait_for_first_step(run_dir: Path, launcher: Launcher | None, limit_s: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from streamrl.chaos.audit import Audit, Curve
-from streamrl.chaos.faults import OF_INSTANCES, WHAT, FaultKind
+from streamrl.chaos.faults import OF_INSTANCES, FaultKind
 from streamrl.chaos.study import Result
 from streamrl.report.terminal import plain_table
 
@@ -42,7 +42,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
         of_kind = [one for one in results if one.kind is kind]
         if not of_kind:
             continue
-        share, again = _tokens(of_kind)
+        share = kept_share(of_kind)
         found.append(
             (
                 str(kind),
@@ -50,8 +50,8 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
                 _times([one.noticed_s for one in of_kind]),
                 _times([one.serving_s for one in of_kind]),
                 _times([one.recovered_s for one in of_kind]),
-                share,
-                again,
+                NOT_SEEN if share is None else f"{share:.1%}",
+                str(sum(again)) if (again := _regenerated(of_kind)) else NOT_SEEN,
                 str(sum(one.lost for one in of_kind)),
                 str(sum(one.twice for one in of_kind)),
                 str(sum(bool(one.hang) for one in of_kind)),
@@ -69,19 +69,13 @@ def _times(seconds: Sequence[float | None]) -> str:
     return f"{statistics.median(found):.1f} s{longest}{missing}"
 
 
-def _tokens(results: Sequence[Result]) -> tuple[str, str]:
-    with_tokens = [one for one in results if one.tokens is not None and one.kept is not None]
-    if not with_tokens:
-        return NOT_SEEN, NOT_SEEN
-    again = sum(one.regenerated or 0 for one in with_tokens)
-    kept = sum(one.kept or 0 for one in with_tokens)
-    return (f"{kept / (kept + again):.1%}" if kept + again else NOT_SEEN), str(again)
+def _regenerated(results: Sequence[Result]) -> list[int]:
+    return [one.regenerated for one in results if one.regenerated is not None]
 
 
 def kept_share(results: Sequence[Result]) -> float | None:
     """Return the share of tokens kept, of all lost instances; None: none was lost with requests."""
-    with_tokens = [one for one in results if one.tokens is not None and one.kept is not None]
-    kept, again = sum(one.kept or 0 for one in with_tokens), sum(one.regenerated or 0 for one in with_tokens)
+    kept, again = sum(one.kept or 0 for one in results), sum(_regenerated(results))
     return kept / (kept + again) if kept + again else None
 
 
@@ -97,7 +91,6 @@ def problems(results: Sequence[Result], found: Audit | None, ended: str) -> list
     """Return the reasons why a run has not passed; empty: it has.
 
     Args:
-        results: outcomes of all faults.
         found: findings of the last audit; None: the audit failed.
         ended: why the study ended before its time.
     """
@@ -146,13 +139,13 @@ def markdown(
     about: str,
 ) -> str:
     """Return the text of `chaos.md`."""
-    table = rows(results)
     lines = ["# Faults in a run", "", about, "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(row)} |" for row in table]
+    lines += [f"| {' | '.join(row)} |" for row in rows(results)]
     lines += ["", "Times are medians, seconds from the injection until it was seen; status.json is up to 2 s old.", ""]
     lines += [f"- {one}" for one in sentences]
     lines += ["", "Passed." if not wrong else "Not passed:", *(f"- {one}" for one in wrong), ""]
-    lines += ["What was done:", "", *(f"- {row[0]}: {WHAT[FaultKind(row[0])]}" for row in table)]
+    done = {one.kind for one in results}
+    lines += ["What was done:", "", *(f"- {kind}: {kind.what}" for kind in FaultKind if kind in done)]
     if left_out:
         lines += ["", "Left out:", "", *(f"- {kind}: {why}" for kind, why in left_out.items())]
     return "\n".join(lines) + "\n"

@@ -110,13 +110,13 @@ def _kinds(names: str | None) -> list[FaultKind]:
 
     from streamrl.chaos.faults import FaultKind
 
-    chosen = []
+    known, chosen = {str(kind): kind for kind in FaultKind}, []
     for name in (one.strip() for one in (names or "").split(",") if one.strip()):
-        if name not in list(FaultKind):
-            near = difflib.get_close_matches(name, list(FaultKind), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FaultKind)}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
             raise UserError(f"--kinds {name}: no such kind of fault; {hint}")
-        chosen.append(FaultKind(name))
+        chosen.append(known[name])
     return chosen
 
 
@@ -127,15 +127,15 @@ def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, .
         UserError: a file or a --set is wrong.
     """
     from streamrl.chaos.own_launcher import Launcher
-    from streamrl.cli.launch import _new_folder
     from streamrl.config.load import load_cluster, load_run
+    from streamrl.run_dir.layout import new_folder
 
     sets = (f"steps={MANY_STEPS}", *OFTEN, *overrides)
     cluster, run = load_cluster(cluster_file), load_run(run_file, sets)
     arguments = ["--cluster", str(cluster_file), "--runs-dir", str(runs_dir)]
     arguments += ["--run", str(run_file)] if run_file is not None else []
     arguments += [word for one in sets for word in ("--set", one)]
-    return Launcher(_new_folder(runs_dir, run.name), arguments, bool(cluster.remote_sites))
+    return Launcher(new_folder(runs_dir, run.name), arguments, bool(cluster.remote_sites))
 
 
 def _study(
@@ -164,8 +164,7 @@ def _study(
         if launcher is not None:
             launcher.start()
         cluster, run = load_resolved(run_dir)
-        limits = Limits(minutes, faults, limit_s, run.deadlines.startup_s + run.deadlines.generation_s)
-        wait_for_first_step(run_dir, launcher, limits.first_step_s)
+        wait_for_first_step(run_dir, launcher, run.deadlines.startup_s + run.deadlines.generation_s)
         injector = Injector(run_dir, cluster, run, seed, launcher.kill if launcher is not None else None)
         possible, left_out = targets(injector.inventory())
         if chosen:
@@ -176,7 +175,7 @@ def _study(
             plan = schedule(seed, possible, chosen)
         except ValueError as error:
             raise UserError(f"{run_dir}: {error}") from error
-        study = Study(run_dir, injector, plan, launcher, limits, click.echo)
+        study = Study(run_dir, injector, plan, launcher, Limits(minutes, faults, limit_s), click.echo)
         try:
             study.run()
         except KeyboardInterrupt:

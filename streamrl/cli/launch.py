@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +58,7 @@ def command(
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.launcher.emulated_cluster import emulated
+    from streamrl.run_dir.layout import new_folder
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -74,7 +74,7 @@ def command(
         if cluster_file is None:
             raise UserError("--cluster FILE is needed (or --resume DIR)")
         run = load_run(run_file, overrides)
-        run_dir = _new_folder(runs_dir, run.name if site is None else f"{run.name}-{site}")
+        run_dir = new_folder(runs_dir, run.name if site is None else f"{run.name}-{site}")
     if cluster_file is not None:
         cluster = load_cluster(cluster_file)
     _check_share(cluster, site, emulate, dry_run)
@@ -99,9 +99,10 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
         RunFailed: the run failed; the message ends with the cause.
     """
     from streamrl.launcher import supervisor
+    from streamrl.run_dir.layout import new_folder
 
     _check(cluster, run, runs_dir)
-    supervisor.run(cluster, run, _new_folder(runs_dir, run.name), False, plain)
+    supervisor.run(cluster, run, new_folder(runs_dir, run.name), False, plain)
 
 
 def _check(
@@ -163,12 +164,6 @@ def _refuse_finished(run_dir: Path, steps: int) -> None:
     done = CheckpointFolder(run_dir / layout.CHECKPOINTS).latest()
     if done is not None and done >= steps:
         raise UserError(f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further")
-
-
-def _new_folder(runs_dir: Path, name: str) -> Path:
-    """Return `<runs>/<name>`, or `<name>-2`, `-3` ... if that exists: no run is overwritten."""
-    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
 
 
 def _model_folder(run: RunConfig) -> str:

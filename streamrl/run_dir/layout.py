@@ -7,6 +7,7 @@ sites' folders into `sites/` of the trainer's.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -63,3 +64,9 @@ def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
     if one_machine and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
         return SHARED_MEMORY / f"streamrl-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}"
     return run_dir / WEIGHTS
+
+
+def new_folder(runs_dir: Path, name: str) -> Path:
+    """Return `<runs>/<name>`, or `<name>-2`, `-3` ... if that exists: no run is overwritten."""
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())

@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streamrl.chaos.audit import Account, LedgerRow, Position, RolloutRow, audit, reward_curve
+from streamrl.chaos.audit import Account, LedgerRow, RolloutRow, audit, reward_curve
 
 SIBLINGS = 2
 
 
-def ledger(prompt: int, step: int | None, state: str = "trained") -> list[LedgerRow]:
-    return [LedgerRow(f"{prompt:08d}.{n:03d}", f"{prompt:08d}", step, state) for n in range(SIBLINGS)]
+def ledger(prompt: int, state: str = "trained") -> list[LedgerRow]:
+    return [LedgerRow(f"{prompt:08d}.{n:03d}", f"{prompt:08d}", state) for n in range(SIBLINGS)]
 
 
 def rollouts(prompt: int, step: int, versions: list[int] | None = None, trained: bool = True) -> list[RolloutRow]:
     found = np.asarray(versions or [step - 1] * 3, np.int32)
     tokens, logprobs = np.arange(3, dtype=np.int32), np.full(3, -0.5, np.float32)
     return [
-        RolloutRow(f"{prompt:08d}.{n:03d}", f"{prompt:08d}", step, 1.0, trained, 3, tokens, logprobs, found)
+        RolloutRow(f"{prompt:08d}.{n:03d}", f"{prompt:08d}", step, trained, 3, tokens, logprobs, found)
         for n in range(SIBLINGS)
     ]
 
@@ -28,15 +28,15 @@ def rollouts(prompt: int, step: int, versions: list[int] | None = None, trained:
 def account() -> Account:
     """Two steps of two prompts; prompt 5 is open, 4 was trained before 2 was."""
     trained = {0: 1, 1: 1, 3: 2, 4: 2}
-    rows = [row for prompt, step in trained.items() for row in ledger(prompt, step)]
-    rows += [*ledger(2, None, "scored"), *ledger(5, None, "issued")]
+    rows = [row for prompt in trained for row in ledger(prompt)]
+    rows += [*ledger(2, "scored"), *ledger(5, "issued")]
     made = [row for prompt, step in trained.items() for row in rollouts(prompt, step)]
     return Account(rows, {1: 4, 2: 4}, made, [1, 2])
 
 
 def test_a_whole_account_is_clean() -> None:
     found = audit(account())
-    assert found.clean
+    assert not found.faults
     assert (found.steps, found.prompts, found.samples, found.open) == (2, 5, 8, 1)
 
 
@@ -46,16 +46,15 @@ def test_a_prompt_that_is_neither_trained_nor_open_is_lost() -> None:
     found = audit(replace(whole, ledger=rows))
     assert found.lost == SIBLINGS
     assert "neither trained nor open: 2" in found.faults[0]
-    assert audit(replace(whole, ledger=rows, too_long=1)).clean
+    assert not audit(replace(whole, ledger=rows, too_long=1)).faults
 
 
 def test_prompts_that_a_resumed_run_is_still_to_issue_again_are_open_until_it_issues_new_ones() -> None:
     whole = account()
     rows = [row for row in whole.ledger if row.group_id not in ("00000002", "00000005")]
-    position = Position(next_index=5, again=frozenset({2}))
-    assert audit(replace(whole, ledger=rows, position=position)).clean
-    used_up = replace(whole, ledger=[*rows, *ledger(5, None, "issued")], position=position)
-    assert audit(used_up).lost == SIBLINGS
+    resumed = replace(whole, ledger=rows, next_index=5, again=frozenset({2}))
+    assert not audit(resumed).faults
+    assert audit(replace(resumed, ledger=[*rows, *ledger(5, "issued")])).lost == SIBLINGS
 
 
 def test_a_sample_in_two_steps_is_trained_twice() -> None:
@@ -75,7 +74,7 @@ def test_dropped_groups_are_accounted_for() -> None:
     whole = account()
     rows = [replace(row, state="dropped") if row.group_id == "00000003" else row for row in whole.ledger]
     made = [replace(row, trained=row.group_id != "00000003") for row in whole.rollouts]
-    assert audit(replace(whole, ledger=rows, rollouts=made, step_sizes={1: 4, 2: 2})).clean
+    assert not audit(replace(whole, ledger=rows, rollouts=made, step_sizes={1: 4, 2: 2})).faults
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_a_sample_whose_parts_do_not_fit_is_malformed(changes: dict[str, object]
 
 @pytest.mark.parametrize("steps", [[2, 3], [1, 1, 2], [1], [1, 3]])
 def test_metrics_have_every_step_once(steps: list[int]) -> None:
-    assert not audit(replace(account(), metric_steps=steps)).clean
+    assert audit(replace(account(), metric_steps=steps)).faults
 
 
 def test_ledger_and_rollouts_must_agree_on_the_size_of_a_step() -> None:

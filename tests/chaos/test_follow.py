@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from streamrl.chaos.faults import Fault, FaultKind
-from streamrl.chaos.follow import Following, Observation, SeenProcess, SeenRole
+from streamrl.chaos.follow import Following, Observation, SeenProcess
+from streamrl.run_dir.status import RemoteSite, RoleStatus
 
 PROCESSES = {
     "controller": SeenProcess(1, "controller", ""),
@@ -14,10 +15,10 @@ PROCESSES = {
     "b-0": SeenProcess(4, "instance", ""),
 }
 ROLES = {
-    "controller": SeenRole("controller", "running"),
-    "service-here": SeenRole("service", "dispatching", 8, 2, silent_s=0.4),
-    "a-0": SeenRole("instance", "generating", 4, weight_version=3),
-    "b-0": SeenRole("instance", "generating", 4, weight_version=3),
+    "controller": RoleStatus(role="controller", state="running", since=0.0),
+    "service-here": RoleStatus(role="service", state="dispatching", since=0.0, running=8, waiting=2, silent_s=0.4),
+    "a-0": RoleStatus(role="instance", state="generating", since=0.0, running=4, weight_version=3),
+    "b-0": RoleStatus(role="instance", state="generating", since=0.0, running=4, weight_version=3),
 }
 POOLS = {"here/a": 1, "here/b": 1}
 BEFORE = Observation(100.0, "running", 99.8, 5, 90.0, "", PROCESSES, ROLES, POOLS, POOLS)
@@ -27,8 +28,12 @@ def at(now: float, **changes: object) -> Observation:
     return replace(BEFORE, now=now, updated_at=now - 0.2, **changes)  # type: ignore[arg-type]
 
 
-def role(name: str, **changes: object) -> dict[str, SeenRole]:
-    return ROLES | {name: replace(ROLES[name], **changes)}  # type: ignore[arg-type]
+def role(name: str, **changes: object) -> dict[str, RoleStatus]:
+    return ROLES | {name: ROLES[name].model_copy(update=changes)}
+
+
+def west(silent_s: float, congested: bool = False) -> dict[str, RemoteSite]:
+    return {"west": RemoteSite(silent_s=silent_s, congested=congested)}
 
 
 def process(name: str, pid: int, exit_code: int | None = None) -> dict[str, SeenProcess]:
@@ -48,7 +53,7 @@ def test_a_healthy_run_is_one_in_which_everything_is_there_and_says_so() -> None
     assert not at(101, roles=role("a-0", state="suspect")).healthy()
     assert not at(101, roles=role("service-here", silent_s=7.0)).healthy()
     assert not at(101, processes=process("a-0", 3, -9)).healthy()
-    assert not at(101, silent_sites={"west": 12.0}).healthy()
+    assert not at(101, sites=west(12.0)).healthy()
     assert not at(101, launched=False).healthy()
 
 
@@ -107,23 +112,31 @@ def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged()
 
 def test_a_cut_link_is_noticed_by_the_silence_of_its_site() -> None:
     seen = following(FaultKind.LINK_CUT, "west", replaced=False)
-    seen.see(at(103.0, silent_sites={"west": 3.0}))
+    seen.see(at(103.0, sites=west(3.0)))
     assert seen.noticed is None
-    seen.see(at(106.0, silent_sites={"west": 6.0}))
+    seen.see(at(106.0, sites=west(6.0)))
     assert (seen.noticed, seen.recovered) == (6.0, None)
-    seen.see(at(116.0, silent_sites={"west": 0.4}))
+    seen.see(at(116.0, sites=west(0.4)))
     assert seen.recovered == 16.0
 
 
+def test_a_slow_link_is_noticed_by_a_congestion_that_was_not_there_before() -> None:
+    congested = at(103.0, sites=west(0.4, congested=True))
+    for before, noticed in ((BEFORE, 3.0), (replace(BEFORE, sites=west(0.4, congested=True)), None)):
+        seen = Following(Fault(1, FaultKind.LINK_SLOW, "west", 1.0), before, frozenset(), 100.0)
+        seen.see(congested)
+        assert seen.noticed == noticed
+
+
 def test_damaged_weights_that_are_loaded_without_a_word_are_told() -> None:
-    starting = at(101.0, processes=process("a-0", 7), roles=role("a-0", state="starting", weight_version=-1))
+    starting = at(101.0, processes=process("a-0", 7), roles=role("a-0", state="starting", weight_version=None))
     loaded = at(120.0, processes=process("a-0", 7))
     # version 3 is what it serves: damaged in time, damaged when it may have been read already, or another one damaged
     for damaged, unnoticed in (({3: 105.0}, True), ({3: 119.0}, False), ({2: 105.0}, False), ({}, False)):
         seen = following(FaultKind.WEIGHTS_CORRUPT, "a-0")
         for one in (starting, loaded):
             seen.see(one)
-            seen.weights_loaded(one, "a-0", damaged)
+            seen.weights_loaded(one, damaged)
         assert seen.unnoticed_weights == unnoticed
 
 
