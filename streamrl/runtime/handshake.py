@@ -37,9 +37,7 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
 def disagreement(here: Mapping[str, Any], there: object) -> str | None:
     """Describe the first differences between two sites' agreements; None if they are equal.
 
-    Args:
-        here: this site's agreement.
-        there: what the other site sent; anything that is not a dict is a disagreement.
+    What the other site sent is not checked yet: anything that is not a dict is a disagreement.
     """
     if not isinstance(there, dict):
         return "it does not say what it was started with"

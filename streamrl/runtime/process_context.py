@@ -157,12 +157,7 @@ class RoleContext:
         return Flow(lost_after_s=math.inf)
 
     def link_flow(self, link: SiteLink, message_bytes: int) -> Flow:
-        """Return the flow settings to peers behind a link.
-
-        Args:
-            link: the link to the peers.
-            message_bytes: size of a typical large message.
-        """
+        """Return the flow settings to peers behind a link; `message_bytes`: size of a typical large message."""
         return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
 
     def server_security(self) -> ServerSecurity | None:

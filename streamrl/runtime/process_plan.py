@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from streamrl.config.cluster import ClusterConfig, GenerationPool
+from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
 from streamrl.config.run import RunConfig
 
 Role = Literal["controller", "trainer", "service", "instance", "rewards"]
@@ -40,6 +40,9 @@ CORES = "STREAMRL_CORES"
 MEETING, NODE = "{meeting}", "{node}"
 """Placeholders in a command, filled in once the nodes are known: the rendezvous (host:port) of a trainer's or an
 instance's nodes, and the number of the node."""
+
+ON_RAY: frozenset[Role] = frozenset({"trainer", "instance", "rewards"})
+"""Roles that Ray places, at a site with `launch: {backend: ray}`."""
 
 STARTER = "STREAMRL_PARENT"
 """Environment variable: PID of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
@@ -92,18 +95,17 @@ def plan_processes(
     colocated instances share the trainer's.
 
     Args:
-        cluster: the resolved cluster file.
-        run: the resolved run file.
-        run_dir: the run's folder.
+        run_dir: folder of the sites that have none of their own.
         sites: the sites to include; None: all.
         folders: folders of the sites that have their own, by site.
     """
     specs: list[ProcessSpec] = []
-    if sites is None or cluster.trainer_site in sites:
-        specs += _home_processes(cluster, run, (folders or {}).get(cluster.trainer_site, run_dir))
+    sites, folders = cluster.sites if sites is None else sites, folders or {}
+    if cluster.trainer_site in sites:
+        specs += _home_processes(cluster, folders.get(cluster.trainer_site, run_dir))
     for name in cluster.sites:
-        if sites is None or name in sites:
-            specs += _site_processes(cluster, run, name, (folders or {}).get(name, run_dir))
+        if name in sites:
+            specs += _site_processes(cluster, run, name, folders.get(name, run_dir))
     return specs
 
 
@@ -137,7 +139,7 @@ def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
     return [sys.executable, "-m", "streamrl.launcher.entry_point", role, "--run-dir", str(run_dir), *extra]
 
 
-def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> list[ProcessSpec]:
+def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
     """List the processes of the trainer's site: controller and trainer."""
     cuda, home = cluster.hardware == "cuda", cluster.trainer_site
     controller_env = SAME_HASHES | {"OMP_NUM_THREADS": "1"} | PASSIVE_WAITING  # LightGBM's threads
@@ -147,12 +149,9 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
     gpus = tuple(range(ranks)) if cuda else ()
     specs = [ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env)]
     for node in range(trainer.nodes):
-        meeting = [
-            *[f"--nnodes={trainer.nodes}", f"--node-rank={node}"],
-            *["--rdzv-backend=static", f"--rdzv-endpoint={MEETING}"],
-        ]
+        meeting = [f"--node-rank={node}", "--rdzv-backend=static", f"--rdzv-endpoint={MEETING}"]
         if trainer.nodes == 1:
-            meeting = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+            meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         specs.append(
             ProcessSpec(
                 name="trainer" if node == 0 else f"trainer-node-{node}",
@@ -161,14 +160,10 @@ def _home_processes(cluster: ClusterConfig, run: RunConfig, run_dir: Path) -> li
                 pool=None,
                 command=[
                     *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
-                    *[*meeting, "--max-restarts=0", "--no-python"],
+                    *[f"--nnodes={trainer.nodes}", *meeting, "--max-restarts=0", "--no-python"],
                     *_role_command(run_dir, "trainer"),
                 ],
-                env={"OMP_NUM_THREADS": str(trainer.threads)}
-                | PASSIVE_WAITING
-                | ({} if cuda else KEPT_HEAP)
-                | _pinned(trainer.cores or ())
-                | _visible(gpus, cuda),
+                env=_computing(trainer, trainer.cores or (), gpus, cuda) | ({} if cuda else KEPT_HEAP),
                 threads=trainer.threads,
                 ranks=ranks,
                 cores=tuple(trainer.cores or ()),
@@ -211,11 +206,7 @@ def _instance(
         site=site,
         pool=pool.name,
         command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name, *parts),
-        env={"OMP_NUM_THREADS": str(pool.threads)}
-        | ONE_BLAS_THREAD
-        | PASSIVE_WAITING
-        | _pinned(cores)
-        | _visible(gpus, cuda),
+        env=_computing(pool, cores, gpus, cuda) | ONE_BLAS_THREAD,
         threads=pool.threads,
         ranks=pool.gpus_per_replica,
         nodes=pool.nodes,
@@ -235,10 +226,11 @@ def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
     return cores[index * pool.threads : (index + 1) * pool.threads]
 
 
-def _pinned(cores: Iterable[int]) -> dict[str, str]:
-    names = ",".join(map(str, cores))
-    return {CORES: names} if names else {}
-
-
-def _visible(gpus: tuple[int, ...], cuda: bool) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if cuda else {}
+def _computing(
+    pool: GenerationPool | TrainerPool, cores: Iterable[int], gpus: Iterable[int], cuda: bool
+) -> dict[str, str]:
+    """Return the environment of a process that computes with a pool's threads, pinned to `cores` if there are any."""
+    env = {"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING
+    if names := ",".join(map(str, cores)):
+        env[CORES] = names
+    return env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if cuda else {})

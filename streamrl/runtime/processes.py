@@ -55,15 +55,15 @@ def kill_all_with(starter: int) -> None:
 
     For processes that have threads and nothing to close.
     """
-    threading.Thread(target=_kill_after, args=(starter,), name="starter", daemon=True).start()
 
+    def wait_and_kill() -> None:
+        warden.wait_for_an_end([starter])
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _kill_after(starter: int) -> None:
-    warden.wait_for_an_end([starter])
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=wait_and_kill, name="starter", daemon=True).start()
 
 
 @functools.cache

@@ -6,7 +6,7 @@ one for other sites, which are admitted by their keys and by the files they were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from streamrl.config.cluster import SiteLink
@@ -30,12 +30,7 @@ MIN_CHUNK_BYTES = 64 * 1024
 
 def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
     """Create a connection from a site's process to the controller or publisher; not yet connected."""
-    link = context.link
-    about: dict[str, Any] = {"site": context.site}
-    if link is None:
-        return Link(context.name, role, waits, about, flow=context.local_flow)
-    about["agreement"] = context.agreement
-    return Link(context.name, role, waits, about, flow=context.link_flow(link, BATCH_BYTES))
+    return _link(context, role, waits, context.link)
 
 
 async def connect_home(context: RoleContext, link: Link, address: str) -> None:
@@ -53,45 +48,30 @@ def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -
     """Create a hub of the trainer's site; not yet bound.
 
     Args:
-        context: the process's context.
         name: CONTROLLER or PUBLISHER.
-        waits: registry for the hub's waits.
         near: flow settings to processes of its own site.
     """
-
-    def far(link: SiteLink) -> Flow:
-        if name == PUBLISHER:
-            return context.link_flow(link, weight_chunk(context, link))
-        return Flow(lost_after_s=context.cluster.absence_s)
-
-    return _hub(context, name, waits, near, far, context.cluster.remote_sites)
+    return _hub(context, name, waits, near, context.cluster.remote_sites)
 
 
 def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
     """Create the hub at which other sites fetch weights from this site, which does not train; not yet bound."""
-
-    def far(link: SiteLink) -> Flow:
-        return context.link_flow(link, weight_chunk(context, link))
-
     linked = [site for site in context.cluster.remote_sites if context.cluster.link_between(site, context.site)]
-    return _hub(context, f"relay-{context.site}", waits, context.local_flow, far, linked)
+    return _hub(context, f"relay-{context.site}", waits, context.local_flow, linked)
 
 
-def _hub(
-    context: RoleContext,
-    name: str,
-    waits: WaitRegistry,
-    near: Flow,
-    far: Callable[[SiteLink], Flow],
-    others: Collection[str],
-) -> Hub:
+def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, others: Collection[str]) -> Hub:
     """Create a hub that admits other sites' processes if they are in the plan and were started with the same files."""
     sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
     mine = context.agreement if others else {}
 
     def flow_to(peer: str) -> Flow:
         link = context.cluster.link_between(sites.get(peer, context.site), context.site)
-        return near if link is None else far(link)
+        if link is None:
+            return near
+        if name == CONTROLLER:
+            return Flow(lost_after_s=context.cluster.absence_s)
+        return context.link_flow(link, weight_chunk(context, link))
 
     def admit(peer: str, role: str, meta: dict[str, Any], key_site: str | None) -> str | None:
         site = meta["site"]
@@ -107,20 +87,15 @@ def _hub(
 
 
 def bind_home(context: RoleContext, hub: Hub, address: str, outside: str) -> None:
-    """Open a hub of the trainer's site to its own processes and, if there are any, to other sites."""
-    hub.bind(address)
-    if outside:
-        bind_outside(context, hub, outside)
-
-
-def bind_outside(context: RoleContext, hub: Hub, address: str) -> None:
-    """Open a hub to other sites, which prove themselves by their keys.
+    """Open a hub of the trainer's site to its own processes and, unless `outside` is '', to other sites.
 
     Raises:
-        RunFailed: the address cannot be bound.
+        RunFailed: an address cannot be bound.
         UserError: a key is missing, or other users can read the secret key.
     """
-    hub.bind_outside(address, context.server_security())
+    hub.bind(address)
+    if outside:
+        hub.bind_outside(outside, context.server_security())
 
 
 def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
@@ -136,7 +111,11 @@ async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
 
 def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
     """Create a connection to the weight relay of another generating site; not yet connected."""
-    link = context.cluster.link_between(context.site, site)
-    assert link is not None
+    return _link(context, "relay", waits, context.cluster.link_between(context.site, site))
+
+
+def _link(context: RoleContext, role: str, waits: WaitRegistry, over: SiteLink | None) -> Link:
+    if over is None:
+        return Link(context.name, role, waits, {"site": context.site}, flow=context.local_flow)
     about = {"site": context.site, "agreement": context.agreement}
-    return Link(context.name, "relay", waits, about, flow=context.link_flow(link, BATCH_BYTES))
+    return Link(context.name, role, waits, about, flow=context.link_flow(over, BATCH_BYTES))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from streamrl.config.run import RecoveryConfig
 from streamrl.generation.site.instance_life import EVENTS, InstanceLife, Life
-from streamrl.runtime.restart_budget import RestartBudget
 
 ALLOWED = {
     ("starting", "met"): "stale",
@@ -69,7 +69,7 @@ class LifeMachine(RuleBasedStateMachine):
         longest_s=st.floats(1.0, 20.0),
     )
     def begin(self, restarts: int, window_s: float, first_s: float, longest_s: float) -> None:
-        self.budget = RestartBudget(restarts, window_s, first_s, longest_s)
+        self.budget = RecoveryConfig(restarts=restarts, window_s=window_s, pause_s=first_s, longest_pause_s=longest_s)
         self.life = InstanceLife("here-a-0", "a", 0)
         self.now, self.processes = 0.0, [1]
         self.deaths: list[tuple[float, float | None]] = []
@@ -124,7 +124,7 @@ class LifeMachine(RuleBasedStateMachine):
         assert (again is None) == (len(recent) >= self.budget.restarts)
         pause = None if again is None else again - self.now
         if pause is not None:
-            due = self.budget.first_pause_s * 2 ** len(recent)
+            due = self.budget.pause_s * 2 ** len(recent)
             assert pause == pytest.approx(min(self.budget.longest_pause_s, due))
         self.deaths.append((self.now, pause))
 
@@ -161,27 +161,27 @@ def test_no_sequence_of_events_makes_an_outdated_or_leaving_instance_ready_or_br
 def test_an_instance_that_is_quiet_for_a_window_begins_again_with_the_first_pause(
     gaps: list[float], restarts: int
 ) -> None:
-    budget, life, now = RestartBudget(restarts), InstanceLife("here-a-0", "a", 0), 0.0
+    budget, life, now = RecoveryConfig(restarts=restarts), InstanceLife("here-a-0", "a", 0), 0.0
     for gap in [*gaps, budget.window_s + 1]:
         now += gap
         again = life.died(now, budget)
-        assert again is None or now + budget.first_pause_s <= again <= now + budget.longest_pause_s
+        assert again is None or now + budget.pause_s <= again <= now + budget.longest_pause_s
         life.on("restarted")
-    assert again == (now + budget.first_pause_s if restarts else None)
+    assert again == (now + budget.pause_s if restarts else None)
 
 
 def test_pauses_double_within_a_window_up_to_the_longest_until_the_budget_is_used_up() -> None:
-    budget, life, pauses = RestartBudget(restarts=8, first_pause_s=0.5), InstanceLife("here-a-0", "a", 0), []
+    budget, life, pauses = RecoveryConfig(restarts=8, pause_s=0.5), InstanceLife("here-a-0", "a", 0), []
     for now in range(10):
         again = life.died(float(now), budget)
         pauses.append(None if again is None else again - now)
         life.on("restarted")
     assert pauses == [0.5, 1, 2, 4, 8, 16, 32, 60, None, None]
-    assert InstanceLife("b", "a", 1).died(0.0, RestartBudget(restarts=0)) is None
+    assert InstanceLife("b", "a", 1).died(0.0, RecoveryConfig(restarts=0)) is None
 
 
 def test_a_budget_of_very_many_restarts_only_waits_its_longest_pause() -> None:
-    budget, life = RestartBudget(restarts=5000, window_s=1e9), InstanceLife("here-a-0", "a", 0)
+    budget, life = RecoveryConfig(restarts=5000, window_s=1e9), InstanceLife("here-a-0", "a", 0)
     for death in range(2000):
         again = life.died(float(death), budget)
         life.on("restarted")

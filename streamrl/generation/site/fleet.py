@@ -32,7 +32,6 @@ from streamrl.run_dir.instance_files import WantedInstance, read_started, read_w
 from streamrl.run_dir.start_stages import waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import instance_name, possible_instances
-from streamrl.runtime.restart_budget import RestartBudget
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -72,7 +71,7 @@ class SiteFleet:
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
-        self.budget = RestartBudget.of(context.run.recovery)
+        self.recovery = context.run.recovery
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
@@ -334,7 +333,7 @@ class SiteFleet:
         log.warning("%s has died: %s", name, why)
         self._log_interrupted(name)
         self._causes[name] = why = why.partition("; the end of ")[0]
-        due = None if leaving else life.died(time.monotonic(), self.budget)
+        due = None if leaving else life.died(time.monotonic(), self.recovery)
         self.hub.drop(name)
         self.answers.give_up(name)
         self.weights.forget(name)

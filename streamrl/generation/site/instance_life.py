@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from streamrl.runtime.restart_budget import RestartBudget
+from streamrl.config.run import RecoveryConfig
+from streamrl.runtime.restart_budget import restart_time
 
 
 class Life(StrEnum):
@@ -88,12 +89,12 @@ class InstanceLife:
         """Return whether an event can happen now."""
         return self.state in _ALLOWED[event][0]
 
-    def died(self, now: float, budget: RestartBudget) -> float | None:
+    def died(self, now: float, recovery: RecoveryConfig) -> float | None:
         """Record a death; return when to restart the instance, or None if its budget is used up.
 
         Args:
             now: seconds of the caller's clock.
-            budget: how often it may be restarted.
+            recovery: how often it may be restarted.
         """
         self.on("died")
-        return budget.after_death(self.deaths, now)
+        return restart_time(recovery, self.deaths, now)

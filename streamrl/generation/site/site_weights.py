@@ -12,7 +12,6 @@ import logging
 from streamrl.errors import RunFailed
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import (
-    bind_outside,
     connect_home,
     connect_relay,
     relay_hub,
@@ -65,7 +64,7 @@ class SiteWeights:
     async def connect(self) -> None:
         """Connect to the trainer's site, and listen for other sites if this one passes weights on."""
         if self._hub is not None:
-            bind_outside(self.context, self._hub, self.context.addresses.relay_outside)
+            self._hub.bind_outside(self.context.addresses.relay_outside, self.context.server_security())
         await connect_home(self.context, self.home.link, self.context.addresses.publisher)
 
     async def serve(self) -> None:
