@@ -201,7 +201,6 @@ def reward_curve(rewards: Sequence[float], most: int = 10) -> Curve | None:
     """Compare both ends of a curve of steps' mean rewards; None if there are fewer than two steps.
 
     Args:
-        rewards: mean reward of each step.
         most: most steps averaged at each end; fewer in a run of less than twice as many.
     """
     ends = min(most, len(rewards) // 2)

@@ -131,8 +131,6 @@ def schedule(
     """Yield faults without end.
 
     Args:
-        seed: seed of order, targets and pauses.
-        possible: targets of each kind, from `targets`.
         kinds: the kinds to use; empty: all possible ones.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import psutil
 
 from streamrl.chaos.observation import processes_of
 from streamrl.errors import RunFailed
+from streamrl.launcher.local_backend import spawn
 from streamrl.run_dir import layout
-from streamrl.runtime.processes import end_with_parent
 
 STOP_S = 30.0
 """Seconds from SIGINT to SIGKILL; a launcher takes less than 10 s, under load more."""
@@ -55,15 +56,7 @@ class Launcher:
         self._output = final if resumes else early
         self._output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
-        with self._output.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C should reach only the process that injects faults
-                preexec_fn=end_with_parent,
-            )
+        self._process = spawn(command, self._output, os.environ)  # Ctrl-C reaches only the process that injects faults
         end = time.monotonic() + FOLDER_S
         while not (self.run_dir / layout.LOGS).is_dir():
             if not self.runs or time.monotonic() > end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.cluster import ClusterConfig, Emulation, GenerationPool, LaunchConfig, Site, TrainerPool
+from streamrl.config.cluster import ClusterConfig, Emulation, GenerationPool, LaunchConfig, TrainerPool
 from streamrl.errors import UserError
 
 
@@ -14,15 +14,13 @@ def emulated(cluster: ClusterConfig) -> ClusterConfig:
     """
     if not cluster.remote_sites:
         raise UserError("--emulate is for clusters of several sites; this one has one: launch it without")
-    options = cluster.emulation
-    sites = {name: _site(site, options) for name, site in cluster.sites.items()}
+    options, sites = cluster.emulation, {}
+    for name, site in cluster.sites.items():
+        trainer = site.trainer and _trainer(site.trainer, options)
+        generation = [_pool(pool, options) for pool in site.generation]
+        update = {"trainer": trainer, "generation": generation, "launch": LaunchConfig()}
+        sites[name] = site.model_copy(update=update)
     return cluster.model_copy(update={"hardware": "cpu", "sites": sites})
-
-
-def _site(site: Site, options: Emulation) -> Site:
-    trainer = site.trainer and _trainer(site.trainer, options)
-    generation = [_pool(pool, options) for pool in site.generation]
-    return site.model_copy(update={"trainer": trainer, "generation": generation, "launch": LaunchConfig()})
 
 
 def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:

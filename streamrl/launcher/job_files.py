@@ -120,10 +120,6 @@ def node_groups(
     """List the nodes that a site needs: one for Ray's head, then those of each GPU type, the trainer's first.
 
     Args:
-        cluster: the cluster file.
-        run: the run file.
-        site: name of the site.
-        gpus_per_node: GPUs of a node.
         cpus_per_node: CPU cores of each node except the head; 0: as many as its processes need.
 
     Raises:
@@ -278,12 +274,9 @@ exit "$code"
 
 
 def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -> str:
-    """Write a batch script; node groups become components of a heterogeneous job.
+    """Write a batch script; node groups, the head first, become components of a heterogeneous job.
 
-    Args:
-        job: the launch; its paths are the same on all nodes.
-        groups: nodes, the head first (`node_groups`); pools get room for their `max_replicas`.
-        options: Slurm's options.
+    Pools get room for their `max_replicas`. The job's paths are the same on all nodes.
     """
     if options.shared_head:
         head, first, *further = groups
@@ -341,10 +334,7 @@ def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -
 def kuberay_manifest(job: Job, groups: Sequence[NodeGroup], options: KubeOptions) -> list[dict[str, Any]]:
     """Build a manifest: the files, the RayJob and, if other sites connect to this one, a Service.
 
-    Args:
-        job: the launch; its paths are those in the pods.
-        groups: nodes, the head first (`node_groups`).
-        options: Kubernetes' options.
+    Node groups come with the head first. The job's paths are those in the pods.
     """
     head, *others = groups
     workers = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +75,36 @@ def begin_log(log: Path) -> int:
     return begin
 
 
+def spawn(
+    command: Sequence[str], log: Path, env: Mapping[str, str], namespace: str | None = None, cwd: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own that appends its output to a log and ends with this process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, STARTER: str(os.getpid())},
+            start_new_session=True,
+            preexec_fn=functools.partial(_in_child, namespace),
+            cwd=cwd,
+        )
+
+
+def free_ports(count: int, host: str) -> list[int]:
+    """Return distinct ports of this machine that are free now."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def start(
     spec: ProcessSpec,
     log_dir: Path,
@@ -87,19 +119,10 @@ def start(
         RunFailed: it cannot be started.
     """
     log = log_dir / f"{spec.name}.log"
-    env = os.environ | environment(spec, resume, further_env, number) | {STARTER: str(os.getpid())}
     try:
         begin = begin_log(log)
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                spec.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-                preexec_fn=functools.partial(_in_child, namespace),
-            )
+        env = os.environ | environment(spec, resume, further_env, number)
+        process = spawn(spec.command, log, env, namespace)
     except OSError as error:
         raise RunFailed(f"cannot start {spec.name}: {error}") from error
     return LocalProcess(spec, log, number, begin, process=process)

@@ -5,83 +5,75 @@ Bytes are forwarded unchanged, so encryption stays end to end.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import socket
+import socketserver
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Self
+from typing import Any, Self
 
 log = logging.getLogger(__name__)
 
-START_S = 5.0
 CONNECT_S = 10.0
 CHUNK_BYTES = 1 << 18
 
 
-class Forwarder:
-    """A thread that forwards connections from one address to a target, until it is closed."""
+class Forwarder(socketserver.ThreadingTCPServer):
+    """A server whose threads forward connections to a target, until it is closed."""
+
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
-        """Prepare the forwarder; it does not listen yet.
+        """Listen on an address.
 
-        Args:
-            host: address to listen on.
-            port: port to listen on.
+        Raises:
+            OSError: it cannot be bound.
         """
+        super().__init__((host, port), socketserver.BaseRequestHandler)
         self.listens = host, port
         self.target: tuple[str, int] | None = None
         """(host, port) to which new connections go; None: they are closed."""
-        self._begun: Future[Callable[[], object]] = Future()
-        """Resolves to the function that stops the thread."""
-        self._thread = threading.Thread(target=asyncio.run, args=(self._listen(),), name="forwarder", daemon=True)
+        self._open: set[socket.socket] = set()
 
     def __enter__(self) -> Self:
-        """Start to listen.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
-        self._thread.start()
-        self._begun.result(START_S)
+        """Accept connections."""
+        threading.Thread(target=self.serve_forever, name="forwarder", daemon=True).start()
         return self
 
     def __exit__(self, *args: object) -> None:
         """Stop listening and close all connections."""
-        self._begun.result()()
-        self._thread.join(START_S)
+        self.shutdown()
+        self.server_close()
+        for one in list(self._open):
+            _shut(one)
 
-    async def _listen(self) -> None:
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            server = await asyncio.start_server(self._serve, *self.listens)
-        except OSError as error:
-            self._begun.set_exception(error)
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Forward one connection in both directions until either end closes it."""
+        if self.target is None:
             return
-        self._begun.set_result(lambda: loop.call_soon_threadsafe(over.set))
-        await over.wait()
-        server.close()  # connections end with their tasks, which asyncio.run cancels
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            if self.target is None:
-                return
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    there, back = await asyncio.open_connection(*self.target)
-            except OSError as error:  # a timeout is one
-                log.warning("%s:%d cannot be reached for another site: %s", *self.target, error)
-                return
-            with contextlib.closing(back):
-                ways = [asyncio.ensure_future(_pass_on(*way)) for way in ((reader, back), (there, writer))]
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                for way in ways:
-                    way.cancel()
+        try:
+            there = socket.create_connection(self.target, CONNECT_S)
+        except OSError as error:
+            log.warning("%s:%d cannot be reached for another site: %s", *self.target, error)
+            return
+        there.settimeout(None)
+        with there:
+            self._open.add(request)
+            back = threading.Thread(target=_pass_on, args=(there, request), name="forwarder", daemon=True)
+            back.start()
+            _pass_on(request, there)
+            back.join()
+            self._open.discard(request)
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        while data := await reader.read(CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
+        while data := source.recv(CHUNK_BYTES):
+            sink.sendall(data)
+    _shut(source)
+    _shut(sink)
+
+
+def _shut(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end has closed it
+        one.shutdown(socket.SHUT_RDWR)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -38,51 +38,47 @@ PROCESS_BYTES = 1.0 * 2**30
 def check(
     cluster: ClusterConfig, run: RunConfig, runs_root: Path, site: str | None = None, emulate: bool = False
 ) -> list[str]:
-    """Check files, machine and packages against the configuration.
+    """Check files, machine and packages against the configuration; return warnings about what may be slow or fail.
 
     Args:
-        cluster: the resolved cluster file.
-        run: the resolved run file.
         runs_root: parent of the run folders.
         site: the only site started here; None: all.
         emulate: whether the sites are emulated.
 
-    Returns:
-        Warnings about what will be slow or may fail.
+    Raises:
+        UserError: one line per problem.
+    """
+    checks = [
+        check_packages(cluster),
+        check_model(run),
+        check_heads(cluster, run),
+        check_sites(cluster, run),
+        check_gpus(cluster, run, count_gpus() if cluster.hardware == "cuda" else 0, site),
+        check_disk(run, runs_root),
+        check_ray(cluster, run, site),
+    ]
+    if site in (None, cluster.trainer_site):
+        checks += [check_tasks(run), check_ranker(run)]
+    if not emulate:
+        checks.append(check_ports(cluster, site or cluster.trainer_site))
+    if cluster.remote_sites and site is not None:
+        checks.append(check_keys(cluster, site))
+    _refuse(checks)
+    return [*thread_warnings(cluster, run, usable_cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
+
+
+def _refuse(checks: Iterable[Iterable[str]]) -> None:
+    """Carry out checks, in order.
 
     Raises:
         UserError: one line per problem.
     """
-    checks: list[Callable[[], Iterable[str]]] = [
-        lambda: check_packages(cluster),
-        lambda: check_model(run),
-        lambda: check_heads(cluster, run),
-        lambda: check_sites(cluster, run),
-        lambda: check_gpus(cluster, run, count_gpus() if cluster.hardware == "cuda" else 0, site),
-        lambda: check_disk(run, runs_root),
-        lambda: check_ray(cluster, run, site),
-    ]
-    if site in (None, cluster.trainer_site):
-        checks += [lambda: check_tasks(run), lambda: check_ranker(run)]
-    if not emulate:
-        checks.append(lambda: check_ports(cluster, site or cluster.trainer_site))
-    if cluster.remote_sites and site is not None:
-        checks.append(lambda: check_keys(cluster, site))
-    problems = [problem for one in checks for problem in one()]
-    if problems:
-        raise UserError("\n".join(problems))
-    return [*thread_warnings(cluster, run, usable_cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
-
-
-NOT_CHECKED = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
+    if problems := "\n".join(itertools.chain.from_iterable(checks)):
+        raise UserError(problems)
 
 
 def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     """Check what does not depend on the machine, for the plan of several sites elsewhere.
-
-    Args:
-        cluster: the resolved cluster file.
-        run: the resolved run file.
 
     Returns:
         Warnings about what was not checked, and about what is missing here but may be present at the sites.
@@ -90,18 +86,15 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     Raises:
         UserError: one line per problem of the files themselves.
     """
-    checks: list[Callable[[], Iterable[str]]] = []
-    missing: list[str] = []
+    checks, missing = [check_sites(cluster, run), check_tasks(run), check_ranker(run)], []
     try:
         resolve_model(run.model.path)
-        checks += [lambda: check_model(run), lambda: check_heads(cluster, run)]
+        checks = [check_model(run), check_heads(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
-    checks += [lambda: check_sites(cluster, run), lambda: check_tasks(run), lambda: check_ranker(run)]
-    problems = [problem for one in checks for problem in one()]
-    if problems:
-        raise UserError("\n".join(problems))
-    return [f"not checked: {NOT_CHECKED} of the sites; each checks its own with --site NAME --dry-run", *missing]
+    _refuse(checks)
+    skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
+    return [f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run", *missing]
 
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
@@ -164,14 +157,15 @@ def check_packages(cluster: ClusterConfig) -> Iterable[str]:
 
 
 def check_model(run: RunConfig) -> Iterable[str]:
-    """Check that the model is present and its context long enough."""
+    """Check that the model is present and its context long enough; multi-modal models state it in `text_config`."""
     try:
         folder = Path(resolve_model(run.model.path))
     except UserError as error:
         yield str(error)
         return
-    longest = context_length(json.loads((folder / "config.json").read_text()))
-    if longest is not None and run.model.max_context > longest:
+    config = json.loads((folder / "config.json").read_text())
+    longest = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    if isinstance(longest, int) and run.model.max_context > longest:
         yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
 
 
@@ -195,14 +189,6 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     for key, ranks, count, kind in asked:
         if isinstance(count, int) and count % ranks:
             yield f"{key} is {ranks}: expected a divisor of the {count} {kind} heads of {run.model.path}"
-
-
-def context_length(model_config: dict[str, Any]) -> int | None:
-    """Return the positions that a model's config.json allows; multi-modal models state them in `text_config`."""
-    for part in (model_config, model_config.get("text_config")):
-        if isinstance(part, dict) and isinstance(part.get("max_position_embeddings"), int):
-            return int(part["max_position_embeddings"])
-    return None
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
@@ -236,12 +222,10 @@ def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str |
     if cluster.hardware != "cuda":
         return
     together = max if run.schedule.name == "colocated" else sum
-    wanted = sum(
-        together(
-            [one.trainer.ranks if one.trainer else 0, sum(p.replicas * p.gpus_per_replica for p in one.generation)]
-        )
-        for one in sites_here(cluster, site)
-    )
+    wanted = 0
+    for one in sites_here(cluster, site):
+        generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)
+        wanted += together([one.trainer.ranks if one.trainer else 0, generating])
     if wanted > present:
         who = f"site {site}" if site is not None else "the cluster"
         way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
@@ -252,10 +236,9 @@ def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
     """Check that the ports on which a site listens are free."""
     site = cluster.sites[name]
     address = site.listen or site.address
-    if site.trainer is None:
-        ports = [site.port] if site.port else []
-    else:
-        ports = [site.port, site.port + 1] if cluster.remote_sites and site.port else [site.port]
+    ports = [site.port] if site.port or site.trainer else []
+    if site.trainer and cluster.remote_sites and site.port:
+        ports.append(site.port + 1)
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import time
 from collections import defaultdict
-from pathlib import Path
 
 from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
@@ -15,8 +14,8 @@ from streamrl.launcher.started_process import RunProcess
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.run_dir.start_stages import say
-from streamrl.runtime.process_plan import ProcessSpec
-from streamrl.runtime.restart_budget import RestartBudget
+from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
+from streamrl.runtime.restart_budget import restart_time
 
 HOME = ("controller", "trainer")
 """Roles whose death takes a run back to its newest checkpoint."""
@@ -37,7 +36,6 @@ class ProcessGroup:
         self._leaving: dict[str, float] = {}
         """Instances that should end, with the time at which each is killed if it has not (monotonic seconds)."""
         self._written: dict[str, list[StartedProcess]] = {}
-        self.budget = RestartBudget.of(share.run.recovery)
         self._deaths: defaultdict[str, list[float]] = defaultdict(list)
         """Times of death of processes other than instances, by name (monotonic seconds)."""
         self._due: dict[str, float | None] = {}
@@ -56,13 +54,12 @@ class ProcessGroup:
 
     def _start(self, spec: ProcessSpec, number: int = 1) -> RunProcess:
         logs, namespace = self.share.run_dir / layout.LOGS, self.share.namespace(spec.site)
-        host = self.share.hosts.get(spec.site)
-        ray = host is not None and host.places(spec)
+        host = self.share.hosts.get(spec.site) if spec.role in ON_RAY else None
         if spec.role != "trainer" or spec.index == 0:  # the first of a trainer's nodes speaks for all
             how = "starting torch's launcher" if spec.role == "trainer" else "starting Python"
-            text = "waiting for a node of the Ray cluster" if ray else how
+            text = "waiting for a node of the Ray cluster" if host is not None else how
             say(self.share.folders[spec.site], spec.name, text)
-        if host is not None and ray:
+        if host is not None:
             return host.start(spec, logs, self._resume, self.share.env, number)
         return start(spec, logs, self._resume, self.share.env, namespace, number)
 
@@ -85,13 +82,10 @@ class ProcessGroup:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None
 
     def revive(self) -> list[str]:
-        """Restart dead processes within their budget.
+        """Restart dead processes within their budget; return lines for the user.
 
         A service or the reward workers restart alone: the controller resends their open work. After the death of the
         controller or the trainer everything but the instances restarts from the newest checkpoint.
-
-        Returns:
-            Lines for the user.
 
         Raises:
             RunFailed: a process cannot be started.
@@ -99,14 +93,13 @@ class ProcessGroup:
         lines = []
         for process in list(self._processes):
             name, role = process.spec.name, process.spec.role
-            if process not in self._processes or role == "instance" or not self._has_died(process):
-                continue
-            if self._is_final(process):
+            restartable = role != "instance" and self._has_died(process) and not self._is_final(process)
+            if process not in self._processes or not restartable:
                 continue
             if name not in self._due:
                 now = time.monotonic()
                 wanted = process.exit_code == AGAIN and role not in HOME
-                self._due[name] = now if wanted else self.budget.after_death(self._deaths[name], now)
+                self._due[name] = now if wanted else restart_time(self.share.run.recovery, self._deaths[name], now)
                 lines.append(self._restart_message(process))
             due = self._due[name]
             if due is not None and time.monotonic() >= due:
@@ -190,7 +183,8 @@ class ProcessGroup:
         for site, folder in self.share.folders.items():
             started = [self._as_started(p) for p in self._processes if p.spec.site == site]
             if started != self._written.get(site):
-                _write(folder, started)
+                with contextlib.suppress(OSError):  # a full disk does not end the run here
+                    write_started(folder, started)
                 self._written[site] = started
 
     def _as_started(self, process: RunProcess) -> StartedProcess:
@@ -211,9 +205,3 @@ class ProcessGroup:
             time.sleep(0.05)
         for process in self._processes:
             process.kill()  # also the leftovers of finished processes
-
-
-def _write(folder: Path, started: list[StartedProcess]) -> None:
-    """Write the launcher's file; a full disk does not end the run here."""
-    with contextlib.suppress(OSError):
-        write_started(folder, started)

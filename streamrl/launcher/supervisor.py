@@ -51,8 +51,6 @@ def run(
     """Run a cluster, or one site's share of it, until the run is done.
 
     Args:
-        cluster: the resolved cluster file.
-        run_config: the resolved run file.
         run_dir: the run's folder; created if missing.
         resume: continue from the newest checkpoint.
         plain: print plain lines instead of the live view.
@@ -93,8 +91,6 @@ def run(
 
 def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: list[int]) -> None:
     """Watch the processes until the first one (the controller, or a site's service) is done.
-
-    Meanwhile start and end instances as the sites' services request.
 
     Raises:
         RunFailed: a process died and cannot be restarted.
@@ -182,13 +178,9 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
         status = read_status(run_dir).model_dump()
     except UserError:
         status = {"run": run_dir.name, "step": 0, "steps": 0, "started_at": started}
-    status |= {
-        "state": state,
-        "error": None if state == "interrupted" else str(error),
-        "updated_at": time.time(),
-    }
+    cause = None if state == "interrupted" else str(error)
     with contextlib.suppress(OSError):
-        write_status(run_dir, status)
+        write_status(run_dir, status | {"state": state, "error": cause, "updated_at": time.time()})
 
 
 def _report(run_dir: Path) -> None:

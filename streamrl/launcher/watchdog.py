@@ -39,25 +39,22 @@ class Watchdog:
         for name, folder in self.share.folders.items():
             if name == self.share.cluster.trainer_site:
                 found |= self._home(folder, started, now)
-                continue
-            service = f"service-{name}"
-            silent = self._silent(folder / layout.SITE_STATUS, started[service], now) if service in started else 0.0
-            if silent:
-                found[service] = silent
+            elif (service := f"service-{name}") in started:
+                found |= self._silent(service, folder / layout.SITE_STATUS, started[service], now)
         return found
 
     def _home(self, folder: Path, started: Mapping[str, float], now: float) -> dict[str, float]:
         if "controller" not in started:
             return {}
-        silent = self._silent(folder / layout.STATUS, started["controller"], now)
+        silent = self._silent("controller", folder / layout.STATUS, started["controller"], now)
         try:
             written = status.read_status(folder)
         except (OSError, UserError):  # not written yet
-            return {"controller": silent} if silent else {}
+            return silent
         if written.final:
             return {}
         if silent:
-            return {"controller": silent}
+            return silent
         if (folder / layout.STATUS).stat().st_mtime < started["controller"]:
             return {}  # written by an earlier controller
         return {
@@ -70,9 +67,8 @@ class Watchdog:
             and now - role.silent_s > started[name]  # else it has not spoken yet
         }
 
-    def _silent(self, path: Path, started: float, now: float) -> float:
-        """Return the seconds since a file was written, or since its writer started if that is later; 0 if within the
-        limit.
+    def _silent(self, name: str, path: Path, started: float, now: float) -> dict[str, float]:
+        """Return a process with the seconds since it wrote its file, or since its start if that is later, if too long.
 
         The first write may take longer: `deadlines.startup_s`.
         """
@@ -81,4 +77,4 @@ class Watchdog:
         except OSError:
             written = 0.0
         limit_s, silent = self.limit_s if written > started else self.startup_s, now - max(written, started)
-        return silent if silent > limit_s else 0.0
+        return {name: silent} if silent > limit_s else {}

