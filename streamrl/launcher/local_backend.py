@@ -36,26 +36,20 @@ class LocalProcess(RunProcess):
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; None while it lives; negative: ended by that signal."""
         return self.process.poll()
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self.process.pid
 
     def signal(self, number: int) -> None:
-        """Signal the process only; it ends its own children."""
         if self.exit_code is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.process.wait(timeout=10)
+            self.process.wait(timeout=10)
 
 
 def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], number: int) -> dict[str, str]:
@@ -63,16 +57,20 @@ def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], num
     return spec.env | dict(further) | {"STREAMRL_RESUME": "1" if resume else "0", PROCESS: str(number)}
 
 
-def begin_log(log: Path) -> int:
-    """Mark the start of a process in its log; return the offset at which its output begins.
+def begin_log(spec: ProcessSpec, log_dir: Path) -> tuple[Path, int]:
+    """Mark the start of a process in its log; return the log, and the offset at which its output begins.
 
     Raises:
-        OSError: the log cannot be written.
+        RunFailed: the log cannot be written.
     """
-    with log.open("ab") as output:
-        begin = output.tell()
-        output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
-    return begin
+    log = log_dir / f"{spec.name}.log"
+    try:
+        with log.open("ab") as output:
+            begin = output.tell()
+            output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
+    except OSError as error:
+        raise RunFailed(f"cannot start {spec.name}: {error}") from error
+    return log, begin
 
 
 def spawn(
@@ -118,9 +116,8 @@ def start(
     Raises:
         RunFailed: it cannot be started.
     """
-    log = log_dir / f"{spec.name}.log"
+    log, begin = begin_log(spec, log_dir)
     try:
-        begin = begin_log(log)
         env = os.environ | environment(spec, resume, further_env, number)
         process = spawn(spec.command, log, env, namespace)
     except OSError as error:

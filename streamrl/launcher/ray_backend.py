@@ -111,7 +111,6 @@ class RayProcess(RunProcess):
 
     @property
     def pid(self) -> int:
-        """Process id on its node; 0: not known yet."""
         return self._where()[0]
 
     @property
@@ -216,11 +215,7 @@ class RaySite:
         Raises:
             RunFailed: its log cannot be written.
         """
-        log = log_dir / f"{spec.name}.log"
-        try:
-            begin = begin_log(log)
-        except OSError as error:
-            raise RunFailed(f"cannot start {spec.name}: {error}") from error
+        log, begin = begin_log(spec, log_dir)
         wanted = demand(spec, ray.cluster_resources())
         group = None
         if spec.role == "trainer":

@@ -68,7 +68,7 @@ class Watchdog:
         }
 
     def _silent(self, name: str, path: Path, started: float, now: float) -> dict[str, float]:
-        """Return a process with the seconds since it wrote its file, or since its start if that is later, if too long.
+        """Return a process with the seconds since it wrote its file or, if later, since its start; empty: not too long.
 
         The first write may take longer: `deadlines.startup_s`.
         """
