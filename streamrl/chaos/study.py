@@ -90,17 +90,6 @@ class Result:
         return not (self.lost or self.twice or self.hang or unexpected or self.unnoticed)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a study; times in seconds unless named otherwise."""
-
-    minutes: float
-    faults: int | None
-    """Most faults; None: as many as the time allows."""
-    recovery_s: float
-    """Time for a run to recover and do one more step."""
-
-
 class Study:
     """A series of faults in a live run, each followed until the run has recovered."""
 
@@ -110,17 +99,22 @@ class Study:
         injector: Injector,
         faults: Iterator[Fault],
         launcher: Launcher | None,
-        limits: Limits,
+        minutes: float,
+        most_faults: int | None,
+        recovery_s: float,
         say: Callable[[str], None],
     ) -> None:
         """Prepare a study; `run` carries it out.
 
         Args:
             launcher: the run's launcher; None: it was started elsewhere, and the run is only observed.
+            most_faults: None: as many as the time allows.
+            recovery_s: seconds for a run to recover and do one more step.
             say: gets one line about each fault.
         """
         self.run_dir, self.injector, self.faults = run_dir, injector, faults
-        self.launcher, self.limits, self.say = launcher, limits, say
+        self.launcher, self.recovery_s, self.say = launcher, recovery_s, say
+        self.minutes, self.most_faults = minutes, most_faults
         self.results: list[Result] = []
         self.ended = ""
         """Why the study ended before its time."""
@@ -133,8 +127,8 @@ class Study:
         """Inject faults until the time is over, or the run cannot continue."""
         began = time.monotonic()
         self._audit = self._audited()
-        while time.monotonic() - began < 60 * self.limits.minutes and not self.ended:
-            if self.limits.faults is not None and len(self.results) >= self.limits.faults:
+        while time.monotonic() - began < 60 * self.minutes and not self.ended:
+            if self.most_faults is not None and len(self.results) >= self.most_faults:
                 return
             fault = next(self.faults)
             self._idle(fault.pause_s)
@@ -175,7 +169,7 @@ class Study:
 
     def _may_begin(self, fault: Fault) -> bool:
         """Wait until the run is healthy and, before the loss of an instance, until that has requests."""
-        end, busy = time.monotonic() + self.limits.recovery_s, time.monotonic() + BUSY_S
+        end, busy = time.monotonic() + self.recovery_s, time.monotonic() + BUSY_S
         while time.monotonic() < end:
             seen = self._look()
             if self._is_over(seen):
@@ -224,7 +218,7 @@ class Study:
             Why the run has ended meanwhile; '': it has not.
         """
         ended = ""
-        while not following.done and time.time() - since < self.limits.recovery_s:
+        while not following.done and time.time() - since < self.recovery_s:
             if not following.over and time.time() - following.at >= injected.lasts_s:
                 if injected.lasts_s:
                     injected.undo()

@@ -156,7 +156,7 @@ def _study(
     """
     from streamrl.chaos.faults import schedule, targets
     from streamrl.chaos.inject import Injector
-    from streamrl.chaos.study import Limits, Study, wait_for_first_step
+    from streamrl.chaos.study import Study, wait_for_first_step
     from streamrl.config.load import load_resolved
 
     ended_well = True
@@ -175,7 +175,7 @@ def _study(
             plan = schedule(seed, possible, chosen)
         except ValueError as error:
             raise UserError(f"{run_dir}: {error}") from error
-        study = Study(run_dir, injector, plan, launcher, Limits(minutes, faults, limit_s), click.echo)
+        study = Study(run_dir, injector, plan, launcher, minutes, faults, limit_s, click.echo)
         try:
             study.run()
         except KeyboardInterrupt:
