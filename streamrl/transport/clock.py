@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 
 KEPT = 60
 """Newest samples that count; at one heartbeat per second, those of a minute."""
 
 
-@dataclass
 class ClockSync:
     """Estimate of hub time minus own time."""
 
-    _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Samples (round trip, offset), seconds, oldest first."""
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        """Samples (round trip, offset), seconds, oldest first."""
 
     def add(self, sent: float, hub: float, received: float) -> bool:
         """Add a sample (seconds); return False if it is invalid: not finite, or received before it was sent."""
@@ -46,5 +45,4 @@ class ClockSync:
 
     def to_hub_time(self, t: float) -> float:
         """Convert own time to the hub's; unchanged before the first sample."""
-        offset = self.offset_s
-        return t if offset is None else t + offset
+        return t + (self.offset_s or 0.0)

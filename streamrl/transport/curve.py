@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import zmq
 import zmq.asyncio
@@ -129,11 +129,10 @@ def load_own(folder: Path, site: str) -> KeyPair:
     path = secret_file(folder, site)
     public, secret = _read(path, site, forbidden=0o077, fix=0o600)
     try:
-        right = secret is not None and zmq.curve_public(secret) == public
-    except (zmq.ZMQError, ValueError):
-        right = False
-    if secret is None or not right:
-        raise _malformed(path, "no pair of a public and a secret key", site)
+        if secret is None or zmq.curve_public(secret) != public:
+            raise ValueError
+    except (zmq.ZMQError, ValueError) as error:
+        raise _malformed(path, "no pair of a public and a secret key", site) from error
     if public_file(folder, site).exists() and load_public(folder, site) != public:
         raise _malformed(public_file(folder, site), f"not the public key of {path.name}", site)
     return KeyPair(public, secret)
@@ -149,14 +148,7 @@ def load_public(folder: Path, site: str) -> bytes:
 
 
 def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes | None]:
-    """Read a file's public and secret key.
-
-    Args:
-        path: the file.
-        site: the site, for messages.
-        forbidden: permission bits that the file must not have.
-        fix: permissions that a message recommends.
-    """
+    """Read a file's public and secret key; `forbidden` are permission bits it must not have, `fix` those to advise."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & forbidden:
@@ -207,6 +199,10 @@ class KeyCheck:
 
 
 class _Authenticator(AsyncioAuthenticator):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.loop = asyncio.get_running_loop()
+
     def stop(self) -> None:
         """Stop, and free the socket's name at once for the next authenticator; closing alone takes a moment."""
         if self.zap_socket:
@@ -214,29 +210,21 @@ class _Authenticator(AsyncioAuthenticator):
         super().stop()
 
 
-@dataclass
-class _Running:
-    """A context's authenticator, and the event loop that it runs in."""
-
-    authenticator: _Authenticator
-    loop: asyncio.AbstractEventLoop
-
-
-_running: dict[zmq.Context, _Running] = {}
+_running: dict[zmq.Context, _Authenticator] = {}
 """Authenticator of each context; libzmq allows one per context."""
 
 
 def guard(socket: zmq.asyncio.Socket, domain: str, check: KeyCheck) -> None:
     """Make a socket admit only clients with a known key; call it before binding, in a running event loop."""
     context = socket.context
-    running, loop = _running.get(context), asyncio.get_running_loop()
-    if running is not None and running.loop is not loop:  # its loop ended without `unguard`
-        running.authenticator.stop()
+    running = _running.get(context)
+    if running is not None and running.loop is not asyncio.get_running_loop():  # its loop ended without `unguard`
+        running.stop()
         running = None
     if running is None:
-        running = _running[context] = _Running(_Authenticator(context), loop)
-        running.authenticator.start()
-    running.authenticator.configure_curve_callback(domain, check)
+        running = _running[context] = _Authenticator(context)
+        running.start()
+    running.configure_curve_callback(domain, check)
     socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else clients are admitted unchecked without an authenticator
     socket.setsockopt(zmq.CURVE_SECRETKEY, check.security.own.secret)
@@ -246,10 +234,7 @@ def guard(socket: zmq.asyncio.Socket, domain: str, check: KeyCheck) -> None:
 
 def unguard(context: zmq.asyncio.Context, domain: str) -> None:
     """Remove the hub of a domain, which has closed; the last one stops the authenticator."""
-    running = _running.get(context)
-    if running is None:
-        return
-    running.authenticator.credentials_providers.pop(domain, None)
-    if not running.authenticator.credentials_providers:
-        running.authenticator.stop()
-        del _running[context]
+    if (running := _running.get(context)) is not None:
+        running.credentials_providers.pop(domain, None)
+        if not running.credentials_providers:
+            _running.pop(context).stop()

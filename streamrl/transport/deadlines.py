@@ -34,10 +34,9 @@ class WaitRegistry:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._waits: dict[int | str, Wait] = {}
+        self._waits: dict[object, Wait] = {}
         self._begun: dict[str, float] = {}
         """Expiry of each wait of `begin` (monotonic seconds)."""
-        self._next = 0
 
     def begin(self, name: str, waiting_for: str, limit_s: float) -> None:
         """Register a wait in the background; `end` ends it, and beginning it again renews its limit."""
@@ -64,14 +63,8 @@ class WaitRegistry:
         if not self._begun:
             raise RuntimeError(f"{self.owner} would wait for nobody")
         name = min(self._begun, key=self._begun.__getitem__)
-        wait = self._waits[name]
-        try:
-            async with asyncio.timeout(max(0.0, self._begun[name] - time.monotonic())) as scope:
-                return await awaitable
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise DeadlineExpired(f"{self.owner} waited {wait.limit_s:.0f} s for {wait.waiting_for}") from error
+        async with self._limited(self._waits[name], max(0.0, self._begun[name] - time.monotonic())):
+            return await awaitable
 
     @asynccontextmanager
     async def deadline(self, waiting_for: str, limit_s: float) -> AsyncIterator[None]:
@@ -80,17 +73,23 @@ class WaitRegistry:
         Raises:
             DeadlineExpired: `limit_s` seconds have passed.
         """
-        key, self._next = self._next, self._next + 1
-        self._waits[key] = Wait(self.owner, waiting_for, time.time(), limit_s)
+        key = object()
+        wait = self._waits[key] = Wait(self.owner, waiting_for, time.time(), limit_s)
         try:
-            async with asyncio.timeout(limit_s) as scope:
+            async with self._limited(wait, limit_s):
+                yield
+        finally:
+            del self._waits[key]
+
+    @asynccontextmanager
+    async def _limited(self, wait: Wait, seconds: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds) as scope:
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExpired(f"{self.owner} waited {limit_s:.0f} s for {waiting_for}") from error
-        finally:
-            del self._waits[key]
+            raise DeadlineExpired(f"{self.owner} waited {wait.limit_s:.0f} s for {wait.waiting_for}") from error
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Return all waits, oldest first, as plain values for a status file."""

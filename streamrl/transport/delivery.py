@@ -22,12 +22,10 @@ T = TypeVar("T")
 
 @dataclass
 class Outbox(Generic[T]):
-    """The sender's side of one peer."""
+    """The sender's side of one peer; its limits are those of a `Flow`."""
 
     credits: int
-    """Most messages in flight."""
     window_bytes: float = math.inf
-    """Bytes in flight at which no further message is sent."""
     next_number: int = 1
     pending: dict[int, T] = field(default_factory=dict)
     """Messages sent and not yet acknowledged, by number, oldest first."""
@@ -50,11 +48,8 @@ class Outbox(Generic[T]):
         """
         if not self.has_credit:
             raise RuntimeError("no credit left")
-        number = self.next_number
-        self.next_number += 1
-        self.pending[number] = message
-        self.sent_at[number] = now
-        self.sizes[number] = size
+        number, self.next_number = self.next_number, self.next_number + 1
+        self.pending[number], self.sent_at[number], self.sizes[number] = message, now, size
         self.in_flight_bytes += size
         return number
 
@@ -64,23 +59,18 @@ class Outbox(Generic[T]):
         self.in_flight_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
-    def forget(self) -> list[T]:
-        """Give up on everything in flight; return it, oldest first."""
-        given_up = list(self.pending.values())
+    def forget(self) -> None:
+        """Give up on everything in flight."""
         self.pending.clear()
         self.sent_at.clear()
         self.sizes.clear()
         self.in_flight_bytes = 0
-        return given_up
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:
         """Return unacknowledged messages sent at least `older_than` seconds ago, in order, and mark them sent now."""
-        due = [
-            (number, message) for number, message in self.pending.items() if now - self.sent_at[number] >= older_than
-        ]
-        for number, _ in due:
-            self.sent_at[number] = now
-        return due
+        due = [number for number, sent in self.sent_at.items() if now - sent >= older_than]
+        self.sent_at.update(dict.fromkeys(due, now))
+        return [(number, self.pending[number]) for number in due]
 
 
 @dataclass
@@ -99,8 +89,7 @@ class Inbox:
         """Return what to do with a message: 'new' (process it), 'open' (drop it, it is being processed) or 'committed'
         (drop it and acknowledge again)."""
         if session != self.session:
-            self.session, self.committed_to = session, 0
-            self.committed, self.open = set(), set()
+            self.session, self.committed_to, self.committed, self.open = session, 0, set(), set()
         if number <= self.committed_to or number in self.committed:
             return "committed"
         if number in self.open:

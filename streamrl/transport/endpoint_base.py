@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from streamrl.errors import RunFailed
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.delivery import Outbox
+from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, is_plain
 
@@ -99,11 +99,11 @@ def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
 class Endpoint:
     """One process's end of the transport: tasks, a queue of deliveries, counters."""
 
-    def __init__(self, name: str, waits: WaitRegistry, flow: Flow, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, waits: WaitRegistry, flow: Flow | None, clock: Callable[[], float]) -> None:
         self.name = name
         self.session = secrets.token_hex(8)
         self.waits = waits
-        self.flow = flow
+        self.flow = flow or Flow()
         self.malformed = 0
         """Messages dropped because they did not follow the protocol."""
         self.unknown = 0
@@ -142,6 +142,23 @@ class Endpoint:
                 raise
         self._inbox.put_nowait(Delivery(peer, message.kind, body, message.arrays, ack))
 
+    def _accept(self, inbox: Inbox, peer: str, role: str, message: Message, put: Callable[[Frames], object]) -> None:
+        """Hand a peer's message to the owner once; `put` sends the acknowledgement after the commit."""
+
+        def acknowledge() -> None:
+            put(self._control("ack", {"n": message.number, "s": message.session}))
+
+        def commit() -> None:
+            if inbox.commit(message.session, message.number):
+                acknowledge()
+
+        if message.number == 0:
+            self._deliver(peer, role, message, lambda: None)
+        elif (verdict := inbox.receive(message.session, message.number)) == "new":
+            self._deliver(peer, role, message, commit)
+        elif verdict == "committed":
+            acknowledge()
+
     def _refuse(self, error: MalformedMessage) -> None:
         """Count a malformed message; log the 1st, 10th, 100th ..., so that a flood of them does not flood the log."""
         self.malformed += 1
@@ -159,11 +176,12 @@ class Endpoint:
         body: dict[str, Any] | None,
         arrays: Arrays | None,
         on_ack: Callable[[], None] | None,
-    ) -> tuple[int, Outgoing]:
-        """Put a reliable message into the outbox; return its number and the message."""
+    ) -> Outgoing:
+        """Put a reliable message into the outbox, and return it."""
         frames = encode(Message(kind, self.session, outbox.next_number, body or {}, dict(arrays or {})))
         outgoing = Outgoing(frames, on_ack)
-        return outbox.send(outgoing, time.monotonic(), size_of(frames)), outgoing
+        outbox.send(outgoing, time.monotonic(), size_of(frames))
+        return outgoing
 
     async def receive(self) -> Delivery:
         """Return the next message for the owner, waiting for one if needed.

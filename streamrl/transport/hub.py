@@ -103,7 +103,6 @@ class Hub(Endpoint):
     Args:
         name: the hub's name, for peers and in errors.
         waits: where waits are registered.
-        lost_after_s, credits: limits of the flow to every peer, unless `flow` is given.
         flow: flow to every peer, unless `flows` is given.
         flows: returns the flow to the peer of a name; called at its hello.
         clock: returns unix seconds, with which links compare their clocks.
@@ -113,14 +112,12 @@ class Hub(Endpoint):
         self,
         name: str,
         waits: WaitRegistry,
-        lost_after_s: float = 60.0,
-        credits: int = 256,
         *,
         flow: Flow | None = None,
         flows: Callable[[str], Flow] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(name, waits, flow or Flow(credits=credits, lost_after_s=lost_after_s), clock)
+        super().__init__(name, waits, flow, clock)
         self.peers: dict[str, Peer] = {}
         self.flows = flows
         self.admit: Admit | None = None
@@ -157,9 +154,7 @@ class Hub(Endpoint):
     def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
         """Bind an address for peers of other sites.
 
-        Args:
-            address: the address.
-            security: keys; None: no encryption, and the sites that peers claim are believed.
+        Without `security` nothing is encrypted, and the sites that peers claim are believed.
 
         Raises:
             RunFailed: the address cannot be bound, or there is an outer door already.
@@ -201,12 +196,9 @@ class Hub(Endpoint):
     async def wait_for(
         self, names: set[str], limit_s: float, missing_are: Callable[[list[str]], None] = lambda missing: None
     ) -> None:
-        """Wait until all these peers have said hello.
+        """Wait until all these peers have said hello, at most `limit_s` seconds for each next one.
 
-        Args:
-            names: names of the peers.
-            limit_s: limit for each next peer.
-            missing_are: called with the missing names at the start and after each arrival, while there are any.
+        `missing_are` gets the missing names at the start and after each arrival, while there are any.
 
         Raises:
             DeadlineExpired: no further peer came in time; the message names those missing.
@@ -221,9 +213,6 @@ class Hub(Endpoint):
         """Return the seconds since the last message of a peer, less those in which this process itself stood still.
 
         Messages that came during a standstill lie unread in the socket.
-
-        Raises:
-            KeyError: there is no such peer.
         """
         now = time.monotonic()
         return max(0.0, now - self.peers[name].last_seen - self._stalled(now))
@@ -253,8 +242,7 @@ class Hub(Endpoint):
             limit = target.flow.send_limit_s if limit_s is None else limit_s
             async with self.waits.deadline(f"{peer} to acknowledge messages", limit):
                 await target.credit.wait()
-        _, message = self._outgoing(target.outbox, kind, body, arrays, on_ack)
-        self._to(target, message.frames)
+        self._to(target, self._outgoing(target.outbox, kind, body, arrays, on_ack).frames)
 
     def _to(self, peer: Peer, frames: Frames) -> None:
         """Send frames to a peer; an unreachable one is no error, as the outbox keeps what matters."""
@@ -308,15 +296,8 @@ class Hub(Endpoint):
         elif message.kind == "bye":
             self._forget(peer)
             self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
-        elif message.number == 0:
-            self._deliver(peer.name, peer.role, message, lambda: None)
         else:
-            verdict = peer.inbox.receive(message.session, message.number)
-            if verdict == "new":
-                ack = self._ack_function(peer, message.session, message.number)
-                self._deliver(peer.name, peer.role, message, ack)
-            elif verdict == "committed":
-                self._to(peer, self._ack(message.session, message.number))
+            self._accept(peer.inbox, peer.name, peer.role, message, lambda frames: self._to(peer, frames))
 
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
@@ -326,26 +307,16 @@ class Hub(Endpoint):
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
 
-    def _ack(self, session: str, number: int) -> Frames:
-        return self._control("ack", {"n": number, "s": session})
-
-    def _ack_function(self, peer: Peer, session: str, number: int) -> Callable[[], None]:
-        def ack() -> None:
-            if peer.inbox.commit(session, number):
-                self._to(peer, self._ack(session, number))
-
-        return ack
-
     def _hello(self, route: PeerRoute, message: Message, site_of_key: str | None) -> None:
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
-        reason, flow = self._judge(route, name, role, meta, site_of_key)
-        if reason is not None:
+        flow = self._judge(route, name, role, meta, site_of_key)
+        if isinstance(flow, str):
             self.refused_peers += 1
             if str(self.refused_peers).strip("0") == "1":
-                log.warning("refused %d hellos so far; this one, of %r: %s", self.refused_peers, name, reason)
-            self._answer(route, self._control("refused", {"hub": self.name, "reason": reason}))
+                log.warning("refused %d hellos so far; this one, of %r: %s", self.refused_peers, name, flow)
+            self._answer(route, self._control("refused", {"hub": self.name, "reason": flow}))
             return
         known = peer = self.peers.get(name)
         if peer is None or peer.session != message.session:
@@ -363,34 +334,32 @@ class Hub(Endpoint):
         peer.route, self._routes[route] = route, peer
         self._to(peer, self._control("welcome", {"hub": self.name}))
         if moved:
-            for _, unacknowledged in peer.outbox.to_resend(time.monotonic(), 0.0):
-                self._to(peer, unacknowledged.frames)
+            self._resend(peer, 0.0)
         if known is None:
             self._joined.set()
 
     def _judge(
         self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
-    ) -> tuple[str | None, Flow]:
-        """Return why a hello is refused (None: it is not), and the flow to its peer."""
+    ) -> Flow | str:
+        """Return the flow to the peer of a hello, or why it is refused."""
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
-            return "a peer from outside must name its site in meta['site']", self.flow
+            return "a peer from outside must name its site in meta['site']"
         if route.door.keys is not None and site != site_of_key:
-            return f"the key is that of site {site_of_key!r}, the hello is of site {site!r}", self.flow
+            return f"the key is that of site {site_of_key!r}, the hello is of site {site!r}"
         if (spoken := self._routes.get(route)) is not None and spoken.name != name:
-            return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}", self.flow
+            return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}"
         if (known := self.peers.get(name)) is not None and known.site != site:
             owner = "inside this site" if known.site is None else f"at site {known.site!r}"
-            return f"the name {name!r} belongs to a peer {owner}", self.flow
+            return f"the name {name!r} belongs to a peer {owner}"
         try:
-            reason = None
-            if self.admit is not None and route.door.outside:
-                reason = self.admit(name, role, meta, site_of_key)
-            flow = self.flows(name) if self.flows is not None and reason is None else self.flow
+            admit = self.admit if route.door.outside else None
+            if admit is not None and (reason := admit(name, role, meta, site_of_key)) is not None:
+                return reason
+            return self.flow if self.flows is None else self.flows(name)
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
-            return f"the hello cannot be judged: {type(error).__name__}", self.flow
-        return reason, flow
+            return f"the hello cannot be judged: {type(error).__name__}"
 
     def drop(self, name: str) -> None:
         """Forget a peer that the owner knows to be dead, and everything in flight to it.
@@ -424,8 +393,11 @@ class Hub(Endpoint):
                         PeerLost(f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})")
                     )
                 if silent < peer.flow.resend_s:  # a silent peer gets no repeats: they would pile up
-                    for _, message in peer.outbox.to_resend(now, peer.flow.resend_s):
-                        self._to(peer, message.frames)
+                    self._resend(peer, peer.flow.resend_s)
+
+    def _resend(self, peer: Peer, older_than: float) -> None:
+        for _, message in peer.outbox.to_resend(time.monotonic(), older_than):
+            self._to(peer, message.frames)
 
     async def close(self) -> None:
         """Stop serving and close all sockets."""

@@ -49,7 +49,7 @@ class Link(Endpoint):
     Args:
         name, role, meta: contents of the hello; `meta["site"]` is required at the outer door of a hub.
         waits: where waits are registered.
-        lost_after_s, credits: limits of the flow to the hub, unless `flow` is given.
+        flow: flow to the hub.
         clock: returns unix seconds; compared with the hub's.
     """
 
@@ -59,13 +59,11 @@ class Link(Endpoint):
         role: str,
         waits: WaitRegistry,
         meta: dict[str, Any] | None = None,
-        lost_after_s: float = 60.0,
-        credits: int = 256,
         *,
         flow: Flow | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(name, waits, flow or Flow(credits=credits, lost_after_s=lost_after_s), clock)
+        super().__init__(name, waits, flow, clock)
         self.role = role
         self.meta = meta or {}
         self.clock = ClockSync()
@@ -159,8 +157,7 @@ class Link(Endpoint):
         if self._refusal is not None:
             raise self._refusal
         self._all_acknowledged.clear()
-        _, message = self._outgoing(self._outbox, kind, body, arrays, on_ack)
-        self._transmit(message)
+        self._transmit(self._outgoing(self._outbox, kind, body, arrays, on_ack))
 
     def forget_sent(self) -> None:
         """Give up on everything unacknowledged: it was meant for another process."""
@@ -253,25 +250,8 @@ class Link(Endpoint):
                 self._credit.set()
                 if not self._outbox.pending:
                     self._all_acknowledged.set()
-        elif message.number == 0:
-            self._deliver("hub", "hub", message, lambda: None)
         else:
-            verdict = self._inbox_state.receive(message.session, message.number)
-            if verdict == "new":
-                ack = self._ack_function(message.session, message.number)
-                self._deliver("hub", "hub", message, ack)
-            elif verdict == "committed":
-                self._put(self._ack(message.session, message.number))
-
-    def _ack(self, session: str, number: int) -> Frames:
-        return self._control("ack", {"n": number, "s": session})
-
-    def _ack_function(self, session: str, number: int) -> Callable[[], None]:
-        def ack() -> None:
-            if self._inbox_state.commit(session, number):
-                self._put(self._ack(session, number))
-
-        return ack
+            self._accept(self._inbox_state, "hub", "hub", message, self._put)
 
     async def _beat(self) -> None:
         last = time.monotonic()

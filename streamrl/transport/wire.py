@@ -17,6 +17,8 @@ import msgpack
 import numpy as np
 
 PROTOCOL_VERSION = 2
+KEYS = "vksnba"
+"""Keys of the envelope, in its order."""
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
 MAX_STATE_BYTES = 4 * 1024 * 1024
@@ -60,15 +62,8 @@ def encode(message: Message) -> list[bytes | memoryview]:
             raise ValueError(f"array {name!r} has type {array.dtype}, the wire carries {sorted(DTYPES)}")
         described.append([name, array.dtype.name, list(array.shape)])
         frames.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
-    envelope = {
-        "v": PROTOCOL_VERSION,
-        "k": message.kind,
-        "s": message.session,
-        "n": message.number,
-        "b": message.body,
-        "a": described,
-    }
-    return [msgpack.packb(envelope, use_bin_type=True), *frames]
+    values = PROTOCOL_VERSION, message.kind, message.session, message.number, message.body, described
+    return [msgpack.packb(dict(zip(KEYS, values, strict=True))), *frames]
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
@@ -85,14 +80,14 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         envelope = msgpack.unpackb(frames[0], raw=False, strict_map_key=True, timestamp=0)
     except Exception as error:  # msgpack raises many types on bad input
         raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
-    if not isinstance(envelope, dict) or set(envelope) != {"v", "k", "s", "n", "b", "a"}:
+    if not isinstance(envelope, dict) or set(envelope) != set(KEYS):
         raise MalformedMessage("envelope is not a map of v, k, s, n, b, a")
-    version, kind, session, number, body, described = (envelope[key] for key in "vksnba")
+    version, kind, session, number, body, described = (envelope[key] for key in KEYS)
     if version != PROTOCOL_VERSION:
         raise MalformedMessage(f"protocol version {reprlib.repr(version)}, this is {PROTOCOL_VERSION}")
     if not isinstance(kind, str) or not isinstance(session, str) or not isinstance(body, dict):
         raise MalformedMessage("kind, session or body of a wrong type")
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if not is_natural(number):
         raise MalformedMessage("sequence number is not a natural number")
     if not isinstance(described, list) or len(described) > MAX_ARRAYS or len(described) != len(frames) - 1:
         raise MalformedMessage("number of array frames differs from the envelope's")
@@ -111,11 +106,7 @@ def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.nda
     name, dtype_name, shape = entry
     if not isinstance(name, str) or not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise MalformedMessage("array of an unknown name or type")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > 8
-        or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape)
-    ):
+    if not isinstance(shape, list) or len(shape) > 8 or not all(map(is_natural, shape)):
         raise MalformedMessage(f"array {name!r}: shape is not a short list of natural numbers")
     dtype = DTYPES[dtype_name]
     if math.prod(shape) * dtype.itemsize != len(frame):
@@ -129,6 +120,11 @@ def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.nda
 def is_name(value: object) -> TypeGuard[str]:
     """Return whether a value can be a peer's name or role."""
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def is_natural(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer, not below zero."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_time(value: object) -> TypeGuard[float]:

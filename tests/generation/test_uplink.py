@@ -19,7 +19,7 @@ from streamrl.generation.site.sample_batches import (
 from streamrl.generation.site.uplink import Uplink
 from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from tests.generation.samples import assert_same, items
 from tests.training.conftest import free_port
 from tests.waiting import holds, scaled, until
@@ -260,7 +260,9 @@ def sample_id(one: Item) -> str:
 
 def test_a_link_that_takes_nothing_for_too_long_ends_the_uplink() -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
-        narrow = await Link("narrow", "service", WaitRegistry("narrow"), credits=1).connect(controller.address, 10)
+        narrow = await Link("narrow", "service", WaitRegistry("narrow"), flow=Flow(credits=1)).connect(
+            controller.address, 10
+        )
         uplink = Uplink(narrow, SampleBatcher(0.0, 100, 1), CompressionChoice(None), 10**6, limit_s=0.3)
         await put_all(uplink, items(3), acknowledged)
         with pytest.raises(DeadlineExpired, match="to acknowledge"):

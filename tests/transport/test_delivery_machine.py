@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from streamrl.transport.hub import Peer, PeerRoute, _Door
 
 RESEND_S = 5
@@ -250,12 +250,12 @@ class EndsMachine(RuleBasedStateMachine):
         self._begin_link()
 
     def _begin_hub(self) -> None:
-        self.hub = Hub("hub", WaitRegistry("hub"), credits=3)
+        self.hub = Hub("hub", WaitRegistry("hub"), flow=Flow(credits=3))
         self.hub._answer = self._answer  # type: ignore[method-assign]
 
     def _begin_link(self) -> None:
         async def made() -> Link:
-            return Link("service-west", "service", WaitRegistry("link"), {"site": "west"}, credits=3)
+            return Link("service-west", "service", WaitRegistry("link"), {"site": "west"}, flow=Flow(credits=3))
 
         self.link = self.loop.run_until_complete(made())
         self.link._put = self._put  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from streamrl.transport.endpoint import Hub, Link, PeerLost
+from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 from tests.waiting import holds, scaled, until
@@ -72,7 +72,7 @@ def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit(
 
 def test_a_sender_without_credit_waits_and_says_for_whom() -> None:
     async def body(address: str) -> None:
-        hub, link = hub_at(address, credits=2), await link_to(address)
+        hub, link = hub_at(address, flow=Flow(credits=2)), await link_to(address)
         await hub.send("peer", "item", {"i": 0})
         await hub.send("peer", "item", {"i": 1})
         with pytest.raises(DeadlineExpired, match="hub waited 0 s for peer to acknowledge"):
@@ -112,7 +112,7 @@ def test_a_silent_peer_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
-        hub, link = hub_at(address, lost_after_s=0.8), await link_to(address)
+        hub, link = hub_at(address, flow=Flow(lost_after_s=0.8)), await link_to(address)
         await holds(lambda: hub.receive_now() is None, 1.2)  # beating: not lost
         for task in link._tasks:
             task.cancel()
@@ -127,7 +127,7 @@ def test_a_link_notices_a_dead_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
 
     async def body(address: str) -> None:
-        hub, link = hub_at(address), await link_to(address, lost_after_s=0.8)
+        hub, link = hub_at(address), await link_to(address, flow=Flow(lost_after_s=0.8))
         await hub.close()
         with pytest.raises(PeerLost, match="has been silent"):
             await link.receive()

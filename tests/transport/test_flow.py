@@ -100,8 +100,8 @@ def test_a_full_byte_window_makes_the_sender_wait_until_something_is_acknowledge
 def test_a_send_waits_for_as_long_as_the_peer_may_be_away() -> None:
     async def body() -> None:
         sites = Sites()
-        hub = sites.hub(lost_after_s=900.0, credits=1)
-        far = await link("far", "east", credits=1).connect(sites.address, 10, sites.as_client(sites.east))
+        hub = sites.hub(flow=Flow(lost_after_s=900.0, credits=1))
+        far = await link("far", "east", flow=Flow(credits=1)).connect(sites.address, 10, sites.as_client(sites.east))
         await hub.send("far", "item")
         await far.send("item")
         waiting = [asyncio.create_task(hub.send("far", "item")), asyncio.create_task(far.send("item"))]
@@ -119,7 +119,7 @@ def test_a_send_waits_for_as_long_as_the_peer_may_be_away() -> None:
 def test_who_waits_for_a_peer_that_starts_anew_sends_to_its_new_life() -> None:
     async def body() -> None:
         sites = Sites()
-        hub = sites.hub(credits=1)
+        hub = sites.hub(flow=Flow(credits=1))
         first = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
         await hub.send("far", "item", {"i": 1})
         waiting = asyncio.create_task(hub.send("far", "item", {"i": 2}))

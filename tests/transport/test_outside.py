@@ -14,7 +14,7 @@ from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
 from streamrl.transport.curve import ClientSecurity, ServerSecurity
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from streamrl.transport.endpoint import Hub, Link, Refused
+from streamrl.transport.endpoint import Flow, Hub, Link, Refused
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 from tests.transport.proxy import Proxy
@@ -294,7 +294,7 @@ def test_nothing_is_lost_or_doubled_over_a_connection_that_breaks(
     async def body() -> None:
         sites = Sites()
         # only connecting anew sends again; all may be under way, for a slow machine is cut off before it is welcome
-        flow = endpoint_base.Flow(resend_s=1000.0, credits=1000)
+        flow = Flow(resend_s=1000.0, credits=1000)
         hub = sites.hub(flow=flow) if encrypted else Hub("hub", WaitRegistry("hub"), flow=flow).bind(sites.address)
         proxy = await Proxy(sites.port).start()
         east = await link("service-east", "east", flow=flow).connect(
@@ -344,7 +344,7 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         sites = Sites()
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
-        flow = endpoint_base.Flow(resend_s=0.5)
+        flow = Flow(resend_s=0.5)
         east = await link("service-east", "east", flow=flow).connect(proxy.address, 10, sites.as_client(sites.east))
         proxy.deaf.add(0)  # as a firewall that has forgotten it
         await east.send("item", {"i": 1})
@@ -364,7 +364,9 @@ def test_a_hub_that_no_longer_admits_a_site_ends_its_link(monkeypatch: pytest.Mo
         sites = Sites()
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
-        east = await link("service-east", "east", credits=1).connect(proxy.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east", flow=Flow(credits=1)).connect(
+            proxy.address, 10, sites.as_client(sites.east)
+        )
         await east.send("item", {"i": 1})
         waiting = asyncio.create_task(east.send("item", {"i": 2}))
         hub.admit = lambda name, role, meta, site: "the run has ended"

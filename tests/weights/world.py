@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding, WeightRelay
 from streamrl.weights.version import Manifest, Part, lay_out
@@ -99,7 +99,7 @@ class World:
     def __init__(self, folder: Path, kind: type[WeightPublisher] = WeightPublisher, **options: Any) -> None:
         self.folder = folder
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.hub = Hub("publisher", WaitRegistry("publisher"), credits=4).bind(self.address)
+        self.hub = Hub("publisher", WaitRegistry("publisher"), flow=Flow(credits=4)).bind(self.address)
         self.publisher = kind(self.hub, **({"chunk_bytes": 3000, "anchor_every": 7} | options))
         self.serving = asyncio.create_task(self.publisher.serve())
         self.links: list[Link] = []
