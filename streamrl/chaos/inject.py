@@ -95,7 +95,6 @@ class Injector:
         for name, one in sorted(processes_of(self.run_dir).items()):
             of[one.role] += (name,)
         remote = tuple(site for site in site_folders(self.run_dir) if site)
-        several = bool(self.cluster.remote_sites)
         return Inventory(
             instances=of["instance"],
             services=of["service"],
@@ -105,7 +104,7 @@ class Injector:
             trains_here="controller" in of,
             owns_launcher=self._kill_launcher is not None,
             limits_files=hasattr(resource, "prlimit"),
-            shares_weights=weight_path(self.run, self.cluster.hardware == "cuda", several).fetched,
+            shares_weights=weight_path(self.run, self.cluster).fetched,
         )
 
     def inject(self, fault: Fault, seen: Observation) -> Injected:

@@ -23,7 +23,7 @@ def arrived(deliveries: Iterable[Delivery]) -> list[tuple[Sample, bytes]]:
     for delivery in deliveries:
         try:
             for body, arrays in unpack_samples(body_of(delivery.body), delivery.arrays):
-                found.append((sample_from_wire(body, arrays), pack_content(body, arrays)))
+                found.append((sample_from_wire(Sample, body, arrays), pack_content(body, arrays)))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFailed(f"{delivery.peer} sent samples that cannot be read: {error!r}") from error
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
 
 _TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
+S = TypeVar("S", Sample, PartialSample)
 _KEPT = "kept."
 """Prefix of the arrays with the tokens that a request has already produced."""
 
@@ -29,11 +30,8 @@ def groups_to_wire(
 ) -> tuple[Generate, Arrays]:
     """Convert groups that are issued together, so that they can be dispatched together.
 
-    Args:
-        groups: any number of groups.
-        samples: (sample id, seed, temperature or None for the run's) of each group's completions.
-        t_queued: unix seconds.
-        budget: tokens after which a sample is parked; None: it runs to its end.
+    `samples` has (sample id, seed, temperature or None for the run's) of each group's completions; the other arguments
+    are fields of `Generate`.
     """
     described = [
         IssuedGroup(
@@ -96,20 +94,11 @@ def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
     del values["route"]
     if message.kept is not None:
         own = {name.removeprefix(_KEPT): array for name, array in arrays.items() if _KEPT in name}
-        values["kept"] = partial_from_wire(msgspec.structs.asdict(message.kept), own)
+        values["kept"] = sample_from_wire(PartialSample, msgspec.structs.asdict(message.kept), own)
     prompt = arrays["prompt_tokens"]
     if prompt.ndim != 1:
         raise ValueError(f"a prompt is tokens [P], not {prompt.shape}")
     return SampleRequest(prompt_tokens=prompt, **values)
-
-
-def partial_from_wire(body: dict[str, Any], arrays: Arrays) -> PartialSample:
-    """Return a partial sample from its wire form.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is not a partial sample.
-    """
-    return PartialSample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
 def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arrays]:
@@ -118,13 +107,13 @@ def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arra
     return body, {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
 
 
-def sample_from_wire(body: dict[str, Any], arrays: Arrays) -> Sample:
-    """Return a finished sample from its wire form.
+def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S:
+    """Return a sample, finished or not, from its wire form.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not a finished sample.
+        ValueError, KeyError, TypeError: it is no such sample.
     """
-    return Sample(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
+    return record(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 
 def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progress, Arrays]:

@@ -102,7 +102,6 @@ class Hub(Endpoint):
 
     Args:
         name: the hub's name, for peers and in errors.
-        waits: where waits are registered.
         flow: flow to every peer, unless `flows` is given.
         flows: returns the flow to the peer of a name; called at its hello.
         clock: returns unix seconds, with which links compare their clocks.
@@ -165,12 +164,8 @@ class Hub(Endpoint):
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if keys is not None:
-            guard(socket, self._domain, keys)
+            guard(socket, self.session, keys)
         return self._open(_Door(socket, True, keys), address)
-
-    @property
-    def _domain(self) -> str:
-        return f"hub-{self.session}"
 
     def _socket(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
@@ -185,7 +180,7 @@ class Hub(Endpoint):
         except zmq.ZMQError as error:
             door.socket.close(0)
             if door.keys is not None:
-                unguard(self._context, self._domain)
+                unguard(self._context, self.session)
             raise RunFailed(f"{self.name} cannot listen on {address}: {error}") from error
         if not self._doors:
             self._start(self._beat())
@@ -328,12 +323,12 @@ class Hub(Endpoint):
             self.peers[name] = peer
             if self.forwards_hellos:
                 self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
-        moved, peer.last_seen, peer.lost = peer.route != route, time.monotonic(), False
-        if peer.route is not None:
-            self._routes.pop(peer.route, None)
+        before, peer.last_seen, peer.lost = peer.route, time.monotonic(), False
+        if before is not None:
+            self._routes.pop(before, None)
         peer.route, self._routes[route] = route, peer
         self._to(peer, self._control("welcome", {"hub": self.name}))
-        if moved:
+        if before != route:
             self._resend(peer, 0.0)
         if known is None:
             self._joined.set()
@@ -362,10 +357,7 @@ class Hub(Endpoint):
             return f"the hello cannot be judged: {type(error).__name__}"
 
     def drop(self, name: str) -> None:
-        """Forget a peer that the owner knows to be dead, and everything in flight to it.
-
-        If it is alive after all, it has to say hello again.
-        """
+        """Forget a peer that is known to be dead, and everything in flight to it; if alive, it must say hello again."""
         if (peer := self.peers.get(name)) is not None:
             self._forget(peer)
 
@@ -389,9 +381,8 @@ class Hub(Endpoint):
                 silent = now - peer.last_seen
                 if silent > peer.flow.lost_after_s and not peer.lost:
                     peer.lost = True
-                    self._inbox.put_nowait(
-                        PeerLost(f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})")
-                    )
+                    lost = f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})"
+                    self._inbox.put_nowait(PeerLost(lost))
                 if silent < peer.flow.resend_s:  # a silent peer gets no repeats: they would pile up
                     self._resend(peer, peer.flow.resend_s)
 
@@ -405,4 +396,4 @@ class Hub(Endpoint):
         for door in self._doors:
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
-                unguard(self._context, self._domain)
+                unguard(self._context, self.session)

@@ -9,28 +9,16 @@ from streamrl.runtime.process_plan import plan_processes
 from streamrl.runtime.processes import this_host
 from streamrl.runtime.site_connections import weight_chunk
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.weights.backends.base import Compute, WeightBackend, WeightPath, weight_path
+from streamrl.weights.backends.base import Compute, WeightBackend, weight_path
 from streamrl.weights.backends.streamed import StreamedBackend
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version_store import WeightStore
 
 
-def path_of(context: RoleContext) -> WeightPath:
-    """Return the weight path of this run."""
-    cluster = context.cluster
-    return weight_path(context.run, cluster.hardware == "cuda", bool(cluster.remote_sites))
-
-
 def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBackend:
-    """Make the trainer's side of the weight path.
-
-    Args:
-        context: context of a trainer rank.
-        hub: hub of the publisher, from which sites fetch.
-        compute: calls a function in the computing thread.
-    """
-    if path_of(context).fetched:
+    """Make the trainer's side of the weight path; sites fetch from `hub`."""
+    if weight_path(context.run, context.cluster).fetched:
         return StreamedBackend(make_publisher(context, hub), compute)
     from streamrl.weights.backends.nccl import NcclBackend  # loads torch
 
@@ -53,10 +41,9 @@ def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
 
     return WeightPublisher(
         hub,
-        weight_chunk(context, None),
-        anchor_every=context.run.weights.anchor_every,
-        rate_of=rate,
-        chunk_of=lambda peer: weight_chunk(context, link_to(peer)),
+        lambda peer: weight_chunk(context, link_to(peer)),
+        rate,
+        context.run.weights.anchor_every,
         eager=context.remote,
     )
 

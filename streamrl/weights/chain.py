@@ -36,16 +36,6 @@ class ChainStep:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Garbage:
-    """Deltas and complete weights that no receiver can need any more."""
-
-    deltas: frozenset[int]
-    """Versions whose delta may be deleted."""
-    complete: frozenset[int]
-    """Versions whose complete weights may be deleted."""
-
-
 class Chain:
     """Existing versions, and the version that each receiver holds."""
 
@@ -76,8 +66,6 @@ class Chain:
         """Uncompressed bytes of the newest version."""
         self._deltas: dict[int, ChainStep] = {}
         """Kept deltas, oldest first, without gaps: each starts where the previous one ends."""
-        self._severed: set[int] = set()
-        """Versions whose delta no longer leads to the newest, not yet collected."""
         self._complete: dict[int, int] = {}
         """Bytes of each version that is kept complete."""
 
@@ -108,8 +96,7 @@ class Chain:
         if self.newest is not None and number <= self.newest:
             raise ValueError(f"version {number} after version {self.newest}")
         if delta_bytes is None:
-            self._severed |= self._deltas.keys()  # earlier deltas lead to nothing newer
-            self._deltas.clear()
+            self._deltas.clear()  # they lead to nothing newer
         elif self.newest is None:
             raise ValueError("the first version has nothing to be a delta of")
         else:
@@ -167,36 +154,25 @@ class Chain:
         """Forget a receiver that is gone; nothing is kept for it."""
         self.held.pop(receiver, None)
 
-    def collect(self) -> Garbage:
-        """Drop what no receiver can need any more, and return it."""
+    def collect(self) -> None:
+        """Drop what no receiver can need any more from `deltas` and `complete`."""
         if self.newest is None:
-            return Garbage(frozenset(), frozenset())
+            return
         starts = [self.anchor, self.coming_anchor, *self.held.values()]
         start = min([self.newest, *(number for number in starts if number is not None and self._leads_on(number))])
-        drop = {number for number in self._deltas if number <= start}
-        excess = sum(step.nbytes for number, step in self._deltas.items() if number > start) - self._bound()
-        for number in [number for number in self._deltas if number > start]:
-            if excess <= 0:
+        bound = self._full_bytes if self.max_delta_bytes is None else self.max_delta_bytes
+        for number in self.deltas:  # oldest first
+            if number > start and self.delta_bytes <= bound:
                 break
-            excess -= self._deltas[number].nbytes
-            drop.add(number)
-        for number in drop:
             del self._deltas[number]
         if not self._leads_on(self.anchor):
             self.anchor = None
-        complete = self._complete.keys() - {self.anchor, self.newest}
-        for number in complete:
-            del self._complete[number]
-        severed, self._severed = self._severed, set()
-        return Garbage(frozenset(drop | severed), frozenset(complete))
+        self._complete = {
+            number: self._complete[number] for number in self._complete.keys() & {self.anchor, self.newest}
+        }
 
     def _leads_on(self, number: int | None) -> bool:
         """Return whether deltas lead from a version to the newest one."""
         return number is not None and (
             number == self.newest or any(step.base == number for step in self._deltas.values())
         )
-
-    def _bound(self) -> int:
-        if self.max_delta_bytes is not None:
-            return self.max_delta_bytes
-        return self._full_bytes

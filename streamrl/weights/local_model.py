@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize
+from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, Described, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest, lay_out
 
-Expected = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type (torch's name) and shape of every tensor of a version, in its order."""
+Expected = Mapping[str, Described]
+"""Type and shape of every tensor of a version, in its order."""
 
 
 def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] | CodeKind) -> Expected:
@@ -44,10 +44,8 @@ def initial_version(
     """Lay out version 0 as the trainer does, from the model's safetensors files, one tensor in memory at a time.
 
     Args:
-        model: folder of an HF model.
+        model, dtype, generation_dtype: as in `expected_tensors`.
         expected: tensors that the version must hold.
-        dtype: compute type of the run (torch's name).
-        generation_dtype: `weights.generation_dtype` of the run file.
 
     Returns:
         Manifest and buffer (uint8 [nbytes]); None: the files do not hold exactly these tensors.

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 BURST_S = 0.05
 """Seconds' worth of bytes that may be caught up after a late wake-up: about the delay of a busy event loop."""
 
 
-@dataclass
 class Pacer:
     """The virtual scheduling form of the leaky bucket (GCRA, ITU-T I.371).
 
     A message may be sent once the earlier ones have had their time at the rate. In any T seconds at most
-    `rate * (T + burst_s)` bytes and one message are sent.
+    `rate * (T + BURST_S)` bytes and one message are sent.
     """
 
-    burst_s: float = BURST_S
-    _free_at: float = float("-inf")
+    _free_at = float("-inf")
     """When everything sent so far has had its time, in the caller's seconds."""
 
     def wait_s(self, nbytes: int, rate: float | None, now: float) -> float:
         """Return the seconds to wait before sending a message of `nbytes`, and count it as sent.
 
-        Args:
-            rate: bytes per second (None: no limit); it may change from call to call.
+        The rate, in bytes per second (None: no limit), may change from call to call.
 
         Raises:
             ValueError: the rate is not positive.
@@ -33,6 +28,6 @@ class Pacer:
             return 0.0
         if rate <= 0:
             raise ValueError(f"a rate of {rate} bytes per second lets nothing go")
-        start = max(self._free_at, now - self.burst_s)
+        start = max(self._free_at, now - BURST_S)
         self._free_at = start + nbytes / rate
         return max(0.0, start - now)

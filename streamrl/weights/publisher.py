@@ -1,16 +1,10 @@
 """The publisher of weights: keeps the newest version in memory and sends versions to the relay of each site.
 
-    relay -> fetch {request, number, newest, encoding, host, holds, holds_hash}
-    publisher -> manifest {request, manifest, parts, file} | no_version {request, available, reason}
-    publisher -> chunk {request, part, offset} + bytes ...      unless the relay can copy the `file`
-    relay -> again {request, of, tensors}         resend these payloads of a transfer that is not yet `have`
-    relay -> have {number}                        verified and stored
-
-A relay inside the site requests `encoding: raw` and gets the buffer's bytes; on the same host it copies them itself
-from the buffer, which is a file in memory. A relay across a link requests `delta` and gets the cheapest path from the
-version that it holds (`chain.py`). Deltas are made only from the first such request on; until then one buffer is held,
-and nothing is coded. From then on the publisher holds the newest version, the newest anchor (compressed), the deltas
-that the chain keeps, and the buffers that are being coded.
+The messages are those of `protocol/weights.py`. A relay inside the site requests `encoding: raw` and gets the buffer's
+bytes; on the same host it copies them itself from the buffer, which is a file in memory. A relay across a link requests
+`delta` and gets the cheapest path from the version that it holds (`chain.py`). Deltas are made only from the first such
+request on; until then one buffer is held, and nothing is coded. From then on the publisher holds the newest version,
+the newest anchor (compressed), the deltas that the chain keeps, and the buffers that are being coded.
 
 Chunks are reliable messages, so the hub's credits bound the bytes in flight; a rate limit per relay leaves the rest of
 its link to samples and heartbeats.
@@ -22,7 +16,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +31,7 @@ from streamrl.transport.wire import MalformedMessage
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.pacing import Pacer
-from streamrl.weights.version import Manifest, Part, checksum, transfer_kind
+from streamrl.weights.version import Manifest, Part, Stream, bytes_of, checksum
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +43,6 @@ CODING_SHARE = 4
 """Cores per coding thread; the others are left to the trainer."""
 CODING_LIMIT_S = 600
 """Seconds allowed for coding one version, far more than any takes."""
-REMEMBERED = 1000
-"""Number of transfers kept in `sent`."""
-
-Stream = tuple[Part, np.ndarray]
-"""A part of a version and its bytes, uint8 [nbytes]."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The cost of one transfer to a relay."""
-
-    number: int
-    peer: str
-    nbytes: int
-    """Payload bytes, without envelopes and manifests (some 100 bytes per tensor)."""
-    kind: str
-    """One of: complete (not coded), packed (an anchor), delta, packed+delta, nothing, again."""
-    seconds: float
-    """Seconds from the request until the last chunk was handed to the transport."""
 
 
 @dataclass
@@ -100,33 +74,22 @@ class WeightPublisher:
     def __init__(
         self,
         hub: Hub,
-        chunk_bytes: int,
+        chunk_of: Callable[[str], int],
+        rate_of: Callable[[str], float | None] = lambda peer: None,
         anchor_every: int = 10,
-        deltas: bool = True,
-        rate_of: Callable[[str], float | None] | None = None,
-        chunk_of: Callable[[str], int] | None = None,
         eager: bool = False,
     ) -> None:
         """
         Args:
             hub: hub that the relays connect to.
-            chunk_bytes: most bytes in one message.
-            anchor_every: versions from one anchor of the chain to the next.
-            deltas: whether relays that request deltas get them.
+            chunk_of: returns the most bytes in one message to a relay, given its name; a slow link needs small chunks.
             rate_of: returns the bytes per second that weights for a relay may use (None: no limit), given its name.
-            chunk_of: returns the `chunk_bytes` of a relay, given its name; a slow link needs small chunks.
+            anchor_every: versions from one anchor of the chain to the next.
             eager: whether deltas are made from the first version on, even before any relay has requested one.
         """
         self.hub = hub
-        self.chunk_bytes = chunk_bytes
-        self.deltas, self.eager = deltas, eager
-        self.rate_of = rate_of or (lambda peer: None)
-        self.chunk_of = chunk_of or (lambda peer: chunk_bytes)
+        self.chunk_of, self.rate_of, self.eager = chunk_of, rate_of, eager
         self.chain = Chain(anchor_every)
-        self.bytes_sent = 0
-        """Weight bytes sent to relays since the start."""
-        self.sent: deque[Sent] = deque(maxlen=REMEMBERED)
-        """Finished transfers, newest last."""
         self._newest: _Version | None = None
         self._versions: dict[int, _Version] = {}
         """Versions that the chain keeps, by number."""
@@ -139,32 +102,19 @@ class WeightPublisher:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: dict[str, Pacer] = {}
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of weights and deltas in memory, without those held only by transfers in flight."""
-        held: dict[int, int] = {}
-        for version in [*self._versions.values(), *([self._newest] if self._newest else [])]:
-            for data in (version.buffer, *(stream[1] for stream in (version.delta, version.packed) if stream)):
-                if data is not None:
-                    held[id(data)] = data.nbytes
-        return sum(held.values())
-
     async def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
         """Make a version available. Its delta is made in the background.
 
         This first waits for the previous version's delta, so that buffers do not pile up.
 
-        Args:
-            manifest: manifest of the version; its number exceeds those of all earlier versions.
-            buffer: uint8 [nbytes], which must not change any more.
+        The buffer (uint8 [nbytes]) must not change any more.
 
         Raises:
             ValueError: the number does not exceed that of the previous version.
             DeadlineExpired: the previous version was not coded in time.
             Exception: coding failed, which is a bug.
         """
-        number = manifest.version.number
-        before = self._newest
+        number, before = manifest.version.number, self._newest
         if before is not None and number <= before.manifest.version.number:
             raise ValueError(f"version {number} published after version {before.manifest.version.number}")
         await self._wait_for(self._coding)
@@ -216,7 +166,6 @@ class WeightPublisher:
             log.error("sending weights to %s failed: %s", peer, error, exc_info=error)
 
     async def _send(self, peer: str, body: dict[str, Any]) -> None:
-        started = time.monotonic()
         self._open.pop(peer, None)
         try:
             order = parse(Fetch, body)
@@ -228,13 +177,10 @@ class WeightPublisher:
         parts = [part.to_dict() for part, _ in transfer.streams]
         file = self._file(peer, transfer, order.host)
         answer = ManifestOf(request=transfer.request, manifest=transfer.manifest.to_dict(), parts=parts, file=file)
-        everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
         await self.hub.send(peer, *wire(answer))
-        if file is not None:
-            self.bytes_sent += transfer.manifest.nbytes
-        else:
+        if file is None:
+            everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
             await self._send_ranges(peer, transfer, transfer.request, everything)
-        self._count(peer, transfer, everything, transfer_kind([part for part, _ in transfer.streams]), started)
 
     def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
         """Return the path from which a relay on this host can read the whole transfer; None: it must be sent.
@@ -247,7 +193,6 @@ class WeightPublisher:
         return str(stream.filename) if not part.coded and not others and isinstance(stream, np.memmap) else None
 
     async def _send_again(self, peer: str, body: dict[str, Any]) -> None:
-        started = time.monotonic()
         transfer = self._open.get(peer)
         try:
             order = parse(FetchAgain, body)
@@ -259,7 +204,6 @@ class WeightPublisher:
             return
         ranges = [(i, payload.offset, payload.nbytes) for i, payload in payloads]
         await self._send_ranges(peer, transfer, order.request, ranges)
-        self._count(peer, transfer, ranges, "again", started)
 
     async def _refuse(self, peer: str, body: dict[str, Any], reason: str) -> None:
         newest = [] if self._newest is None else [self._newest.manifest.version.number]
@@ -279,16 +223,7 @@ class WeightPublisher:
                 chunk = stream[offset : min(offset + size, first + nbytes)]
                 if (wait_s := pacer.wait_s(chunk.nbytes, self.rate_of(peer), time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
-                self.bytes_sent += chunk.nbytes
-                kind, body = wire(Chunk(request=request, part=part, offset=offset))
-                await self.hub.send(peer, kind, body, {"data": chunk})
-
-    def _count(
-        self, peer: str, transfer: _Transfer, ranges: list[tuple[int, int, int]], kind: str, started: float
-    ) -> None:
-        nbytes = sum(length for _, _, length in ranges)
-        number = transfer.manifest.version.number
-        self.sent.append(Sent(number, peer, nbytes, kind, time.monotonic() - started))
+                await self.hub.send(peer, *wire(Chunk(request=request, part=part, offset=offset)), {"data": chunk})
 
     async def _prepare(self, peer: str, order: Fetch) -> _Transfer:
         """Choose what to send.
@@ -296,16 +231,15 @@ class WeightPublisher:
         Raises:
             _Refused: the requested version cannot be sent.
         """
-        number, request, newest = order.number, order.request, order.newest
-        if self._newest is None or number > self._newest.manifest.version.number:
+        if self._newest is None or order.number > self._newest.manifest.version.number:
             raise _Refused("it is not published")
-        if self.deltas and order.encoding == "delta":
+        if order.encoding == "delta":
             return await self._prepare_way(peer, order)
         manifest, buffer = self._newest.manifest, self._newest.buffer
         assert buffer is not None
-        if manifest.version.number != number and not newest:
+        if manifest.version.number != order.number and not order.newest:
             raise _Refused("a newer one has replaced it")
-        return _Transfer(request, manifest, ((Part.of_buffer(manifest), buffer),), is_delta=False)
+        return _Transfer(order.request, manifest, ((Part.of_buffer(manifest), buffer),), is_delta=False)
 
     async def _prepare_way(self, peer: str, order: Fetch) -> _Transfer:
         number, newest = order.number, order.newest
@@ -389,18 +323,14 @@ class WeightPublisher:
 
 
 def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | None) -> Stream:
-    """Code a version into the delta codec's payloads, concatenated.
+    """Code a version (its buffer, uint8 [nbytes]) into the delta codec's payloads, concatenated.
 
-    Args:
-        manifest: manifest of the version.
-        buffer: its weights, uint8 [nbytes].
-        old: number and buffer (of the same layout) of the version to start from; None: code it complete.
+    They start from the version in `old`, number and buffer of the same layout; None: they are complete.
     """
 
     def one(index: int) -> np.ndarray:
         t = manifest.tensors[index]
-        place = slice(t.offset, t.offset + t.nbytes)
-        return encode_tensor(buffer[place], None if old is None else old[1][place], t.dtype)
+        return encode_tensor(bytes_of(t, buffer), None if old is None else bytes_of(t, old[1]), t.dtype)
 
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max(1, min(MAX_CODING_THREADS, cores // CODING_SHARE))) as pool:

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from streamrl.weights.version import CorruptWeights, Manifest
+from streamrl.weights.version import CorruptWeights, Manifest, type_name
 
 CodeKind = Literal["fp8", "int8"]
 
@@ -64,17 +64,13 @@ def quantized(tensors: Mapping[str, Described], kind: CodeKind) -> dict[str, Des
         scale = name + SCALE_SUFFIX
         if scale in tensors:
             raise ValueError(f"the model has a tensor {scale!r}, so {name!r} cannot be quantized")
-        result[name] = _name(CODE_TYPES[kind]), shape
+        result[name] = type_name(CODE_TYPES[kind]), shape
         result[scale] = "float32", shape[:1]
     return result
 
 
 def quantize(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a matrix to 8 bits. Rows are independent, so some rows give their part of the result.
-
-    Args:
-        tensor: [rows, columns], of a floating type.
-        kind: kind of codes.
+    """Quantize a matrix [rows, columns] to 8 bits. Rows are independent, so some rows give their part of the result.
 
     Returns:
         (codes [rows, columns], scales float32 [rows]).
@@ -97,13 +93,7 @@ def quantize(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Turn codes back into weights, computed in fp32 and rounded once.
-
-    Args:
-        codes: [rows, columns].
-        scales: float32 [rows].
-        dtype: type of the result, [rows, columns].
-    """
+    """Turn codes [rows, columns] and scales (float32 [rows]) back into weights, computed in fp32 and rounded once."""
     return (codes.float() * scales[:, None]).to(dtype)
 
 
@@ -114,7 +104,7 @@ def scales_of(manifest: Manifest) -> dict[str, str]:
         CorruptWeights: codes have no scales that fit them.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
-    types = {_name(dtype) for dtype in CODE_TYPES.values()}
+    types = {type_name(dtype) for dtype in CODE_TYPES.values()}
     pairs: dict[str, str] = {}
     for name, entry in entries.items():
         if entry.dtype not in types:
@@ -127,12 +117,7 @@ def scales_of(manifest: Manifest) -> dict[str, str]:
 
 
 def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, weights) of a version, one tensor at a time: views, or dequantized codes.
-
-    Args:
-        manifest: the version's manifest.
-        buffer: uint8 [nbytes].
-        dtype: type of the dequantized weights.
+    """Yield (checkpoint name, weights) of a version (uint8 [nbytes]): views, or codes dequantized to `dtype`.
 
     Raises:
         CorruptWeights: codes have no scales that fit them.
@@ -145,7 +130,3 @@ def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -
             yield name, dequantize(tensor, tensors[pairs[name]], dtype)
         elif name not in scales:
             yield name, tensor
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -40,14 +40,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
-from streamrl.weights.version import (
-    ALIGNMENT,
-    Manifest,
-    TensorEntry,
-    WeightVersion,
-    checksum,
-    content_hash,
-)
+from streamrl.weights.version import Manifest, WeightVersion, bytes_of, checksum, content_hash, places, type_name
 
 SPARE_FILES = 2
 """Most unused buffers kept for later versions: while one version is sent, another one is made."""
@@ -56,23 +49,6 @@ HASHING_THREADS = 4
 Tensors = dict[str, torch.Tensor]
 Revert = Callable[[Tensors], Tensors]
 """Function from tensors in memory to those of the checkpoint, both by name."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Place of a tensor in the version's buffer."""
-
-    name: str
-    dtype: str
-    """Type by torch's name."""
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    def view(self, buffer: np.ndarray) -> torch.Tensor:
-        """Return a writable view of the tensor in a buffer (uint8 [nbytes])."""
-        raw = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes])
-        return raw.view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -91,10 +67,6 @@ def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[C
 
     Pieces are found by trial, on tensors without bytes: a layer must become the same alone as within the whole model,
     and a parameter the same alone as within its layer.
-
-    Args:
-        shapes: shapes of the parameters.
-        revert: conversion to the checkpoint's form.
 
     Raises:
         RunFailed: a conversion needs parameters of several layers.
@@ -155,22 +127,14 @@ class ShardedLayout:
         self._parameters = dict(model.named_parameters())  # tied ones come once
         self._revert: Revert = lambda tensors: revert_weight_conversion(model, tensors)
         self._parts = conversions({name: tuple(p.shape) for name, p in self._parameters.items()}, self._revert)
-        plain = {
-            name: (str(dtype).removeprefix("torch."), shape)
-            for part in self._parts
-            for name, shape in part.targets.items()
-        }
+        plain = {name: (type_name(dtype), shape) for part in self._parts for name, shape in part.targets.items()}
         described = plain if self.kind is None else quantized(plain, self.kind)
         self._files: list[int] = []
         """Spare files of `shared_buffer`."""
         weakref.finalize(self, _close, self._files)
-        self.slots: dict[str, Slot] = {}
-        """Tensors of a version by name, in its order."""
-        self.nbytes = 0
-        for name, (kind, shape) in described.items():
-            size = int(np.prod(shape)) * getattr(torch, kind).itemsize
-            self.slots[name] = Slot(name, kind, shape, self.nbytes, size)
-            self.nbytes = (self.nbytes + size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        slots, self.nbytes = places((name, kind, shape) for name, (kind, shape) in described.items())
+        self.slots = {slot.name: slot for slot in slots}
+        """Tensors of a version by name, in its order, without checksums."""
 
     def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
         """Lay out the model's current weights as version `number`; a collective.
@@ -188,15 +152,11 @@ class ShardedLayout:
         dealt = dict(zip(near, deal([slot.nbytes for slot in slots], len(near)), strict=True))
         mine = dealt.get(dist.get_rank(), [])
         with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing releases the GIL
-            parts = (buffer[slots[i].offset : slots[i].offset + slots[i].nbytes] for i in mine)
-            sums = dict(zip(mine, pool.map(checksum, parts), strict=True))
+            sums = dict(zip(mine, pool.map(lambda i: checksum(bytes_of(slots[i], buffer)), mine), strict=True))
         gathered: list[dict[int, str]] = [{}] * ranks
         dist.all_gather_object(gathered, sums)
         found = {index: digest for one in gathered for index, digest in one.items()}
-        entries = tuple(
-            TensorEntry(slot.name, slot.dtype, slot.shape, slot.offset, slot.nbytes, found[index])
-            for index, slot in enumerate(slots)
-        )
+        entries = tuple(replace(slot, checksum=found[index]) for index, slot in enumerate(slots))
         return Manifest(WeightVersion(number, None, content_hash(entries)), self.nbytes, entries), buffer
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ delta is skipped. A relay that takes over an earlier one's store verifies what i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays, MalformedMessage
 from streamrl.weights.codec.delta import decode_tensor
-from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, transfer_kind
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, bytes_of, transfer_kind
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -64,14 +65,6 @@ class Received:
     """Seconds from the request until the version was verified and stored."""
 
 
-@dataclass(frozen=True)
-class _Incoming:
-    """A part of a version, and the array (uint8 [nbytes]) that receives its stream."""
-
-    part: Part
-    stream: np.ndarray
-
-
 class WeightRelay:
     """Client that fetches versions from a publisher into a site's store."""
 
@@ -93,11 +86,8 @@ class WeightRelay:
             expected: type (torch's name) and shape of every tensor of the site's model; None: unknown.
             host: `this_host()` inside the publisher's site: on the publisher's own host its file is copied.
         """
-        self.link = link
-        self.store = store
-        self.limit_s = limit_s
-        self.encoding = encoding
-        self.expected = expected
+        self.link, self.store, self.limit_s = link, store, limit_s
+        self.encoding, self.expected = encoding, expected
         self._request = self._first = 0
         """Numbers of the current request and of the one that began the transfer."""
         self._early: list[Delivery] = []
@@ -116,12 +106,7 @@ class WeightRelay:
         """The latest fetch."""
 
     async def fetch(self, number: int, content_hash: str, newest: bool = False) -> Manifest:
-        """Fetch a version into the store and return its manifest.
-
-        Args:
-            number: number of the version.
-            content_hash: hash of its weights.
-            newest: whether a newer version may come instead, if the publisher has one by now.
+        """Fetch a version into the store and return its manifest; with `newest` a newer version may come instead.
 
         Raises:
             DeadlineExpired: the version did not come in time.
@@ -138,7 +123,7 @@ class WeightRelay:
                 assert base is not None
                 self.store.distrust(base.version.number)
                 base = None
-            except CorruptWeights as error:
+            except (CorruptWeights, MalformedMessage) as error:
                 self.corrupt += 1
                 log.warning("fetching the weights again: %s", error)
             else:
@@ -200,11 +185,12 @@ class WeightRelay:
                     target = await asyncio.to_thread(self.store.begin, manifest, first, file)
                 except (FileNotFoundError, PermissionError) as error:
                     if file is not None:
-                        raise self._stop_copying(error) from error
+                        self.host = ""  # so that it is sent
+                        raise CorruptWeights(f"the publisher's file cannot be copied: {error}") from error
                     if isinstance(error, PermissionError):
                         raise
                     raise WrongBase(f"version {first} is gone: {error}") from error
-                incoming = [_Incoming(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
+                incoming = [(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
                 if file is None:
                     await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
                 else:
@@ -215,11 +201,6 @@ class WeightRelay:
         finally:
             if begun is not None:
                 self.store.abandon(begun)
-
-    def _stop_copying(self, error: OSError) -> CorruptWeights:
-        """Stop copying the publisher's file, which cannot be read here; return the error to raise."""
-        self.host = ""
-        return CorruptWeights(f"the publisher's file cannot be copied: {error}")
 
     def _check(
         self,
@@ -258,11 +239,10 @@ class WeightRelay:
         return way
 
     def _check_model(self, manifest: Manifest) -> None:
-        if self.expected is None:
-            return
         number, found = manifest.version.number, {t.name: (t.dtype, t.shape) for t in manifest.tensors}
-        for name in dict.fromkeys([*self.expected, *found]):
-            here, there = self.expected.get(name), found.get(name)
+        expected = found if self.expected is None else self.expected
+        for name in dict.fromkeys([*expected, *found]):
+            here, there = expected.get(name), found.get(name)
             if here != there:
                 raise RunFailed(
                     f"weight version {number} does not fit this site's model: tensor {name!r} is "
@@ -275,7 +255,8 @@ class WeightRelay:
         After a reconnect messages may arrive out of order: chunks that arrive before their manifest wait.
 
         Raises:
-            CorruptWeights: another message came, or one that does not fit its type.
+            CorruptWeights: another message came.
+            MalformedMessage: one came that does not fit its type.
             NotPublished: the publisher does not have the version.
         """
         while wanted is not Chunk or not self._early:
@@ -284,24 +265,18 @@ class WeightRelay:
             if delivery.body.get("request") != self._request:
                 log.debug("ignoring %r of another request", delivery.kind)
             elif delivery.kind == kind_of(NoVersion):
-                no = self._parse(NoVersion, delivery)
+                no = parse(NoVersion, delivery.body)
                 raise NotPublished(f"the publisher has no weight version {number} ({no.reason}); it has {no.available}")
             elif delivery.kind == kind_of(wanted):
-                return self._parse(wanted, delivery), delivery.arrays
+                return parse(wanted, delivery.body), delivery.arrays
             elif delivery.kind == kind_of(Chunk):
                 self._early.append(delivery)
             else:
                 raise CorruptWeights(f"{delivery.kind!r} came instead of {kind_of(wanted)!r}")
         early = self._early.pop()
-        return self._parse(wanted, early), early.arrays
+        return parse(wanted, early.body), early.arrays
 
-    def _parse(self, wanted: type[M], delivery: Delivery) -> M:
-        try:
-            return parse(wanted, delivery.body)
-        except MalformedMessage as error:
-            raise CorruptWeights(str(error)) from error
-
-    async def _receive(self, incoming: list[_Incoming], ranges: list[tuple[int, int, int]], number: int) -> None:
+    async def _receive(self, incoming: list[Stream], ranges: list[tuple[int, int, int]], number: int) -> None:
         """Receive the ranges (part, offset, bytes) of the streams."""
         missing = sum(nbytes for _, _, nbytes in ranges)
         while missing > 0:
@@ -311,12 +286,12 @@ class WeightRelay:
                 raise CorruptWeights(f"a chunk of version {number} has no bytes")
             if not any(part == i and o <= at and at + data.size <= o + nbytes for i, o, nbytes in ranges):
                 raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not requested")
-            incoming[part].stream[at : at + data.size] = data
+            incoming[part][1][at : at + data.size] = data
             self.bytes_received += data.nbytes
             missing -= data.nbytes
 
     async def _refetch(
-        self, incoming: list[_Incoming], corrupt: list[tuple[int, tuple[int, ...]]], tries: int, number: int
+        self, incoming: list[Stream], corrupt: list[tuple[int, tuple[int, ...]]], tries: int, number: int
     ) -> None:
         """Fetch corrupt payloads, given as (part, tensors), again after they arrived `tries` times.
 
@@ -332,48 +307,44 @@ class WeightRelay:
         self._early.clear()
         tensors = [(i, list(indexes)) for i, indexes in corrupt]
         await self.link.send(*wire(FetchAgain(request=self._request, of=self._first, tensors=tensors)))
-        payloads = [(i, incoming[i].part.payloads[j]) for i, indexes in corrupt for j in indexes]
+        payloads = [(i, incoming[i][0].payloads[j]) for i, indexes in corrupt for j in indexes]
         await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
 
-    async def _complete(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
+    async def _complete(self, manifest: Manifest, target: np.ndarray, incoming: list[Stream]) -> None:
         """Verify, decode and commit a version; fetch corrupt payloads again. The work is done in threads."""
         number = manifest.version.number
-        if not incoming[0].part.coded:
+        if not incoming[0][0].coded:
             await self._commit_raw(manifest, target, incoming)
             return
-        tries, todo = 1, [(i, tuple(range(len(one.part.payloads)))) for i, one in enumerate(incoming)]
+        tries, todo = 1, [(i, tuple(range(len(part.payloads)))) for i, (part, _) in enumerate(incoming)]
         while corrupt := await asyncio.to_thread(_corrupt_of, incoming, todo):
             await self._refetch(incoming, corrupt, tries, number)
             tries, todo = tries + 1, corrupt
         try:
-            await asyncio.to_thread(_decode, manifest, target, [(one.part, one.stream) for one in incoming])
+            await asyncio.to_thread(_decode, manifest, target, incoming)
             await asyncio.to_thread(self.store.commit, manifest, target)
         except CorruptWeights as error:  # although every payload arrived as it was sent
-            if (base := incoming[0].part.base) is None:
+            if (base := incoming[0][0].base) is None:
                 raise
             raise WrongBase(f"version {number} does not follow from version {base}: {error}") from error
 
-    async def _commit_raw(self, manifest: Manifest, target: np.ndarray, incoming: list[_Incoming]) -> None:
+    async def _commit_raw(self, manifest: Manifest, target: np.ndarray, incoming: list[Stream]) -> None:
         """Commit uncoded weights: their payloads are the tensors, so they are verified only once."""
-        tries = 1
-        while True:
+        for tries in itertools.count(1):
             try:
                 await asyncio.to_thread(self.store.commit, manifest, target)
                 return
             except CorruptTensors as error:
                 await self._refetch(incoming, [(0, error.indexes)], tries, manifest.version.number)
-            tries += 1
 
 
-def _corrupt_of(
-    incoming: list[_Incoming], todo: list[tuple[int, tuple[int, ...]]]
-) -> list[tuple[int, tuple[int, ...]]]:
+def _corrupt_of(incoming: list[Stream], todo: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
     """Return those of the payloads in `todo`, given as (part, tensors), that do not match their checksums."""
-    found = [(i, incoming[i].part.corrupt(incoming[i].stream, indexes)) for i, indexes in todo]
+    found = [(i, incoming[i][0].corrupt(incoming[i][1], indexes)) for i, indexes in todo]
     return [(i, indexes) for i, indexes in found if indexes]
 
 
-def _decode(manifest: Manifest, target: np.ndarray, streams: list[tuple[Part, np.ndarray]]) -> None:
+def _decode(manifest: Manifest, target: np.ndarray, streams: list[Stream]) -> None:
     """Apply coded parts in order to a buffer (uint8 [nbytes]) that holds the base of the first one.
 
     Raises:
@@ -384,12 +355,7 @@ def _decode(manifest: Manifest, target: np.ndarray, streams: list[tuple[Part, np
     def one(index: int) -> None:
         t = manifest.tensors[index]
         for part, stream in streams:
-            payload = part.payloads[index]
-            decode_tensor(
-                stream[payload.offset : payload.offset + payload.nbytes],
-                buffer[t.offset : t.offset + t.nbytes],
-                t.dtype,
-            )
+            decode_tensor(bytes_of(part.payloads[index], stream), bytes_of(t, buffer), t.dtype)
 
     with ThreadPoolExecutor(DECODING_THREADS) as pool:
         list(pool.map(one, range(len(manifest.tensors))))

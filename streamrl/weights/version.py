@@ -7,9 +7,10 @@ complete weights); the parts sent to a receiver say what they start from.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +46,14 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    checksum: str
-    """BLAKE3 of the tensor's bytes."""
+    checksum: str = ""
+    """BLAKE3 of the tensor's bytes; '': they are not written yet."""
+
+    def view(self, buffer: np.ndarray) -> torch.Tensor:
+        """Return a view of the tensor in a buffer (uint8 [nbytes])."""
+        import torch
+
+        return torch.from_numpy(bytes_of(self, buffer)).view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,7 @@ class Manifest:
         return manifest
 
     def verify(self, buffer: np.ndarray) -> None:
-        """Compare every tensor's bytes with its checksum.
-
-        Args:
-            buffer: uint8 [nbytes].
+        """Compare the bytes of every tensor in a buffer (uint8 [nbytes]) with its checksum.
 
         Raises:
             CorruptTensors: some tensors differ; the message names the first.
@@ -121,18 +125,12 @@ class Manifest:
 
     def like(self, other: Manifest) -> bool:
         """Return whether both have the same tensors (names, types, shapes) at the same places; values may differ."""
-        return self.nbytes == other.nbytes and (
-            [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in self.tensors]
-            == [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in other.tensors]
-        )
+        places = ([replace(t, checksum="") for t in one.tensors] for one in (self, other))
+        return self.nbytes == other.nbytes and next(places) == next(places)
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) views into a buffer (uint8 [nbytes])."""
-        import torch
-
-        for t in self.tensors:
-            raw = torch.from_numpy(buffer[t.offset : t.offset + t.nbytes])
-            yield t.name, raw.view(getattr(torch, t.dtype)).reshape(t.shape)
+        return ((t.name, t.view(buffer)) for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -143,6 +141,11 @@ class Payload:
     nbytes: int
     checksum: str
     """BLAKE3 of the payload's bytes."""
+
+
+def bytes_of(place: Payload | TensorEntry, data: np.ndarray) -> np.ndarray:
+    """Return the bytes of a tensor in its buffer, or of a payload in its stream: a view of uint8 [nbytes]."""
+    return data[place.offset : place.offset + place.nbytes]
 
 
 @dataclass(frozen=True)
@@ -192,13 +195,7 @@ class Part:
 
     @staticmethod
     def of_payloads(number: int, base: int | None, sizes: Iterable[tuple[int, str]]) -> Part:
-        """Return a coded part.
-
-        Args:
-            number: its version.
-            base: the version that it is a delta of, or None.
-            sizes: bytes and checksum of each payload.
-        """
+        """Return a coded part, from the bytes and checksum of each payload."""
         payloads, cursor = [], 0
         for nbytes, digest in sizes:
             payloads.append(Payload(cursor, nbytes, digest))
@@ -211,6 +208,10 @@ class Part:
         return tuple(indexes[i] for i in found)
 
 
+Stream = tuple[Part, np.ndarray]
+"""A part of a version and its bytes, uint8 [nbytes]."""
+
+
 def transfer_kind(parts: Iterable[Part]) -> str:
     """Describe a path of parts in a word or two."""
     kinds = ["complete" if not part.coded else "packed" if part.base is None else "delta" for part in parts]
@@ -219,33 +220,39 @@ def transfer_kind(parts: Iterable[Part]) -> str:
 
 def _corrupt(entries: Sequence[Payload | TensorEntry], data: np.ndarray) -> tuple[int, ...]:
     with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
-        sums = pool.map(lambda e: checksum(data[e.offset : e.offset + e.nbytes]), entries)
+        sums = pool.map(lambda e: checksum(bytes_of(e, data)), entries)
         return tuple(i for i, (e, found) in enumerate(zip(entries, sums, strict=True)) if found != e.checksum)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type, e.g. 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")
+
+
+def places(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[list[TensorEntry], int]:
+    """Return the places of tensors (name, type by torch's name, shape) in a buffer, and its size in bytes."""
+    import torch
+
+    entries, cursor = [], 0
+    for name, dtype, shape in tensors:
+        entries.append(TensorEntry(name, dtype, shape, cursor, math.prod(shape) * getattr(torch, dtype).itemsize))
+        cursor = (cursor + entries[-1].nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return entries, cursor
 
 
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Manifest, np.ndarray]:
     """Copy tensors (any device) into one buffer and describe them, as a complete version (base None)."""
-    import torch
+    items = [(name, tensor.detach()) for name, tensor in tensors]
+    entries, nbytes = places((name, type_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in items)
+    buffer = np.zeros(nbytes, dtype=np.uint8)
 
-    items = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
-    offsets, cursor = [], 0
-    for _, tensor in items:
-        offsets.append(cursor)
-        size = tensor.numel() * tensor.element_size()
-        cursor = (cursor + size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    buffer = np.zeros(cursor, dtype=np.uint8)
-
-    def place(item: tuple[tuple[str, torch.Tensor], int]) -> TensorEntry:
-        (name, tensor), offset = item
-        nbytes = tensor.numel() * tensor.element_size()
-        target = buffer[offset : offset + nbytes]
-        target[:] = tensor.reshape(-1).view(torch.uint8).cpu().numpy()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return TensorEntry(name, dtype, tuple(tensor.shape), offset, nbytes, checksum(target))
+    def write(entry: TensorEntry, item: tuple[str, torch.Tensor]) -> TensorEntry:
+        entry.view(buffer).copy_(item[1])
+        return replace(entry, checksum=checksum(bytes_of(entry, buffer)))
 
     with ThreadPoolExecutor(max_workers=4) as pool:
-        entries = tuple(pool.map(place, zip(items, offsets, strict=True)))
-    return Manifest(WeightVersion(number, None, content_hash(entries)), cursor, entries), buffer
+        written = tuple(pool.map(write, entries, items))
+    return Manifest(WeightVersion(number, None, content_hash(written)), nbytes, written), buffer
 
 
 def checksum(data: np.ndarray) -> str:

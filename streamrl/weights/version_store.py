@@ -26,12 +26,7 @@ class WeightStore:
     """Files of one run's versions; one writer (the relay), any number of readers."""
 
     def __init__(self, directory: Path, one_machine: bool = True) -> None:
-        """Use a folder as a store.
-
-        Args:
-            directory: the store's folder.
-            one_machine: whether all its readers are on this machine, so that the store can tell whether there are any.
-        """
+        """Use a folder; `one_machine`: all its readers are on this machine, so the store can tell if there are any."""
         self.directory = directory
         self.one_machine = one_machine
         self._verified: set[int] = set()
@@ -117,17 +112,9 @@ class WeightStore:
         """
         numbers = (int(path.stem.split("_")[1]) for path in self.directory.glob("version_*.bin"))
         for number in sorted(numbers, reverse=True):
-            if number in self._verified:
+            if number in self._verified or self.is_whole(number):
+                self._verified.add(number)
                 return number
-            try:
-                manifest, buffer = self.open(number)
-                manifest.verify(buffer)
-            except (CorruptWeights, OSError, ValueError, RecursionError) as error:
-                log.warning("deleting version %d of an earlier process: %s", number, error)
-                self._path(number).unlink(missing_ok=True)
-                continue
-            self._verified.add(number)
-            return number
         return None
 
     def is_whole(self, number: int) -> bool:
@@ -135,7 +122,9 @@ class WeightStore:
         try:
             manifest, buffer = self.open(number)
             manifest.verify(buffer)
-        except (CorruptWeights, OSError, ValueError):
+        except (CorruptWeights, OSError, ValueError, RecursionError) as error:
+            if self.has(number):
+                log.warning("deleting version %d: %s", number, error)
             self._path(number).unlink(missing_ok=True)
             self._verified.discard(number)
             return False

@@ -142,7 +142,7 @@ def test_dropped_samples_are_accounted_for_with_the_step_that_dropped_them(tmp_p
 
 def test_committed_content_can_be_read_back() -> None:
     sample = make_sample("g.0")
-    back = sample_from_wire(*unpack_content(pack_content(*sample_to_wire(sample))))
+    back = sample_from_wire(Sample, *unpack_content(pack_content(*sample_to_wire(sample))))
     assert back.sample_id == "g.0"
     np.testing.assert_array_equal(back.logprobs, sample.logprobs)
 

@@ -124,14 +124,11 @@ class ChainMachine(RuleBasedStateMachine):
             leads = held == chain.newest or any(self.deltas[number][0].base == held for number in after)
             if leads and sum(self.deltas[number][0].nbytes for number in after) <= bound:
                 needed |= after
-        garbage = chain.collect()
-        assert not garbage.deltas & needed and garbage.complete.isdisjoint({chain.newest, chain.anchor})
-        for number in garbage.deltas:
-            del self.deltas[number]
-        for number in garbage.complete:
-            del self.complete[number]
-        assert self.deltas.keys() == set(chain.deltas)
-        assert self.complete.keys() == chain.complete
+        chain.collect()
+        assert needed <= set(chain.deltas) <= self.deltas.keys()
+        assert {chain.newest, chain.anchor} - {None} <= chain.complete <= self.complete.keys()
+        self.deltas = {number: self.deltas[number] for number in chain.deltas}
+        self.complete = {number: self.complete[number] for number in chain.complete}
 
     # -- receivers
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.weights.codec import entropy
-from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor, entropy_bound_bits, is_complete
+from streamrl.weights.codec.delta import PACKED, RAW, CorruptDelta, decode_tensor, encode_tensor, entropy_bound_bits
 from streamrl.weights.version import CorruptWeights
 
 SIZES = {
@@ -44,7 +44,7 @@ def round_trip(new: np.ndarray, old: np.ndarray | None, dtype: str) -> np.ndarra
     assert payload.size <= new.size + 1
     around = np.full(new.size + 128, 0xA5, dtype=np.uint8)
     target = around[64 : 64 + new.size]
-    target[:] = 0x5A if old is None or is_complete(payload) else old
+    target[:] = 0x5A if old is None or payload[0] in (RAW, PACKED) else old
     decode_tensor(payload, target, dtype)
     assert target.tobytes() == new.tobytes()
     assert (around[:64] == 0xA5).all()
@@ -73,7 +73,7 @@ def test_any_share_of_changes_arrives_bit_for_bit(dtype: str, n: int) -> None:
         for most in (1, 100):
             payload = round_trip(changed(rng, dtype, old, count, most), old, dtype)
             assert (payload.tobytes() == b"\0") == (count == 0)
-    assert is_complete(round_trip(old, None, dtype))
+    assert round_trip(old, None, dtype)[0] in (RAW, PACKED)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
@@ -82,7 +82,8 @@ def test_a_tensor_of_several_blocks_arrives_bit_for_bit(share: float, monkeypatc
     monkeypatch.setattr("streamrl.weights.codec.delta.BLOCK", 4096)
     rng = np.random.default_rng(1)
     old = random_bytes(rng, "bfloat16", 100_003)
-    assert not is_complete(round_trip(changed(rng, "bfloat16", old, round(share * 100_003), 3), old, "bfloat16"))
+    payload = round_trip(changed(rng, "bfloat16", old, round(share * 100_003), 3), old, "bfloat16")
+    assert payload[0] not in (RAW, PACKED)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
@@ -148,7 +149,7 @@ def test_the_bound_counts_choices_and_values() -> None:
 def test_what_shares_nothing_with_the_old_tensor_is_sent_complete_and_compressed(n: int) -> None:
     old, new = (torch.randn(n, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
     payload = round_trip(new.view(torch.uint8).numpy(), old.view(torch.uint8).numpy(), "bfloat16")
-    assert is_complete(payload)
+    assert payload[0] in (RAW, PACKED)
     assert payload.size < 0.75 * 2 * n
     noise = np.random.default_rng(0).integers(0, 256, 2 * n, dtype=np.uint8)
     assert round_trip(noise, old.view(torch.uint8).numpy(), "bfloat16").size == 2 * n + 1
@@ -217,11 +218,11 @@ def test_a_payload_that_claims_to_be_huge_is_refused_before_memory_is_taken() ->
         decode_tensor(payload, np.zeros(8192, np.uint8), "uint8")
 
 
-def test_what_is_no_payload_is_neither_complete_nor_a_delta() -> None:
+def test_what_is_no_payload_is_refused() -> None:
     assert issubclass(CorruptDelta, CorruptWeights)
     for payload in (b"", b"\x04", b"\xff"):
         with pytest.raises(CorruptDelta):
-            is_complete(np.frombuffer(payload, np.uint8))
+            decode_tensor(np.frombuffer(payload, np.uint8), np.zeros(4, np.uint8), "bfloat16")
     with pytest.raises(CorruptDelta, match="no tensor"):
         decode_tensor(np.zeros(1, np.uint8), np.zeros(3, np.uint8), "bfloat16")
     with pytest.raises(CorruptDelta):

@@ -67,7 +67,7 @@ def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -
         address = f"tcp://127.0.0.1:{free_port()}"
         waits = WaitRegistry("test")
         hub = Hub("publisher", waits).bind(address)
-        publisher = WeightPublisher(hub, 4096)
+        publisher = WeightPublisher(hub, lambda peer: 4096)
         serving = asyncio.ensure_future(publisher.serve())
         link = await Link("service-far", "relay", waits).connect(address, 10)
         relay = WeightRelay(link, WeightStore(tmp_path / "store"), 20, "delta")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding, WeightRelay
-from streamrl.weights.version import Manifest, Part, lay_out
+from streamrl.weights.version import Manifest, Part, lay_out, transfer_kind
 from streamrl.weights.version_store import WeightStore
 from tests.training.conftest import free_port
 from tests.waiting import scaled
@@ -93,14 +94,50 @@ class DamagingLink(Link):
         return dataclasses.replace(delivery, arrays={"data": data})
 
 
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What one transfer to a relay cost."""
+
+    number: int
+    peer: str
+    nbytes: int
+    kind: str
+    seconds: float
+
+
+class RecordingPublisher(WeightPublisher):
+    """Notes what it has sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent: list[Sent] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights and deltas in memory, without those held only by transfers in flight."""
+        held: dict[int, int] = {}
+        for version in [*self._versions.values(), *([self._newest] if self._newest else [])]:
+            for data in (version.buffer, *(stream[1] for stream in (version.delta, version.packed) if stream)):
+                if data is not None:
+                    held[id(data)] = data.nbytes
+        return sum(held.values())
+
+    async def _send_ranges(self, peer: str, transfer: Any, request: int, ranges: list[tuple[int, int, int]]) -> None:
+        started = time.monotonic()
+        await super()._send_ranges(peer, transfer, request, ranges)
+        kind = transfer_kind([part for part, _ in transfer.streams]) if request == transfer.request else "again"
+        nbytes = sum(length for _, _, length in ranges)
+        self.sent.append(Sent(transfer.manifest.version.number, peer, nbytes, kind, time.monotonic() - started))
+
+
 class World:
     """A publisher and relays on loopback."""
 
-    def __init__(self, folder: Path, kind: type[WeightPublisher] = WeightPublisher, **options: Any) -> None:
+    def __init__(self, folder: Path, kind: type[RecordingPublisher] = RecordingPublisher, **options: Any) -> None:
         self.folder = folder
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.hub = Hub("publisher", WaitRegistry("publisher"), flow=Flow(credits=4)).bind(self.address)
-        self.publisher = kind(self.hub, **({"chunk_bytes": 3000, "anchor_every": 7} | options))
+        self.publisher = kind(self.hub, **({"chunk_of": lambda peer: 3000, "anchor_every": 7} | options))
         self.serving = asyncio.create_task(self.publisher.serve())
         self.links: list[Link] = []
 

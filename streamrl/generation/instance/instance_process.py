@@ -35,6 +35,7 @@ from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import PROCESS
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.backends.base import weight_path
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -84,16 +85,16 @@ class InstanceProcess:
             RuntimeError: vLLM failed.
         """
         cuda = self.context.cluster.hardware == "cuda"
-        several_sites = bool(self.context.cluster.remote_sites)
+        weights = weight_path(self.context.run, self.context.cluster)
         self.context.say("importing vLLM")
         import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
 
         self.context.say("loading the model into vLLM")
         if not cuda:
             self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
-        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, several_sites, self.place)
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, weights, self.place)
         try:
-            if self.engine.weight_path.fetched:
+            if weights.fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
             self.context.say("warming up")
             await self.engine.warm_up()

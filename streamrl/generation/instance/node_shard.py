@@ -10,6 +10,7 @@ import asyncio
 
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.runtime.process_context import RoleContext
+from streamrl.weights.backends.base import weight_path
 
 
 class Shard:
@@ -36,8 +37,8 @@ class Shard:
     def _work(self) -> None:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        cuda, several_sites = self.context.cluster.hardware == "cuda", bool(self.context.cluster.remote_sites)
-        config = engine_config(self.pool, self.context.run, cuda, several_sites, self.place)
+        run, cluster = self.context.run, self.context.cluster
+        config = engine_config(self.pool, run, cluster.hardware == "cuda", weight_path(run, cluster), self.place)
         executor = MultiprocExecutor(config, monitor_workers=False)
         try:
             executor.start_worker_monitor(inline=True)

@@ -33,7 +33,7 @@ from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_instance
 from streamrl.protocol.message import MessageReader, body_of, wire
-from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, partial_from_wire, progress_from_wire
+from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, progress_from_wire, sample_from_wire
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
@@ -234,7 +234,7 @@ class GenerationService:
                     self.journal.forget([sample.sample_id])
                     await self.dispatcher.finished(sample.sample_id, length, delivery.peer)
                 case site_instance.ReleasedSample() as released:
-                    partial = partial_from_wire(body_of(released), delivery.arrays)
+                    partial = sample_from_wire(PartialSample, body_of(released), delivery.arrays)
                     if self.dispatcher.has(delivery.peer, partial.sample_id):
                         self.journal.add(0, partial)
                     if await self.dispatcher.released(partial, delivery.peer):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.weights.version import Manifest
 
@@ -41,20 +42,16 @@ STREAMED = WeightPath("streamrl", fetched=True)
 NCCL = WeightPath("nccl", fetched=False)
 
 
-def weight_path(run: RunConfig, cuda: bool, several_sites: bool = False) -> WeightPath:
+def weight_path(run: RunConfig, cluster: ClusterConfig) -> WeightPath:
     """Return the weight path of a run.
 
     NCCL works inside a site only, sends no 8-bit codes, and cannot have two members on one GPU.
-
-    Args:
-        run: the run's configuration.
-        cuda: whether the cluster has GPUs.
-        several_sites: whether weights may go over links.
     """
     chosen = run.weights.backend
     if chosen == "auto":
         whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
-        chosen = "nccl" if cuda and whole and not several_sites and not shared else "stream"
+        one_site = cluster.hardware == "cuda" and not cluster.remote_sites
+        chosen = "nccl" if one_site and whole and not shared else "stream"
     return STREAMED if chosen == "stream" else NCCL
 
 
@@ -94,12 +91,7 @@ class WeightBackend(ABC):
 
     @abstractmethod
     async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
-        """Make the current weights available to all sites as a version.
-
-        Args:
-            model: trainer that has the weights.
-            number: number of the version.
-            controller: connection to the controller.
+        """Make the current weights available to all sites as version `number`.
 
         Raises:
             RunFailed: the weights cannot be laid out, or an instance does not answer.

@@ -38,22 +38,12 @@ from streamrl.weights.codec.entropy import (
     write_planes,
 )
 
-__all__ = ["CorruptDelta", "decode_tensor", "encode_tensor", "entropy_bound_bits", "is_complete"]
-
 SAME, RAW, PACKED, SPARSE = range(4)
 """First byte of a payload: nothing changed; all bytes; all bytes in compressed planes; changed elements."""
 ITEM_SIZES = {
-    "float64": 8,
-    "int64": 8,
-    "uint64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "uint16": 2,
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
 }
 """Bytes of an element by torch's type name; any other type is coded as bytes."""
 SIGN_MAGNITUDE = {
@@ -136,28 +126,12 @@ def decode_tensor(payload: Bytes, target: Bytes, dtype: str) -> None:
         _apply(reader, values, dtype in SIGN_MAGNITUDE)
 
 
-def is_complete(payload: Bytes) -> bool:
-    """Return whether a payload needs no old tensor.
-
-    Raises:
-        CorruptDelta: it is no payload.
-    """
-    if payload.size == 0 or payload[0] > SPARSE:
-        raise CorruptDelta("no payload of a tensor")
-    return bool(payload[0] in (RAW, PACKED))
-
-
 def entropy_bound_bits(old: Bytes, new: Bytes, dtype: str) -> float:
     """Return the fewest bits of a delta if only the number of changes is known: log2 C(n, k) + k H0.
 
     The first term is the choice of k changed elements out of n, the second their differences in ulp, with H0 their own
     zero-order entropy. The cost of learning H0 is not counted, so for types with large differences, such as fp32, no
-    coder reaches the bound.
-
-    Args:
-        old: uint8 [nbytes].
-        new: uint8 [nbytes].
-        dtype: torch's type name.
+    coder reaches the bound. The arguments are those of `encode_tensor`.
     """
     word = _word(dtype)
     fresh, before = np.ascontiguousarray(new).view(word), np.ascontiguousarray(old).view(word)
@@ -166,11 +140,7 @@ def entropy_bound_bits(old: Bytes, new: Bytes, dtype: str) -> float:
     if k == 0:
         return 0.0
     differences = _difference(fresh[where], before[where], dtype in SIGN_MAGNITUDE)
-    if word.itemsize <= 2:
-        counts = np.bincount(differences)
-        counts = counts[counts > 0]
-    else:
-        _, counts = np.unique(differences, return_counts=True)
+    _, counts = np.unique(differences, return_counts=True)
     choice = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
     return choice - float((counts * np.log2(counts / k)).sum())
 

@@ -69,22 +69,14 @@ class Writer:
     def stream(self, data: Bytes) -> None:
         """Write bytes whose count the reader knows, compressed if that makes them fewer."""
         data = np.ascontiguousarray(data)
-        if data.size >= MIN_ZSTD:
-            packed = _ZSTD.compress(data)
-            if len(packed) < data.size:
-                self.number(len(packed))
-                self._parts.append(packed)
-                return
-        self.number(0)
+        packed = _ZSTD.compress(data) if data.size >= MIN_ZSTD else data
+        smaller = len(packed) < data.size
+        self.number(len(packed) if smaller else 0)
+        self._parts.append(packed if smaller else data)
+
+    def add(self, data: Any) -> None:
+        """Write bytes whose count the reader knows, uncompressed."""
         self._parts.append(data)
-
-    def bits(self, data: npt.NDArray[np.bool_]) -> None:
-        """Write bits whose count the reader knows, uncompressed."""
-        self._parts.append(np.packbits(data, bitorder="little"))
-
-    def add(self, other: Writer) -> None:
-        """Append everything that another writer wrote."""
-        self._parts += other._parts
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -103,33 +95,30 @@ class Reader:
 
     def number(self, most: int) -> int:
         """Read a number up to `most`."""
-        value = shift = 0
-        while True:
+        value = 0
+        for shift in range(0, 70, 7):
             byte = self._take(1)[0]
             value |= (byte & 0x7F) << shift
             if value > most:
                 raise CorruptDelta(f"a number is above {most}")
             if byte < 0x80:
                 return value
-            shift += 7
-            if shift > 63:
-                raise CorruptDelta("a number does not end")
+        raise CorruptDelta("a number does not end")
 
     def stream(self, count: int) -> Bytes:
         """Read `count` bytes."""
         length = self.number(count)
         if length == 0:
-            return np.frombuffer(self._take(count), dtype=np.uint8)
+            return self.plain(count)
         try:
             data = _ZSTD.decompress(self._take(length), count)  # refuses a frame that holds more or fewer
         except (OSError, pa.ArrowException) as error:
             raise CorruptDelta(f"a stream is corrupt: {error}") from error
         return np.frombuffer(data, dtype=np.uint8)
 
-    def bits(self, count: int) -> Bytes:
-        """Read `count` bits as uint8 [count], zero or one."""
-        data = np.frombuffer(self._take((count + 7) // 8), dtype=np.uint8)
-        return np.unpackbits(data, count=count, bitorder="little")
+    def plain(self, count: int) -> Bytes:
+        """Read `count` bytes that were written uncompressed."""
+        return np.frombuffer(self._take(count), dtype=np.uint8)
 
     def end(self) -> None:
         """Check that nothing follows."""
@@ -171,20 +160,18 @@ class PositionWriter:
 
     def finish(self, writer: Writer) -> None:
         """Write the set; the caller writes `n` and `k`."""
-        complement, planes, bits = self._coding & COMPLEMENT, self._coding & ~COMPLEMENT, self._bits
-        if complement:
-            bits = _inverted(bits, self._n)
-        if planes == NOTHING:
+        complement, planes = self._coding & COMPLEMENT, self._coding & ~COMPLEMENT
+        bits = _inverted(self._bits, self._n) if complement else self._bits
+        if planes in (NOTHING, MASK):
             writer.number(self._coding)
-        elif planes == MASK:
-            writer.number(self._coding)
-            writer.stream(bits)
+            if planes == MASK:
+                writer.stream(bits)
         else:
             if complement:
                 self._gaps = [np.diff(np.concatenate([*chosen(bits, self._n)]), prepend=-1) - 1]
             coding, coded = _coded_gaps(np.concatenate(self._gaps), planes, self._n)
             writer.number(complement + coding)
-            writer.add(coded)
+            writer.add(coded.payload())
 
 
 class PositionReader:
@@ -194,8 +181,7 @@ class PositionReader:
         coding = reader.number(COMPLEMENT + RICE)
         planes, complement = coding & ~COMPLEMENT, bool(coding & COMPLEMENT)
         coded = n - k if complement else k
-        self._n = n
-        self._skip = -1 if planes == RICE else 256**planes - 1
+        self._n, self._skip = n, -1 if planes == RICE else 256**planes - 1
         self._symbols: Words | None = None  # gaps
         self._bits = np.zeros((n + 7) // 8 if complement and planes != MASK else 0, dtype=np.uint8)
         if planes > RICE:
@@ -220,9 +206,7 @@ class PositionReader:
 
     def blocks(self) -> Iterator[Indices]:
         """Yield the chosen elements in increasing blocks."""
-        if self._symbols is not None:
-            return _ends(self._symbols, self._skip)
-        return chosen(self._bits, self._n) if self._bits.size else iter(())
+        return chosen(self._bits, self._n) if self._symbols is None else _ends(self._symbols, self._skip)
 
 
 def chosen(bits: Bytes, n: int) -> Iterator[Indices]:
@@ -286,18 +270,11 @@ def _coding(n: int, k: int) -> int:
 
 
 def _coded_gaps(gaps: Indices, planes: int, n: int) -> tuple[int, Writer]:
-    """Return the smaller coding of gaps, and its output.
-
-    Args:
-        gaps: int64 [k], elements left out before each chosen one.
-        planes: bytes of a symbol.
-        n: number of elements.
-    """
+    """Return the smaller coding of gaps (int64 [k], elements left out before each chosen one), and its output."""
     symbols, rice = Writer(), Writer()
     coded = _symbols(gaps, planes)
     symbols.number(len(coded))
-    for plane in range(planes):
-        symbols.stream(coded[:, plane])
+    write_planes(symbols, coded, planes)
     if n < RICE_GAP * len(gaps) and len(gaps) >= MIN_ZSTD:
         return planes, symbols
     low = _low_bits(n, len(gaps))
@@ -311,7 +288,7 @@ def _coded_gaps(gaps: Indices, planes: int, n: int) -> tuple[int, Writer]:
     for bit in range(low):
         rows[bit] = (gaps >> bit) & 1
     rice.number(total)
-    rice.bits(bits)
+    rice.add(np.packbits(bits, bitorder="little"))
     return RICE, rice
 
 
@@ -319,7 +296,8 @@ def _read_rice(reader: Reader, n: int, count: int) -> Words:
     """Read the gaps before `count` elements below `n`, int64 [count]."""
     low = _low_bits(n, count)
     total = reader.number(n >> low)
-    bits = reader.bits((low + 1) * count + total)
+    length = (low + 1) * count + total
+    bits = np.unpackbits(reader.plain((length + 7) // 8), count=length, bitorder="little")
     ends = np.flatnonzero(bits[: count + total].view(np.bool_))
     if len(ends) != count or (count and ends[-1] != count + total - 1):
         raise CorruptDelta("gaps do not end")
@@ -336,18 +314,17 @@ def _low_bits(n: int, k: int) -> int:
     return max(0, (n // max(k, 1)).bit_length() - 1)
 
 
-def _symbols(gaps: Indices, planes: int) -> Bytes:
-    """Return gaps as symbols, uint8 [symbols, planes]."""
+def _symbols(gaps: Indices, planes: int) -> Words:
+    """Return gaps as symbols, whose low `planes` bytes count."""
     skip = 256**planes - 1
     word = (np.uint8, np.uint16, np.uint32)[planes - 1]
     if int(gaps.max()) < skip:
-        symbols = gaps.astype(word)
-    else:
-        skips, rest = np.divmod(gaps, skip)
-        ends = np.cumsum(skips) + np.arange(len(gaps))
-        symbols = np.full(int(ends[-1]) + 1, skip, dtype=word)
-        symbols[ends] = rest
-    return symbols.view(np.uint8).reshape(len(symbols), -1)[:, :planes]
+        return gaps.astype(word)
+    skips, rest = np.divmod(gaps, skip)
+    ends = np.cumsum(skips) + np.arange(len(gaps))
+    symbols = np.full(int(ends[-1]) + 1, skip, dtype=word)
+    symbols[ends] = rest
+    return symbols
 
 
 def write_numbers(writer: Writer, values: Words) -> None:
@@ -363,9 +340,8 @@ def write_numbers(writer: Writer, values: Words) -> None:
         count = ones(more)
         if count > (1 - LEVEL_SHARE) * len(values):
             break
-        level = PositionWriter(more, len(values), count)
-        levels.append((count, level))
-        values = np.concatenate([values[where] for where in level.blocks()]) - values.dtype.type(1)
+        levels.append((count, PositionWriter(more, len(values), count)))
+        values = np.concatenate([values[where] for where in levels[-1][1].blocks()]) - values.dtype.type(1)
     writer.number(len(levels))
     for count, level in levels:
         writer.number(count)
@@ -376,10 +352,9 @@ def write_numbers(writer: Writer, values: Words) -> None:
     writer.number(planes)
     if planes < size:
         escaped = values >= 256**planes - 1
-        aside = values[escaped]
+        writer.number(int(np.count_nonzero(escaped)))
+        write_planes(writer, values[escaped], size)
         values = np.where(escaped, values.dtype.type(256**planes - 1), values)
-        writer.number(len(aside))
-        write_planes(writer, aside, size)
     write_planes(writer, values, planes)
 
 
@@ -397,16 +372,13 @@ def read_numbers(reader: Reader, count: int, word: np.dtype[Any]) -> Words:
     planes = reader.number(word.itemsize)
     if planes < 1:
         raise CorruptDelta("numbers of no bytes")
-    aside = np.empty(0, dtype=word)
-    if planes < word.itemsize:
-        aside = read_planes(reader, reader.number(left), word, word.itemsize)
+    aside = read_planes(reader, reader.number(left), word, word.itemsize) if planes < word.itemsize else None
     rest = read_planes(reader, left, word, planes)
-    if planes < word.itemsize:
+    if aside is not None:
         escaped = rest == 256**planes - 1
         if np.count_nonzero(escaped) != len(aside):
             raise CorruptDelta("another number of large values")
-        if len(aside):
-            rest[escaped] = aside
+        rest[escaped] = aside
     if places is None:
         return rest
     values[places] += rest
