@@ -104,7 +104,7 @@ class Injector:
             trains_here="controller" in of,
             owns_launcher=self._kill_launcher is not None,
             limits_files=hasattr(resource, "prlimit"),
-            shares_weights=weight_path(self.run, self.cluster).fetched,
+            shares_weights=weight_path(self.run).fetched,
         )
 
     def inject(self, fault: Fault, seen: Observation) -> Injected:

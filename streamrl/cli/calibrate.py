@@ -74,7 +74,7 @@ def command(
     from streamrl.weights.backends.base import weight_path
 
     async def work() -> dict[str, object]:
-        weights = weight_path(run, cluster)
+        weights = weight_path(run)
         engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site, weights)
         try:
             await engine.warm_up()

@@ -106,8 +106,8 @@ class WeightSyncConfig(StrictModel):
 
     backend: Literal["auto", "stream", "nccl"] = Field(
         "auto",
-        description="stream: over ZeroMQ to one relay per site; nccl: vLLM's NCCL engine; auto: nccl on cuda unless "
-        "the schedule is colocated, else stream",
+        description="stream: over ZeroMQ to one relay per site; nccl: vLLM's NCCL engine, which has not been run "
+        "so far; auto: stream",
     )
     encoding: Literal["auto", "raw", "delta"] = Field(
         "auto",

@@ -171,7 +171,7 @@ class Scaling:
         """Return the reason why this run cannot be scaled; None: it can."""
         if self.run.schedule.name == "auto":
             return "schedule: auto has divided the devices among the instances that the run began with"
-        if not weight_path(self.run, self.cluster).fetched:
+        if not weight_path(self.run).fetched:
             return (
                 "weights.backend: nccl joins trainer and instances in one group when the run begins; "
                 "start it with weights.backend: stream to scale it"

@@ -64,7 +64,11 @@ def check(
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site))
     _refuse(checks)
-    return [*thread_warnings(cluster, run, usable_cores(), site), *memory_warnings(cluster, run, free_memory(), site)]
+    return [
+        *untried(cluster, run),
+        *thread_warnings(cluster, run, usable_cores(), site),
+        *memory_warnings(cluster, run, free_memory(), site),
+    ]
 
 
 def _refuse(checks: Iterable[Iterable[str]]) -> None:
@@ -94,7 +98,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         missing.append(f"on this machine: {error}")
     _refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
-    return [f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run", *missing]
+    note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
+    return [note, *untried(cluster, run), *missing]
 
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
@@ -264,6 +269,16 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
             f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
             f"one more, {free / 2**30:.1f} GiB free"
         )
+
+
+def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+    """Name the parts of a run that no test and no measurement of this project has exercised so far."""
+    found = []
+    if cluster.hardware == "cuda":
+        found.append("hardware: cuda has not been run so far: training and generation on GPUs are untested")
+    if run.weights.backend == "nccl":
+        found.append("weights.backend: nccl has not been run so far; stream has")
+    return found
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

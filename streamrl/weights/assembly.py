@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-from streamrl.config.cluster import SiteLink
+from importlib import import_module
+
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.process_plan import plan_processes
 from streamrl.runtime.processes import this_host
-from streamrl.runtime.site_connections import weight_chunk
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.weights.backends.base import Compute, WeightBackend, weight_path
-from streamrl.weights.backends.streamed import StreamedBackend
-from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version_store import WeightStore
 
 
 def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBackend:
     """Make the trainer's side of the weight path; sites fetch from `hub`."""
-    if weight_path(context.run, context.cluster).fetched:
-        return StreamedBackend(make_publisher(context, hub), compute)
-    from streamrl.weights.backends.nccl import NcclBackend  # loads torch
-
-    return NcclBackend(context, compute)
-
-
-def make_publisher(context: RoleContext, hub: Hub) -> WeightPublisher:
-    """Make a publisher that keeps each link's budget: the trainer's, or that of a site that passes weights on.
-
-    The latter makes deltas from the start, because another site may come to it at any version.
-    """
-    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-
-    def link_to(peer: str) -> SiteLink | None:
-        return context.cluster.link_between(sites.get(peer, context.site), context.site)
-
-    def rate(peer: str) -> float | None:
-        link = link_to(peer)
-        return None if link is None else link.bytes_per_s * link.weight_share
-
-    return WeightPublisher(
-        hub,
-        lambda peer: weight_chunk(context, link_to(peer)),
-        rate,
-        context.run.weights.anchor_every,
-        eager=context.remote,
-    )
+    backend: WeightBackend = import_module(weight_path(context.run).module).make_backend(context, hub, compute)
+    return backend
 
 
 def make_relay(context: RoleContext, link: Link) -> WeightRelay:

@@ -195,8 +195,10 @@ def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
         assert name in result.out
     for words in ("link home - there", "10 Gbit/s", "link home - far", "90 ms", "curve"):
         assert words in result.out
-    (warning,) = result.err.splitlines()  # no GPUs, no keys, a port of another machine: nothing for this one to refuse
-    assert warning.startswith("warning: not checked: ") and "GPUs, ports, keys" in warning
+    # no GPUs, no keys, a port of another machine: nothing for this one to refuse
+    unchecked, untried = result.err.splitlines()
+    assert unchecked.startswith("warning: not checked: ") and "GPUs, ports, keys" in unchecked
+    assert untried.startswith("warning: hardware: cuda has not been run so far")
     assert not (terminal.folder / "runs").exists()
     assert terminal.launch("--set", "schedule={name: sync}").code == 2  # without --dry-run it has to be told which
 

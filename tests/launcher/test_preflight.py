@@ -96,3 +96,9 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "vllm" else object())
     [problem] = preflight.check_packages(cluster("cuda"))
     assert problem == "not installed: vllm; install with: pip install 'streamrl[gpu,tasks]'"
+
+
+def test_what_has_never_been_run_is_named_in_the_plan() -> None:
+    assert preflight.untried(cluster(), RunConfig()) == []
+    on_gpus = preflight.untried(cluster("cuda"), RunConfig.model_validate({"weights": {"backend": "nccl"}}))
+    assert [line.partition(" has not been run")[0] for line in on_gpus] == ["hardware: cuda", "weights.backend: nccl"]

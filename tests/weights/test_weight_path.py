@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
 import pytest
 
-from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
-from streamrl.weights.backends.base import NCCL, STREAMED, WeightPath, weight_path
+from streamrl.config.run import RunConfig, WeightSyncConfig
+from streamrl.weights.backends.base import PATHS, weight_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "cuda", "several_sites", "path"),
+    ("changes", "path"),
     [
-        ({}, False, False, STREAMED),
-        ({}, True, False, NCCL),
-        ({}, True, True, STREAMED),
-        ({"schedule": {"name": "colocated"}}, True, False, STREAMED),  # NCCL has no two members on one GPU
-        ({"weights": {"generation_dtype": "fp8"}}, True, False, STREAMED),
-        ({"weights": {"backend": "stream"}}, True, False, STREAMED),
-        ({"weights": {"backend": "nccl"}}, True, False, NCCL),
+        ({}, "stream"),
+        ({"schedule": {"name": "colocated"}}, "stream"),
+        ({"weights": {"backend": "stream", "generation_dtype": "fp8"}}, "stream"),
+        ({"weights": {"backend": "nccl"}}, "nccl"),
     ],
 )
-def test_nccl_is_for_gpus_of_one_site_that_are_not_shared(
-    changes: dict[str, Any], cuda: bool, several_sites: bool, path: WeightPath
-) -> None:
-    pool = {"name": "all", "replicas": 1}
-    sites: dict[str, Any] = {"home": {"trainer": {}, "generation": [pool]}}
-    links = []
-    if several_sites:
-        sites["far"] = {"generation": [pool]}
-        links = [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]
-    cluster = {"hardware": "cuda" if cuda else "cpu", "sites": sites, "links": links}
-    assert weight_path(RunConfig.model_validate(changes), ClusterConfig.model_validate(cluster)) == path
+def test_only_a_path_that_has_been_run_is_taken_unless_another_is_named(changes: dict[str, Any], path: str) -> None:
+    assert weight_path(RunConfig.model_validate(changes)) is PATHS[path]
+
+
+def test_every_path_of_the_run_file_has_a_module_that_makes_its_backend() -> None:
+    named = set(get_args(WeightSyncConfig.model_fields["backend"].annotation)) - {"auto"}
+    assert named == set(PATHS)
+    for path in PATHS.values():
+        assert callable(import_module(path.module).make_backend)
+        if path.engine_class is not None:
+            assert hasattr(import_module(path.engine_class[0]), path.engine_class[1])
 
 
 def test_nccl_on_shared_gpus_is_refused_when_the_file_is_read() -> None:

@@ -85,7 +85,7 @@ class InstanceProcess:
             RuntimeError: vLLM failed.
         """
         cuda = self.context.cluster.hardware == "cuda"
-        weights = weight_path(self.context.run, self.context.cluster)
+        weights = weight_path(self.context.run)
         self.context.say("importing vLLM")
         import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
 

@@ -38,7 +38,7 @@ class Shard:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         run, cluster = self.context.run, self.context.cluster
-        config = engine_config(self.pool, run, cluster.hardware == "cuda", weight_path(run, cluster), self.place)
+        config = engine_config(self.pool, run, cluster.hardware == "cuda", weight_path(run), self.place)
         executor = MultiprocExecutor(config, monitor_workers=False)
         try:
             executor.start_worker_monitor(inline=True)

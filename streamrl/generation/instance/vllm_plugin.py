@@ -23,19 +23,18 @@ _ends = 0
 
 
 def register() -> None:
-    """Register the backend of `WeightTransferConfig(backend="streamrl")`.
+    """Register the weight-transfer engines that are not vLLM's own.
 
     vLLM calls this entry point in every process, possibly more than once.
     """
     _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from streamrl.weights.backends.base import STREAMED
+    from streamrl.weights.backends.base import PATHS
 
-    if STREAMED.engine not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            STREAMED.engine, "streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"
-        )
+    for path in PATHS.values():
+        if path.engine_class is not None and path.engine not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(path.engine, *path.engine_class)
     if EAGER in os.environ:
         # vLLM's sampler compiles a function that computes the rank of each sampled token, which nothing here reads: 7 s
         # of an instance's start with an empty cache, 1.5 s with a full one. Uncompiled, it takes 0.04 ms of a step for

@@ -76,7 +76,7 @@ class SiteFleet:
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
         self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
-        self._weights_fetched = weight_path(context.run, context.cluster).fetched
+        self._weights_fetched = weight_path(context.run).fetched
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process; instances that have left are included."""
         self.curves = FleetCurves(self._pools)

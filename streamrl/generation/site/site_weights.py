@@ -19,7 +19,8 @@ from streamrl.runtime.site_connections import (
     to_relay,
 )
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.weights.assembly import make_publisher, make_relay
+from streamrl.weights.assembly import make_relay
+from streamrl.weights.backends.streamed import make_publisher
 from streamrl.weights.site_relay import NotPublished, WeightRelay
 from streamrl.weights.version import WeightVersion
 

@@ -1,7 +1,7 @@
 """The transfer of new weights from the trainer to the instances: its interface, and the choice of the implementation.
 
-streamed   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
-nccl       the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
+stream   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
+nccl     the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.weights.version import Manifest
 
@@ -36,23 +35,28 @@ class WeightPath:
     """Whether instances can load versions from their site's store at any time.
 
     Otherwise the trainer pushes them into a group that is formed once, when the run begins."""
+    module: str
+    """Module of the trainer's side; its `make_backend(context, hub, compute)` returns a `WeightBackend`."""
+    engine_class: tuple[str, str] | None = None
+    """(module, class) of the engine in vLLM; None: it is one of vLLM's own."""
 
 
-STREAMED = WeightPath("streamrl", fetched=True)
-NCCL = WeightPath("nccl", fetched=False)
+PATHS = {
+    "stream": WeightPath(
+        engine="streamrl",
+        fetched=True,
+        module="streamrl.weights.backends.streamed",
+        engine_class=("streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"),
+    ),
+    "nccl": WeightPath(engine="nccl", fetched=False, module="streamrl.weights.backends.nccl"),
+}
+"""All weight paths, by their names in `weights.backend`."""
+STREAMED = PATHS["stream"]
 
 
-def weight_path(run: RunConfig, cluster: ClusterConfig) -> WeightPath:
-    """Return the weight path of a run.
-
-    NCCL works inside a site only, sends no 8-bit codes, and cannot have two members on one GPU.
-    """
-    chosen = run.weights.backend
-    if chosen == "auto":
-        whole, shared = run.weights.generation_dtype == "same", run.schedule.name == "colocated"
-        one_site = cluster.hardware == "cuda" and not cluster.remote_sites
-        chosen = "nccl" if one_site and whole and not shared else "stream"
-    return STREAMED if chosen == "stream" else NCCL
+def weight_path(run: RunConfig) -> WeightPath:
+    """Return the weight path of a run; `auto` takes no path that has not been run."""
+    return STREAMED if run.weights.backend == "auto" else PATHS[run.weights.backend]
 
 
 class PublishedModel(Protocol):

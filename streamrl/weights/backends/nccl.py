@@ -21,7 +21,7 @@ from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import WeightAnswer, WeightCall
 from streamrl.protocol.message import wire
 from streamrl.runtime.process_context import RoleContext
-from streamrl.transport.endpoint import Link
+from streamrl.transport.endpoint import Hub, Link
 from streamrl.weights.backends.base import Compute, Published, PublishedModel, WeightBackend
 
 
@@ -123,3 +123,8 @@ class NcclBackend(WeightBackend):
             rank=model.rank,
         )
         return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source())
+
+
+def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> NcclBackend:
+    """Make the backend of a trainer rank; nothing is fetched from `hub`."""
+    return NcclBackend(context, compute)
