@@ -19,14 +19,14 @@ def command(directory: Path) -> None:
       streamrl report runs/demo
     """
     from streamrl.report.run_report import write_report
-    from streamrl.report.summary import headline_figures, summarise
+    from streamrl.report.summary import headline_figures
     from streamrl.run_dir import evaluations, layout
     from streamrl.run_dir.metrics import read_metrics
 
     path = write_report(directory)
     rows = read_metrics(directory / layout.METRICS)
     if rows:
-        for what, value in headline_figures(summarise(rows)):
+        for what, value in headline_figures(rows):
             click.echo(f"{what:<28}{value}")
     else:
         click.echo("No optimizer step has finished yet.")

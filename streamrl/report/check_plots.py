@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,20 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from streamrl.report.plots import BLUE, COLOURS, GREEN, ORANGE, PINK, curve, has, ink_text, label_axis, legend, new
+from streamrl.report.plots import (
+    BLUE,
+    BUBBLES,
+    COLOURS,
+    GREEN,
+    ORANGE,
+    PINK,
+    curves,
+    ink_text,
+    label_axis,
+    legend,
+    new,
+    whole_steps,
+)
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.metrics import MetricsRow
@@ -29,40 +42,38 @@ def evaluation_figure(rows: Sequence[EvaluationRow], top: EvaluationRow) -> Figu
     figure, axes = new(1, 2 if len(tasks) > 1 else 1)
     steps = [row.step for row in rows]
     k = max(len(row.overall.pass_at) for row in rows)
-    curves: list[tuple[str, list[float]]] = [
-        ("greedy reward", [_number(row.overall.reward_greedy) for row in rows]),
-        ("sampled reward", [_number(row.overall.reward_sampled) for row in rows]),
-    ]
-    for j in sorted({1, k} - {0}) if k else []:
-        curves.append(
-            (f"pass@{j}", [row.overall.pass_at[j - 1] if len(row.overall.pass_at) >= j else math.nan for row in rows])
-        )
-    for (name, values), colour in zip(curves, (BLUE, ORANGE, GREEN, PINK), strict=False):
-        if not all(map(math.isnan, values)):
-            axes[0].plot(steps, values, marker="o", ms=3, lw=1.6, color=colour, label=name)
+    shown = {
+        "greedy reward": [row.overall.reward_greedy for row in rows],
+        "sampled reward": [row.overall.reward_sampled for row in rows],
+    }
+    for j in sorted({1, k}) if k else ():
+        shown[f"pass@{j}"] = [row.overall.pass_at[j - 1] if len(row.overall.pass_at) >= j else None for row in rows]
+    for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
+        _plot(axes[0], steps, values, marker="o", lw=1.6, color=colour, label=name)
     axes[0].plot([top.step], [top.score], "o", ms=10, mfc="none", mec=BLUE, mew=1.5)
     label_axis(axes[0], "weight version (optimizer steps)", "", "all tasks")
     if len(tasks) > 1:
-        for index, task in enumerate(tasks):
-            values = [_deciding(row.by_task.get(task)) for row in rows]
-            axes[1].plot(steps, values, marker="o", ms=3, lw=1.4, color=COLOURS[index % len(COLOURS)], label=task)
+        for task in tasks:
+            rewards = np.array([_deciding(row.by_task.get(task)) for row in rows], dtype=float)
+            axes[1].plot(steps, rewards, marker="o", ms=3, lw=1.4, label=task)
         label_axis(axes[1], "weight version (optimizer steps)", "reward", "by task")
     for axis in axes:
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        if len(set(steps)) == 1:
-            axis.set_xlim(steps[0] - 1, steps[0] + 1)
+        whole_steps(axis, steps)
         legend(axis)
     return figure
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _plot(axis: Axes, steps: Sequence[int], values: Sequence[float | None], **style: Any) -> None:
+    """Draw a curve; nothing if it has no value."""
+    drawn = np.array(values, dtype=float)
+    if not np.isnan(drawn).all():
+        axis.plot(steps, drawn, ms=3, **style)
 
 
-def _deciding(scores: Scores | None) -> float:
+def _deciding(scores: Scores | None) -> float | None:
     if scores is None:
-        return math.nan
-    return _number(scores.reward_greedy if scores.reward_greedy is not None else scores.reward_sampled)
+        return None
+    return scores.reward_sampled if scores.reward_greedy is None else scores.reward_greedy
 
 
 def over_steps(audits: Sequence[StepAudit], kind: str) -> npt.NDArray[np.int64]:
@@ -82,12 +93,9 @@ def length_audit_figure(steps: Sequence[int], audits: Sequence[StepAudit]) -> Fi
     label_axis(bars, "tokens from", "samples", "all samples by length")
     legend(bars)
     found = [audit.comparison for audit in audits]
-    for values, name, colour in (
-        ([_number(one.mean_issued) for one in found], "issued", COLOURS[4]),
-        ([_number(one.mean_trained) for one in found], "trained", GREEN),
-    ):
-        if not all(map(math.isnan, values)):
-            means.plot(steps, values, marker="o" if len(steps) <= 40 else "", ms=3, lw=1.6, color=colour, label=name)
+    style = {"marker": "o" if len(steps) <= 40 else "", "lw": 1.6}
+    _plot(means, steps, [one.mean_issued for one in found], color=COLOURS[4], label="issued", **style)
+    _plot(means, steps, [one.mean_trained for one in found], color=GREEN, label="trained", **style)
     means.set_ylim(0, 1.25 * max(1.0, means.get_ylim()[1]))  # room for the legend above the curves
     label_axis(means, "optimizer step", "tokens", "mean length, settled batches")
     legend(means, columns=2)
@@ -124,16 +132,9 @@ def schedule_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Draw staleness, bubbles, exposed weight sync, importance ratio, effective sample size, and masked, truncated
     and clipped tokens."""
     figure, axes = new(3, 2, height=6.6)
-    panels: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
+    panels = (
         ("staleness", "weight versions", (("staleness_max", "largest", PINK), ("staleness_mean", "mean", BLUE))),
-        (
-            "bubbles",
-            "share of the step",
-            (
-                ("bubble_fraction_generation", "instances idle", BLUE),
-                ("bubble_fraction_training", "trainer idle", ORANGE),
-            ),
-        ),
+        ("bubbles", "share of the step", BUBBLES),
         ("exposed weight sync", "seconds", (("weight_sync_exposed_s", "waiting for weights", PINK),)),
         (
             "importance ratio",
@@ -156,13 +157,9 @@ def schedule_figure(rows: Sequence[MetricsRow]) -> Figure:
         ),
     )
     for axis, (title, unit, columns) in zip(axes, panels, strict=True):
-        for name, text, colour in columns:
-            curve(axis, rows, name, text, colour)
-        if has(rows, *(name for name, _, _ in columns)):
+        if curves(axis, rows, columns, unit, title, legend_columns=3):
             low, high = axis.get_ylim()
             axis.set_ylim(min(0.0, low), high + 0.35 * (high - min(0.0, low)))  # room for the legend above the curves
         else:
             ink_text(axis, "not measured")
-        label_axis(axis, "optimizer step", unit, title)
-        legend(axis, columns=3)
     return figure

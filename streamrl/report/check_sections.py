@@ -9,7 +9,7 @@ from itertools import pairwise
 from streamrl.report import check_plots, plots
 from streamrl.report.page import figure, note, section, table, warning_box
 from streamrl.report.run_data import RunData
-from streamrl.report.summary import NONE, fixed, mean, number, percent, total
+from streamrl.report.summary import NONE, count, fixed, highest, mean, number, percent, total
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.evaluations import EvaluationRow, Scores, best
 
@@ -66,16 +66,14 @@ def length_audit(data: RunData) -> str:
     newest = next((row.length_audit for row in reversed(data.rows) if row.length_audit), None)
     if newest is None:
         return ""
-    steps, audits = [], []
-    for row in data.rows:
-        if row.length_audit is not None and row.length_audit.edges == newest.edges:
-            steps.append(row.step)
-            audits.append(row.length_audit)
-    warned = [row for row in data.rows if row.length_bias_warning]
+    audited = {row.step: row.length_audit for row in data.rows if row.length_audit is not None}
+    same = {step: audit for step, audit in audited.items() if audit.edges == newest.edges}
+    audits = list(same.values())
+    warned = [(row.step, row.length_bias_warning) for row in data.rows if row.length_bias_warning]
     parts = []
     if warned:
-        when = f"In {len(warned)} of {len(data.rows)} steps, last in step {warned[-1].step}: "
-        parts.append(warning_box(when + (warned[-1].length_bias_warning or "")))
+        step, warning = warned[-1]
+        parts.append(warning_box(f"In {len(warned)} of {len(data.rows)} steps, last in step {step}: {warning}"))
     caption = (
         "Top left: all samples of the run by length. Issued: those of each step's own batch, as far as they had a "
         "length when the step ended; finished, trained and dropped count in the step in which it happened. The last "
@@ -83,11 +81,9 @@ def length_audit(data: RunData) -> str:
         "(those in which every sample has been trained or dropped). Below: how the lengths of each step are "
         "distributed; darker means a larger share."
     )
-    parts.append(figure(check_plots.length_audit_figure(steps, audits), "length-audit", caption))
+    parts.append(figure(check_plots.length_audit_figure(list(same), audits), "length-audit", caption))
     parts.append(table(("length, tokens", "issued", "finished", "trained", "dropped"), _buckets(audits)))
-    reasons: Counter[str] = Counter()
-    for audit in audits:
-        reasons.update(audit.drop_reasons)
+    reasons = sum((Counter(audit.drop_reasons) for audit in audits), Counter[str]())
     if reasons:
         parts.append(table(("dropped because", "samples"), [(why, f"{n:,}") for why, n in reasons.most_common()]))
     parts.append(note(_compared(newest)))
@@ -139,20 +135,12 @@ def schedule(data: RunData) -> str:
     )
     facts = [
         ("mean staleness", fixed(mean(row.staleness_mean for row in rows)), "weight versions, over all steps"),
-        (
-            "largest staleness",
-            fixed(max((s for row in rows if (s := row.staleness_max) is not None), default=None), 0),
-            "",
-        ),
+        ("largest staleness", fixed(highest(row.staleness_max for row in rows), 0), ""),
         ("lowest effective sample size", fixed(_lowest(data)), "of the sequences' weights, else of the tokens'"),
         ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "the gradient was not finite"),
-        ("groups dropped", _count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
-        (
-            "samples parked",
-            _count(total(row.samples_parked for row in rows)),
-            "preempted, to continue later",
-        ),
-        ("weights published", _count(total(row.weight_publications for row in rows)), "versions"),
+        ("groups dropped", count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
+        ("samples parked", count(total(row.samples_parked for row in rows)), "preempted, to continue later"),
+        ("weights published", count(total(row.weight_publications for row in rows)), "versions"),
     ]
     chosen = data.status.schedule_note if data.status else ""
     return section(
@@ -166,7 +154,3 @@ def schedule(data: RunData) -> str:
 def _lowest(data: RunData) -> float | None:
     shares = [row.ess_sequence if row.ess_sequence is not None else row.ess_token for row in data.rows]
     return min((share for share in shares if share is not None), default=None)
-
-
-def _count(value: int | None) -> str:
-    return NONE if value is None else f"{value:,}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self
 
 from rich.console import Console
@@ -15,8 +14,9 @@ from rich.text import Text
 from streamrl.errors import UserError
 from streamrl.report.panels import render, render_start, stale_message, step_line, time_left
 from streamrl.report.start_lines import StartLines, begun_at, present
-from streamrl.report.summary import duration, headline_figures, summarise
+from streamrl.report.summary import duration, headline_figures
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow, read_rows
 from streamrl.run_dir.metrics import MetricsRow
@@ -64,8 +64,7 @@ class PlainLines:
         self._state = ""
         self._stale_shown = 0.0
         self._away: dict[str, float] = {}
-        self._ranker_note = ""
-        self._schedule_note = ""
+        self._notes: dict[str, str] = {}
         self._wanted: dict[str, int] = {}
         self._shown_instances: set[tuple[str, float, str]] = set()
         self._warned = bool(known and known[-1].length_bias_warning)
@@ -102,12 +101,10 @@ class PlainLines:
             found += self._bias_lines(row)
         found += self._evaluation_lines(evaluations)
         if status is not None:
-            if status.schedule_note != self._schedule_note:
-                self._schedule_note = status.schedule_note
-                found.append(f"schedule: {status.schedule_note}")
-            if status.ranker.note != self._ranker_note:
-                self._ranker_note = status.ranker.note
-                found.append(status.ranker.note)
+            for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note)):
+                if note != self._notes.get(about, ""):
+                    self._notes[about] = note
+                    found.append(about + note)
             found += self._scaling_lines(status)
             found += self._site_lines(status)
             found += self._stale_lines(status, now)
@@ -173,14 +170,13 @@ class PlainLines:
         return [f"[{duration(now - begun_at(doing, status.started_at))}] the first sample is finished"]
 
     def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
-        found = []
-        changed = []
-        for name, role in status.roles.items():
-            if self._roles.get(name) == role.state:
-                continue
-            self._roles[name] = role.state
-            if role.state in BAD_STATES:
-                changed.append(f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else ""))
+        found, roles = [], self._roles
+        self._roles = roles | {name: role.state for name, role in status.roles.items()}
+        changed = [
+            f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else "")
+            for name, role in status.roles.items()
+            if role.state in BAD_STATES and role.state != roles.get(name)
+        ]
         if changed:
             found.append(f"[{duration(now - since)}] " + "  ".join(changed))
         if status.state != self._state:
@@ -234,9 +230,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self.refresh()
             self._live.stop()
@@ -244,11 +238,7 @@ class LiveView:
 
     def refresh(self) -> RunStatus | None:
         """Show what has changed; return the status read, None before the controller has written one."""
-        now = self._clock()
-        try:
-            status = read_status(self.run_dir)
-        except UserError:
-            status = None
+        now, status = self._clock(), self._status()
         rows, evaluations = self._follower.rows(), self._evaluations.rows()
         stages = read_stages(self.run_dir)
         if self._live is None:
@@ -262,11 +252,7 @@ class LiveView:
 
     def summary(self) -> None:
         """Print the closing summary: steps done, figures, and where the results are."""
-        rows = self._follower.rows()
-        try:
-            status = read_status(self.run_dir)
-        except UserError:
-            status = None
+        rows, status = self._follower.rows(), self._status()
         self.say("")
         if status is not None:
             elapsed = duration(status.updated_at - status.started_at)
@@ -274,7 +260,7 @@ class LiveView:
         if not rows:
             self.say("  no optimizer step has finished")
         else:
-            for what, value in headline_figures(summarise(rows)):
+            for what, value in headline_figures(rows):
                 self.say(f"  {what:<28}{value}")
             if rows[-1].length_bias_warning:
                 self.say(f"  warning: {rows[-1].length_bias_warning}")
@@ -291,6 +277,12 @@ class LiveView:
         if status is not None and status.error:
             self.say(f"  error: {status.error}")
 
+    def _status(self) -> RunStatus | None:
+        try:
+            return read_status(self.run_dir)
+        except UserError:
+            return None
+
     def say(self, line: str) -> None:
         """Print a line of the launcher."""
         width = None if self._console.is_terminal else PLAIN_WIDTH
@@ -299,5 +291,6 @@ class LiveView:
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint of the highest step, or None."""
-    found = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    folder = CheckpointFolder(run_dir / layout.CHECKPOINTS)
+    step = folder.latest()
+    return None if step is None else folder.path(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from streamrl.report.start_lines import begun_at, present, with_stages
 from streamrl.report.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
+from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import Stage
@@ -28,22 +30,16 @@ WAIT_SHOWN_AFTER_S = 5.0
 ESS_SHOWN_BELOW = 0.999
 """Effective sample size below which it is shown; above it, all samples weigh the same."""
 
-_COLOURS = {
-    "ready": "green",
-    "running": "green",
-    "done": "green",
-    "starting": "yellow",
-    "loading": "yellow",
-    "stopping": "yellow",
-    "interrupted": "yellow",
-    "failed": "bold red",
-    "dead": "bold red",
-    "exited": "bold red",
-}
-
 
 def _colour(state: str) -> str:
-    return _COLOURS.get(state, "cyan")
+    match state:
+        case "ready" | "running" | "done":
+            return "green"
+        case "starting" | "loading" | "stopping" | "interrupted":
+            return "yellow"
+        case "failed" | "dead" | "exited":
+            return "bold red"
+    return "cyan"
 
 
 def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
@@ -63,20 +59,15 @@ def stale_message(status: RunStatus, now: float) -> str | None:
 def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
     """Return the head of the view: run, model, schedule, state, step and times."""
     ended = status.updated_at if status.final else now
-    text = Text()
-    text.append(status.run, style="bold")
-    for part in (status.model, status.types, status.schedule, status.hardware):
-        if part:
-            text.append(f"  {part}")
-    text.append("\n")
+    about = (status.model, status.types, status.schedule, status.hardware)
+    text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
     text.append(status.state, style=_colour(status.state))
     text.append(f"  step {status.step}/{status.steps}  elapsed {duration(ended - status.started_at)}")
     if not status.final:
         text.append(f"  left {duration(time_left(status, rows))}")
-    if status.error:
-        text.append(f"\n{status.error}", style="bold red")
-    if stale := stale_message(status, now):
-        text.append(f"\n{stale}", style="bold red")
+    for trouble in (status.error, stale_message(status, now)):
+        if trouble:
+            text.append(f"\n{trouble}", style="bold red")
     return text
 
 
@@ -99,17 +90,16 @@ def length_histogram(status: RunStatus) -> Text:
     """
     lengths, predicted = status.progress.lengths, status.progress.predicted_lengths
     longest = max([*lengths, *predicted], default=0)
-    counts, width = histogram(lengths, HISTOGRAM_BINS, longest)
     text = Text()
-    if predicted:
-        text.append("predicted  ")
-        text.append(_blocks(histogram(predicted, HISTOGRAM_BINS, longest)[0]), style="magenta")
-        text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(predicted)}, max {max(predicted)}\n")
+    for label, values, colour in (("predicted", predicted, "magenta"), ("lengths", lengths, "cyan")):
+        if values:
+            counts, width = histogram(values, HISTOGRAM_BINS, longest)
+            scale = f"0..{width * HISTOGRAM_BINS}, p50 {median_high(values)}, max {max(values)}"
+            text = Text.assemble(text, f"{label:<11}", (_blocks(counts), colour), f"  {scale}\n")
     if not lengths:
-        return text.append("lengths    none finished in this step yet", style="dim")
-    text.append("lengths    ")
-    text.append(_blocks(counts), style="cyan")
-    return text.append(f"  0..{width * HISTOGRAM_BINS}, p50 {_median(lengths)}, max {max(lengths)}")
+        text.append("lengths    none finished in this step yet", style="dim")
+    text.rstrip()
+    return text
 
 
 def _blocks(counts: Sequence[int]) -> str:
@@ -117,22 +107,9 @@ def _blocks(counts: Sequence[int]) -> str:
     return bars([0, *[count or None for count in counts]])[1:]
 
 
-def _median(values: Sequence[int]) -> int:
-    return sorted(values)[len(values) // 2]
-
-
-def _grid_of(columns: Sequence[str], left: int) -> Table:
-    """Return a borderless table with dim headings; the first `left` columns are text, the others numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
-    return table
-
-
 def roles_table(status: RunStatus, now: float) -> Table:
     """Return a table with a row per process; it fits 76 columns when no process reports what it is doing."""
-    columns = ("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB")
-    table = _grid_of(columns, left=2)
+    table = plain_table("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB", text_columns=2)
     table.expand = True
     table.add_column("doing", overflow="ellipsis", no_wrap=True, ratio=1)
     for name, role in status.roles.items():
@@ -152,7 +129,7 @@ def roles_table(status: RunStatus, now: float) -> Table:
 def steps_table(rows: Sequence[MetricsRow]) -> Table:
     """Return a table of the last steps' metrics, newest last; times in seconds; it fits 76 columns."""
     columns = ("step", "reward", "loss", "grad", "len 50/90/max", "time", "gen", "train", "smp/s", "idle g/t")
-    table = _grid_of(columns, left=0)
+    table = plain_table(*columns, text_columns=0)
     table.padding = (0, 1, 0, 0)
     for row in rows[-SHOWN_STEPS:]:
         lengths = (row.output_length_p50, row.output_length_p90, row.output_length_max)
@@ -186,10 +163,11 @@ def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
 
 def waits_text(status: RunStatus, now: float) -> Text:
     """Return the longest waits, oldest first: they show what a stuck run is stuck on."""
-    long = sorted((wait for wait in status.waits if now - wait.since > WAIT_SHOWN_AFTER_S), key=lambda wait: wait.since)
+    waits = sorted(status.waits, key=lambda wait: wait.since)[:3]
     lines = [
         f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
-        for wait in long[:3]
+        for wait in waits
+        if now - wait.since > WAIT_SHOWN_AFTER_S
     ]
     return Text("\n".join(lines), style="yellow")
 
@@ -199,13 +177,11 @@ def ranker_text(status: RunStatus) -> Text:
     ranker, latest = status.ranker, status.latest
     if ranker.recall_at_20 is None and not ranker.trusted:
         return Text("ranker     nothing predicted and finished yet: dispatch by load", style="dim")
-    text = Text("ranker     ")
-    text.append("trusted" if ranker.trusted else "not trusted", style="green" if ranker.trusted else "yellow")
-    text.append(f"  recall@20 {fixed(ranker.recall_at_20)}, tau {fixed(ranker.kendall_tau)}")
-    text.append("; dispatch by predicted length" if ranker.trusted else "; dispatch by load")
+    trust, by = (("trusted", "green"), "predicted length") if ranker.trusted else (("not trusted", "yellow"), "load")
+    text = f"  recall@20 {fixed(ranker.recall_at_20)}, tau {fixed(ranker.kendall_tau)}; dispatch by {by}"
     if latest is not None and latest.dispatch_by_prediction and latest.dispatch_saved is not None:
-        text.append(f", saved {100 * latest.dispatch_saved:.1f} % of generation (simulated)")
-    return text
+        text += f", saved {100 * latest.dispatch_saved:.1f} % of generation (simulated)"
+    return Text.assemble("ranker     ", trust, text)
 
 
 def off_policy(row: MetricsRow) -> list[str]:
@@ -254,9 +230,7 @@ def scaling_note(status: RunStatus) -> str:
 
 def sites_table(status: RunStatus) -> Table:
     """Return a table of the sites behind links."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("site", "round trip", "samples in flight", "compression", "clock offset", ""):
-        table.add_column(title)
+    table = plain_table("site", "round trip", "samples in flight", "compression", "clock offset", "")
     for name, site in status.sites.items():
         notes = [f"no sign of it for {site.silent_s:.0f} s"] if site.away else []
         notes += ["congested: it starts nothing new"] if site.congested else []
@@ -274,8 +248,8 @@ def sites_table(status: RunStatus) -> Table:
 
 def start_table(stages: Mapping[str, Stage], now: float) -> Table:
     """Return a table with a row per starting process: its stage, and for how long."""
-    table = _grid_of(("process", "for", "doing"), left=1)
-    table.columns[2].justify, table.columns[2].no_wrap = "left", False
+    table = plain_table("process", "for", text_columns=1)
+    table.add_column("doing")
     for name, stage in stages.items():
         colour = "green" if stage.ready else "yellow"
         table.add_row(name, duration(now - stage.since), Text(stage.text, style="dim" if stage.waits else colour))

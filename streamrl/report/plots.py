@@ -7,9 +7,8 @@ are prefixed with the figure's name, so that many figures fit on one page. No py
 from __future__ import annotations
 
 import io
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -22,9 +21,6 @@ from streamrl.report.run_data import RunRollouts
 from streamrl.report.timeline import Track, Window
 from streamrl.run_dir.metrics import MetricsRow
 
-WIDTH = 9.0
-"""Width of a figure in inches; the page scales figures to its own width."""
-
 MOST_POINTS = 2000
 """Newest samples of each kind that a scatter plot shows."""
 
@@ -35,14 +31,21 @@ _GRID = "#040506"
 # readers.
 COLOURS = ("#2f7ed8", "#e0801f", "#1f9d78", "#c2569b", "#8f7fe0", "#9a8a2e", "#d0483c", "#4fa8c9")
 BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
+STAGES = (("generate_time_s", "generating", BLUE), ("train_time_s", "training", ORANGE))
+BUBBLES = (
+    ("bubble_fraction_generation", "instances idle", BLUE),
+    ("bubble_fraction_training", "trainer idle", ORANGE),
+)
+"""Columns of the metrics that several figures show, with their labels and colours."""
 
 
 def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, row by row; `height` in inches."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    """Return a figure and its axes, row by row; `height` in inches (the page scales figures to its own width)."""
+    figure = Figure(figsize=(9.0, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
     for axis in axes:
         axis.set_facecolor("none")
+        axis.set_prop_cycle(color=COLOURS)
         axis.tick_params(colors=_INK, labelsize=9)
         axis.grid(color=_GRID, linewidth=0.7)
         axis.set_axisbelow(True)
@@ -91,24 +94,38 @@ def to_svg(figure: Figure, name: str) -> str:
 
 def _values(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
     """Return one column, shape [steps], NaN where there is no value."""
-    return np.array([math.nan if (v := getattr(row, name)) is None else v for row in rows], dtype=float)
+    return np.array([getattr(row, name) for row in rows], dtype=float)
 
 
-def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> np.ndarray:
-    """Return the step numbers, shape [steps], and set up the axis for whole numbers, even a single one."""
-    steps = np.array([row.step for row in rows])
+def whole_steps(axis: Axes, steps: Sequence[int]) -> Sequence[int]:
+    """Set up the axis for these whole numbers, even a single one, and return them."""
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if len(steps) == 1:
+    if len(set(steps)) == 1:
         axis.set_xlim(steps[0] - 1, steps[0] + 1)
     return steps
 
 
-def curve(axis: Axes, rows: Sequence[MetricsRow], name: str, label: str, colour: str) -> None:
-    """Draw one column of the metrics over the steps; nothing if it has no value."""
-    values = _values(rows, name)
-    if not np.isnan(values).all():
-        marker = "o" if len(rows) <= 40 else ""
-        axis.plot(_steps(axis, rows), values, marker=marker, ms=3, lw=1.6, color=colour, label=label)
+def _steps(axis: Axes, rows: Sequence[MetricsRow]) -> Sequence[int]:
+    return whole_steps(axis, [row.step for row in rows])
+
+
+def curves(
+    axis: Axes,
+    rows: Sequence[MetricsRow],
+    columns: Iterable[tuple[str, str, str]],
+    unit: str,
+    title: str = "",
+    legend_columns: int = 1,
+) -> bool:
+    """Draw columns (name, label, colour) of the metrics over the steps; return whether any has a value."""
+    for name, label, colour in columns:
+        if has(rows, name):
+            marker = "o" if len(rows) <= 40 else ""
+            steps, values = _steps(axis, rows), _values(rows, name)
+            axis.plot(steps, values, marker=marker, ms=3, lw=1.6, color=colour, label=label)
+    label_axis(axis, "optimizer step", unit, title)
+    legend(axis, legend_columns)
+    return axis.has_data()
 
 
 def has(rows: Sequence[MetricsRow], *names: str) -> bool:
@@ -126,13 +143,10 @@ def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
         axes[0].fill_between(steps, mean - std, mean + std, color=BLUE, alpha=0.18, lw=0, label="± deviation")
     else:
         axes[0].errorbar(steps, mean, yerr=np.nan_to_num(std), color=BLUE, alpha=0.5, capsize=4)
-    curve(axes[0], rows, "reward_mean", "mean", BLUE)
-    label_axis(axes[0], "optimizer step", "reward", "all tasks")
-    legend(axes[0])
-    for index, task in enumerate(tasks):
-        values = [math.nan if (v := row.reward_by_task.get(task)) is None else v for row in rows]
-        colour = COLOURS[index % len(COLOURS)]
-        axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, color=colour, label=task)
+    curves(axes[0], rows, [("reward_mean", "mean", BLUE)], "reward", "all tasks")
+    for task in tasks:
+        values = np.array([row.reward_by_task.get(task) for row in rows], dtype=float)
+        axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, label=task)
     if tasks:
         label_axis(axes[1], "optimizer step", "mean reward", "by task")
         legend(axes[1])
@@ -142,28 +156,25 @@ def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
 def length_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Draw the median, 90th percentile and maximum of the output lengths by step."""
     figure, (axis,) = new(height=2.5)
-    for name, label, colour in (
+    columns = (
         ("output_length_max", "longest", PINK),
         ("output_length_p90", "90th percentile", ORANGE),
         ("output_length_p50", "median", BLUE),
-    ):
-        curve(axis, rows, name, label, colour)
+    )
+    curves(axis, rows, columns, "tokens", legend_columns=3)
     axis.set_ylim(0, 1.3 * axis.get_ylim()[1])  # room for the legend above the curves
-    label_axis(axis, "optimizer step", "tokens")
-    legend(axis, columns=3)
     return figure
 
 
 def length_histogram_figure(rollouts: RunRollouts) -> Figure:
     """Draw the whole run's output lengths by task, and why completions ended."""
-    figure, (left, right) = new(1, 2, height=2.9)
+    figure, (left, right) = new(1, 2)
     tasks = rollouts.tasks
     longest = int(rollouts.output_length.max())
     width = longest // 40 + 1
     edges = np.arange(0, longest + width + 1, width)
     lengths = [rollouts.output_length[rollouts.task == task] for task in tasks]
-    colours = [COLOURS[index % len(COLOURS)] for index in range(len(tasks))]
-    left.hist(lengths, bins=list(edges), stacked=True, color=colours, label=tasks, lw=0)
+    left.hist(lengths, bins=list(edges), stacked=True, label=tasks, lw=0)
     label_axis(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
     legend(left)
     reasons = sorted(set(rollouts.finish_reason))
@@ -183,15 +194,13 @@ def length_histogram_figure(rollouts: RunRollouts) -> Figure:
 def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figure:
     """Draw the ranker's quality by step, and every predicted length against the actual one."""
     figure, (left, right) = new(1, 2)
-    for name, label, colour in (
+    columns = (
         ("ranker_recall_at_20", "recall of the longest 20 %", BLUE),
         ("ranker_kendall_tau", "Kendall's tau", ORANGE),
         ("dispatch_saved", "generation time saved (simulated)", GREEN),
-    ):
-        curve(left, rows, name, label, colour)
+    )
+    curves(left, rows, columns, "", "ranking, and what dispatch made of it")
     left.set_ylim(min(0.0, left.get_ylim()[0]), 1.35)  # room for the legend above the curves
-    label_axis(left, "optimizer step", "", "ranking, and what dispatch made of it")
-    legend(left)
     predicted, actual = rollouts.predicted_length, rollouts.output_length
     for route, colour in (("regular", BLUE), ("tail", PINK)):
         mask = (rollouts.route == route) & ~np.isnan(predicted)
@@ -210,24 +219,15 @@ def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figu
 def step_time_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Draw where each step's time goes, and how long either side is idle."""
     figure, (left, right) = new(1, 2)
-    for name, label, colour in (
+    columns = (
         ("step_time_s", "whole step", COLOURS[4]),
-        ("generate_time_s", "generating", BLUE),
-        ("train_time_s", "training", ORANGE),
+        *STAGES,
         ("weight_sync_exposed_s", "waiting for weights", PINK),
-    ):
-        curve(left, rows, name, label, colour)
+    )
+    curves(left, rows, columns, "seconds", "time per step", legend_columns=2)
     left.set_ylim(0, 1.35 * left.get_ylim()[1])  # room for the legend above the curves
-    label_axis(left, "optimizer step", "seconds", "time per step")
-    legend(left, columns=2)
-    for name, label, colour in (
-        ("bubble_fraction_generation", "instances idle", BLUE),
-        ("bubble_fraction_training", "trainer idle", ORANGE),
-    ):
-        curve(right, rows, name, label, colour)
+    curves(right, rows, BUBBLES, "share of the step", "bubbles")
     right.set_ylim(0, 1)
-    label_axis(right, "optimizer step", "share of the step", "bubbles")
-    legend(right)
     return figure
 
 
@@ -240,11 +240,8 @@ def varies(rows: Sequence[MetricsRow], name: str) -> bool:
 def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Draw the times of both stages and the number of instances, for a run in which that number has changed."""
     figure, (left, right) = new(1, 2)
-    curve(left, rows, "generate_time_s", "generating", BLUE)
-    curve(left, rows, "train_time_s", "training", ORANGE)
+    curves(left, rows, STAGES, "seconds", "time per step", legend_columns=2)
     left.set_ylim(0, 1.2 * left.get_ylim()[1])
-    label_axis(left, "optimizer step", "seconds", "time per step")
-    legend(left, columns=2)
     right.step(_steps(right, rows), _values(rows, "instances"), where="mid", lw=1.6, color=GREEN)
     right.set_ylim(0, 1.2 * right.get_ylim()[1])
     label_axis(right, "optimizer step", "instances, mean over the step", "instances")
@@ -254,23 +251,17 @@ def instances_figure(rows: Sequence[MetricsRow]) -> Figure:
 def training_figure(rows: Sequence[MetricsRow]) -> Figure:
     """Draw loss, gradient norm, entropy and trainer-generator mismatch."""
     figure, axes = new(2, 2, height=4.4)
-    for axis, (name, title, unit), colour in zip(
-        axes,
-        (
-            ("loss", "loss", ""),
-            ("grad_norm", "gradient norm before clipping", ""),
-            ("entropy", "entropy", "nats per token"),
-            ("logprob_gap_mean", "log-probability gap", "nats per token"),
-        ),
-        COLOURS,
-        strict=False,
-    ):
-        curve(axis, rows, name, title, colour)
-        if not has(rows, name):
+    columns = (
+        ("loss", "loss", ""),
+        ("grad_norm", "gradient norm before clipping", ""),
+        ("entropy", "entropy", "nats per token"),
+        ("logprob_gap_mean", "log-probability gap", "nats per token"),
+    )
+    for axis, (name, title, unit), colour in zip(axes, columns, COLOURS, strict=False):
+        if not curves(axis, rows, [(name, "", colour)], unit, title):
             ink_text(axis, "not measured")
         elif name != "loss":
             axis.set_ylim(bottom=0)
-        label_axis(axis, "optimizer step", unit, title)
     return figure
 
 
@@ -280,25 +271,18 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
     figure, (axis,) = new(height=1.1 + 0.42 * len(names))
     for row, track in enumerate(tracks):
         # Lanes are assigned among the window's bars only, so that a row is as full as it was at that time.
-        shown = Track(track.name, 0, [b for b in track.bars if b.end > window.start and b.start < window.end])
-        placed = shown.lanes()
+        placed = Track(track.name, 0, [bar for bar in track.bars if window.shows(bar)]).lanes()
         lanes = max((lane for _, lane in placed), default=0) + 1
-        by_name: dict[str, list[tuple[float, float, float]]] = {}
-        for bar, lane in placed:
-            start = max(bar.start, window.start) - window.start
-            end = min(bar.end, window.end) - window.start
-            by_name.setdefault(bar.name, []).append((start, end - start, row - 0.4 + 0.8 * lane / lanes))
-        for name, boxes in by_name.items():
-            starts, widths, bottoms = (np.array(column) for column in zip(*boxes, strict=True))
-            axis.barh(
-                bottoms,
-                widths,
-                left=starts,
-                height=0.8 / lanes * (0.85 if lanes > 1 else 1),
-                align="edge",
-                color=colours[name],
-                lw=0,
-            )
+        starts = np.array([max(bar.start, window.start) for bar, _ in placed])
+        axis.barh(
+            [row - 0.4 + 0.8 * lane / lanes for _, lane in placed],
+            np.array([min(bar.end, window.end) for bar, _ in placed]) - starts,
+            left=starts - window.start,
+            height=0.8 / lanes * (0.85 if lanes > 1 else 1),
+            align="edge",
+            color=[colours[bar.name] for bar, _ in placed],
+            lw=0,
+        )
     for name, colour in colours.items():
         axis.barh([0], [0], color=colour, label=name)
     axis.set_yticks(range(len(names)), names)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,6 @@ from streamrl.run_dir.trace import Event, read_trace, trace_origin
 
 SAMPLES_OF_EACH_KIND = 3
 """Samples that the report shows under each title."""
-Decode = Callable[[list[int]], str]
-
-_COLUMNS = [
-    "sample_id",
-    "group_id",
-    "task",
-    "step",
-    "output_length",
-    "finish_reason",
-    "reward",
-    "reward_error",
-    "pool",
-    "route",
-    "predicted_length",
-]
-_TEXT_COLUMNS = ["prompt", "prompt_tokens", "completion", "completion_tokens"]
 
 
 @dataclass(frozen=True)
@@ -74,20 +59,6 @@ class RunRollouts:
 
 
 @dataclass(frozen=True)
-class SampleText:
-    """One sample in readable form."""
-
-    task: str
-    step: int
-    reward: float | None
-    output_length: int
-    finish_reason: str
-    reward_error: str | None
-    prompt: str | None
-    completion: str | None
-
-
-@dataclass(frozen=True)
 class RunData:
     """Everything that a report is made from."""
 
@@ -112,8 +83,7 @@ def load_run(run_dir: Path) -> RunData:
     """
     config = run_dir / RESOLVED_NAME
     metrics = run_dir / layout.METRICS
-    status: RunStatus | None = None
-    notes: list[str] = []
+    status, notes = None, list[str]()
     try:
         status = read_status(run_dir)
     except UserError as error:
@@ -142,8 +112,8 @@ def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     for path in sorted(folder.glob("*.parquet")):
         try:
             table = pq.ParquetFile(path)
-            columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
-            records = table.read(columns=columns).to_pylist()
+            columns = {one.name for one in fields(RunRollouts)}.intersection(table.schema_arrow.names)
+            records = table.read(columns=list(columns)).to_pylist()
         except (pa.ArrowException, OSError) as error:
             # A killed run leaves the file that it was writing without a footer.
             notes.append(f"{path.name} could not be read and is left out: {error}.")
@@ -162,8 +132,7 @@ def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
         return np.array([record.get(name) or 0 for record in records], dtype=np.int64)
 
     def numbers(name: str) -> npt.NDArray[np.float64]:
-        values = [record.get(name) for record in records]
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        return np.array([record.get(name) for record in records], dtype=np.float64)
 
     return RunRollouts(
         sample_id=np.array(list(latest), dtype=object),
@@ -218,51 +187,38 @@ def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
     return picked
 
 
-def read_texts(data: RunData, indices: list[int]) -> dict[int, SampleText]:
-    """Return prompts and completions of some samples; None where only token ids exist and there is no tokenizer."""
+def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None, str | None]]:
+    """Return (prompt, completion) of some samples; None where only token ids exist and there is no tokenizer."""
     import pyarrow.parquet as pq
 
     rollouts = data.rollouts
     if rollouts is None or not indices:
         return {}
-    decoder: list[Decode | None] = []  # made when the first text has to be decoded
+    decoder = cache(lambda: _decoder(data))  # made when the first text has to be decoded
 
-    def decode(tokens: list[int]) -> str | None:
-        if not decoder:
-            decoder.append(_decoder(data))
-        return None if decoder[0] is None else decoder[0](tokens)
+    def text(record: dict[str, Any], name: str) -> str | None:
+        if record.get(name) is not None:
+            return str(record[name])
+        tokens = record.get(f"{name}_tokens")
+        if tokens is None or (decode := decoder()) is None:
+            return None
+        return decode(list(tokens))
 
     by_file: dict[Path, list[int]] = {}
     for index in indices:
         by_file.setdefault(rollouts.place[index][0], []).append(index)
-    texts: dict[int, SampleText] = {}
+    texts: dict[int, tuple[str | None, str | None]] = {}
     for path, wanted in by_file.items():
         file = pq.ParquetFile(path)
-        table = file.read(columns=[name for name in _TEXT_COLUMNS if name in file.schema_arrow.names])
+        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens"}
+        table = file.read(columns=list(columns.intersection(file.schema_arrow.names)))
         for index in wanted:
             record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
-            reward = float(rollouts.reward[index])
-            texts[index] = SampleText(
-                task=str(rollouts.task[index]),
-                step=int(rollouts.step[index]),
-                reward=None if np.isnan(reward) else reward,
-                output_length=int(rollouts.output_length[index]),
-                finish_reason=str(rollouts.finish_reason[index]),
-                reward_error=rollouts.reward_error[index],
-                prompt=_text(record, "prompt", decode),
-                completion=_text(record, "completion", decode),
-            )
+            texts[index] = text(record, "prompt"), text(record, "completion")
     return texts
 
 
-def _text(record: dict[str, Any], name: str, decode: Callable[[list[int]], str | None]) -> str | None:
-    if record.get(name) is not None:
-        return str(record[name])
-    tokens = record.get(f"{name}_tokens")
-    return None if tokens is None else decode(list(tokens))
-
-
-def _decoder(data: RunData) -> Decode | None:
+def _decoder(data: RunData) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text with the run's tokenizer, or None if this machine has none.
 
     The `tokenizers` package suffices; every transformers installation has it, and it loads fast.
@@ -272,13 +228,10 @@ def _decoder(data: RunData) -> Decode | None:
     except ImportError:
         data.notes.append("Completions are shown as token counts only: the tokenizers package is not installed.")
         return None
-    folders = [latest_checkpoint(data.run_dir), _model_folder(data.config_text)]
-    for folder in folders:
-        path = folder / "tokenizer.json" if folder else None
-        if path is None or not path.is_file():
-            continue
-        tokenizer = Tokenizer.from_file(str(path))
-        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+    for folder in (latest_checkpoint(data.run_dir), _model_folder(data.config_text)):
+        if folder is not None and (path := folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(path))
+            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
     data.notes.append("Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder.")
     return None
 

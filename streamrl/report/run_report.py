@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 import numpy as np
+from rich.filesize import decimal
 
 from streamrl.atomic_files import replace_text
 from streamrl.report import plots
 from streamrl.report.check_sections import evaluation, length_audit, schedule
-from streamrl.report.page import CSS, figure, section, table
+from streamrl.report.page import CSS, figure, note, section, table
 from streamrl.report.panels import stale_message
-from streamrl.report.run_data import (
-    RunData,
-    RunRollouts,
-    SampleText,
-    error_counts,
-    load_run,
-    pick_samples,
-    read_texts,
-)
+from streamrl.report.run_data import RunData, RunRollouts, error_counts, load_run, pick_samples, read_texts
 from streamrl.report.summary import (
     NONE,
-    byte_size,
     duration,
     fixed,
+    groups_without_gradient,
     headline_figures,
+    highest,
     mean,
     number,
     percent,
     share_of,
-    summarise,
+    total,
 )
 from streamrl.report.timeline import choose_windows, tracks
 from streamrl.run_dir import layout
@@ -99,27 +94,21 @@ def _head(data: RunData, now: float) -> str:
         if status.error:
             parts.append(f'<pre class="bad">{escape(status.error)}</pre>')
     if not data.rows:
-        parts.append("<p>No optimizer step has finished, so there are no curves.</p>")
-        return "".join(parts)
-    cards = "".join(
-        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>"
-        for what, value in headline_figures(summarise(data.rows))
+        return "".join([*parts, "<p>No optimizer step has finished, so there are no curves.</p>"])
+    figures = (
+        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>" for what, value in headline_figures(data.rows)
     )
-    return "".join(parts) + f'<dl class="cards">{cards}</dl>'
+    return "".join([*parts, '<dl class="cards">', *figures, "</dl>"])
 
 
 def _reward(data: RunData) -> str:
     if not plots.has(data.rows, "reward_mean"):
         return ""
-    return section(
-        "Reward",
-        figure(
-            plots.reward_figure(data.rows),
-            "reward",
-            "Mean reward of the samples trained in each optimizer step; the band is their standard "
-            "deviation. By task: the mean over the task's samples of that step.",
-        ),
+    caption = (
+        "Mean reward of the samples trained in each optimizer step; the band is their standard deviation. By task: the "
+        "mean over the task's samples of that step."
     )
+    return section("Reward", figure(plots.reward_figure(data.rows), "reward", caption))
 
 
 def _lengths(data: RunData) -> str:
@@ -128,14 +117,11 @@ def _lengths(data: RunData) -> str:
         caption = "Tokens per completion (end token included) among the samples trained in each step."
         parts.append(figure(plots.length_figure(data.rows), "lengths", caption))
     if data.rollouts is not None:
-        parts.append(
-            figure(
-                plots.length_histogram_figure(data.rollouts),
-                "length-histogram",
-                f"All {len(data.rollouts):,} recorded samples of the run. 'stop': the model ended the "
-                "completion (end token or stop string); 'length': it was cut at the token limit.",
-            )
+        caption = (
+            f"All {len(data.rollouts):,} recorded samples of the run. 'stop': the model ended the completion (end "
+            "token or stop string); 'length': it was cut at the token limit."
         )
+        parts.append(figure(plots.length_histogram_figure(data.rollouts), "length-histogram", caption))
     return section("Output lengths", *parts)
 
 
@@ -148,49 +134,42 @@ def _predictions(data: RunData) -> str:
         "the share of generation time that dispatch by them saved against least-loaded dispatch, simulated from the "
         "step's lengths and the instances' measured step times. Right: samples by the route they took."
     )
-    parts = [figure(plots.prediction_figure(data.rows, rollouts), "predictions", caption)]
+    drawn = figure(plots.prediction_figure(data.rows, rollouts), "predictions", caption)
     by_route = []
     for route, pool in sorted(set(zip(rollouts.route, rollouts.pool, strict=True))):
         mask = (rollouts.route == route) & (rollouts.pool == pool)
-        predicted = rollouts.predicted_length[mask & ~np.isnan(rollouts.predicted_length)]
-        predicted_mean = fixed(float(predicted.mean()), 0) if len(predicted) else NONE
-        actual = rollouts.output_length[mask]
-        actual_mean, longest = fixed(float(actual.mean()), 0), str(actual.max())
-        by_route.append((route, pool, f"{mask.sum():,}", predicted_mean, actual_mean, longest))
+        predicted, actual = _mean(rollouts.predicted_length[mask], 0), rollouts.output_length[mask]
+        by_route.append((route, pool, f"{mask.sum():,}", predicted, f"{actual.mean():.0f}", str(actual.max())))
     columns = ("route", "pool", "samples", "mean predicted length", "mean actual length", "longest")
     by_prediction = [row for row in data.rows if row.dispatch_by_prediction]
     saved = mean(row.dispatch_saved for row in by_prediction)
-    note = f"{len(by_prediction)} of {len(data.rows)} steps were dispatched by predicted length"
-    note += f"; mean saving in them {100 * saved:.1f} % of generation time (simulated)." if saved is not None else "."
-    return section("Predicted lengths and dispatch", *parts, table(columns, by_route), f'<p class="note">{note}</p>')
+    text = f"{len(by_prediction)} of {len(data.rows)} steps were dispatched by predicted length"
+    text += f"; mean saving in them {100 * saved:.1f} % of generation time (simulated)." if saved is not None else "."
+    return section("Predicted lengths and dispatch", drawn, table(columns, by_route), note(text))
 
 
 def _step_time(data: RunData) -> str:
-    scaled = []
-    if plots.varies(data.rows, "instances"):
-        note = "Instances were added or removed during the run: the times of both stages, and the number of instances."
-        scaled.append(figure(plots.instances_figure(data.rows), "instances", note))
-    return section(
-        "Step time",
-        figure(
-            plots.step_time_figure(data.rows),
-            "step-time",
-            "Seconds of each step in which samples were being generated, in which the trainer computed, "
-            "and in which generation waited for new weights; generation and training may overlap, so these "
-            "need not add up to the step. Bubbles: the share of the step in which instances, or the "
-            "trainer, were idle.",
-        ),
-        *scaled,
+    caption = (
+        "Seconds of each step in which samples were being generated, in which the trainer computed, and in which "
+        "generation waited for new weights; generation and training may overlap, so these need not add up to the step. "
+        "Bubbles: the share of the step in which instances, or the trainer, were idle."
     )
+    parts = [figure(plots.step_time_figure(data.rows), "step-time", caption)]
+    if plots.varies(data.rows, "instances"):
+        caption = (
+            "Instances were added or removed during the run: the times of both stages, and the number of instances."
+        )
+        parts.append(figure(plots.instances_figure(data.rows), "instances", caption))
+    return section("Step time", *parts)
 
 
 def _timeline(data: RunData) -> str:
     found = tracks(data.events, data.origin)
     windows = choose_windows(data.rows, found, data.origin is not None)
-    spent: dict[str, float] = {}
+    spent: defaultdict[str, float] = defaultdict(float)
     for track in found:
         for bar in track.bars:
-            spent[bar.name] = spent.get(bar.name, 0.0) + bar.end - bar.start
+            spent[bar.name] += bar.end - bar.start
     # The kinds of work that take most time get their own colours; the others share one, as 'other'.
     ordered = sorted(spent, key=lambda name: -spent[name])
     if len(ordered) > TIMELINE_KINDS:
@@ -200,11 +179,11 @@ def _timeline(data: RunData) -> str:
     colours = dict(zip(ordered, plots.COLOURS, strict=False))
     parts = []
     for index, window in enumerate(windows):
-        shown = [track for track in found if any(b.end > window.start and b.start < window.end for b in track.bars)]
-        names = {b.name for track in shown for b in track.bars if b.end > window.start and b.start < window.end}
-        used = {name: colour for name, colour in colours.items() if name in names}
+        shown = [track for track in found if any(map(window.shows, track.bars))]
         if not shown:
             continue
+        names = {bar.name for track in shown for bar in track.bars if window.shows(bar)}
+        used = {name: colour for name, colour in colours.items() if name in names}
         caption = (
             "What every instance and the trainer did, from trace.json (open it in ui.perfetto.dev for all "
             "of the run). Thin bars inside one row are samples generated at the same time; blank is idle."
@@ -215,18 +194,14 @@ def _timeline(data: RunData) -> str:
 
 def _training(data: RunData) -> str:
     why = data.status.why_types if data.status else ""
-    return section(
-        "Training",
-        f"<p>Compute types: {escape(why)}.</p>" if why else "",
-        figure(
-            plots.training_figure(data.rows),
-            "training",
-            "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the "
-            "policy, per completion token. Log-probability gap: mean absolute difference between the "
-            "trainer's and the generator's log-probability of the sampled tokens (0 when both compute "
-            "identically, in the same type and with the same weights).",
-        ),
+    caption = (
+        "Per optimizer step. Loss: the algorithm's objective over the step's tokens. Entropy: of the policy, per "
+        "completion token. Log-probability gap: mean absolute difference between the trainer's and the generator's "
+        "log-probability of the sampled tokens (0 when both compute identically, in the same type and with the same "
+        "weights)."
     )
+    types = f"<p>Compute types: {escape(why)}.</p>" if why else ""
+    return section("Training", types, figure(plots.training_figure(data.rows), "training", caption))
 
 
 def _tasks(rollouts: RunRollouts) -> str:
@@ -245,45 +220,41 @@ def _tasks(rollouts: RunRollouts) -> str:
                 _mean(rollouts.reward[mask & (rollouts.step >= half)]),
                 f"{p50:.0f} / {p90:.0f} / {lengths.max()}",
                 percent(float(np.mean(rollouts.finish_reason[mask] == "length"))),
-                str(sum(1 for error in rollouts.reward_error[mask] if error)),
+                str(np.count_nonzero(rollouts.reward_error[mask])),
             )
         )
     columns = ("task", "samples", "mean reward", "first half of the steps", "second half")
     shown = table((*columns, "length p50 / p90 / max", "cut at limit", "reward errors"), rows)
-    return section("Tasks", shown, '<p class="note">Over all recorded samples of the run.</p>')
+    return section("Tasks", shown, note("Over all recorded samples of the run."))
 
 
-def _mean(values: np.ndarray) -> str:
+def _mean(values: np.ndarray, decimals: int = 3) -> str:
     present = values[~np.isnan(values)]
-    return fixed(float(present.mean()), 3) if len(present) else NONE
+    return f"{present.mean():.{decimals}f}" if len(present) else NONE
 
 
 def _trouble(data: RunData) -> str:
     if not data.rows:
         return ""
-    summary = summarise(data.rows)
-    rows = [
-        (
-            "reward errors",
-            share_of(summary.reward_errors, summary.samples),
-            "scored 0, with the error recorded",
-        ),
-        ("completions cut at the token limit", percent(summary.truncated_fraction), "share of all samples"),
-        (
-            "groups without gradient",
-            share_of(summary.groups_no_gradient, summary.groups_total),
-            "all samples of the prompt had the same reward, so they teach nothing",
-        ),
-        (
-            "prompts too long",
-            NONE if summary.prompts_too_long is None else str(summary.prompts_too_long),
-            "left out: no room for a completion",
-        ),
-        ("weights sent", byte_size(summary.weight_bytes_sent), "to all sites, over the run"),
+    rows = data.rows
+    errors, samples = total(row.reward_errors for row in rows), total(row.samples_total for row in rows)
+    cut = [
+        (row.truncated_fraction, n) for row in rows if (n := row.samples_total) and row.truncated_fraction is not None
     ]
-    parts = [table(("what", "how many", "meaning"), rows)]
-    if data.rollouts is not None and (errors := error_counts(data.rollouts)):
-        parts.append(table(("most frequent reward errors", "samples"), [(m, str(n)) for m, n in errors]))
+    share_cut = sum(share * n for share, n in cut) / sum(n for _, n in cut) if cut else None
+    no_gradient = "all samples of the prompt had the same reward, so they teach nothing"
+    too_long = highest(row.prompts_too_long for row in rows)  # each row counts from the run's start
+    sent = total(row.weight_bytes_sent for row in rows)
+    figures = [
+        ("reward errors", share_of(errors, samples), "scored 0, with the error recorded"),
+        ("completions cut at the token limit", percent(share_cut), "share of all samples"),
+        ("groups without gradient", groups_without_gradient(rows), no_gradient),
+        ("prompts too long", fixed(too_long, 0), "left out: no room for a completion"),
+        ("weights sent", NONE if sent is None else decimal(sent), "to all sites, over the run"),
+    ]
+    parts = [table(("what", "how many", "meaning"), figures)]
+    if data.rollouts is not None and (frequent := error_counts(data.rollouts)):
+        parts.append(table(("most frequent reward errors", "samples"), [(text, str(n)) for text, n in frequent]))
     return section("Counts to look at", *parts)
 
 
@@ -296,17 +267,18 @@ def _samples(data: RunData) -> str:
     for title, indices in picked.items():
         if indices:
             parts.append(f"<h3>{escape(title)}</h3>")
-            parts += [_sample(texts[index]) for index in indices]
+            parts += [_sample(data.rollouts, index, *map(_shortened, texts[index])) for index in indices]
     return section("Samples", *parts)
 
 
-def _sample(text: SampleText) -> str:
+def _sample(rollouts: RunRollouts, index: int, prompt: str, completion: str) -> str:
+    reward = float(rollouts.reward[index])
     facts = (
-        f"{text.task}, step {text.step}, reward {number(text.reward)}, {text.output_length} tokens, "
-        f"ended by {text.finish_reason}"
+        f"{rollouts.task[index]}, step {rollouts.step[index]}, reward {number(None if np.isnan(reward) else reward)}, "
+        f"{rollouts.output_length[index]} tokens, ended by {rollouts.finish_reason[index]}"
     )
-    error = f'<p class="bad">reward error: {escape(text.reward_error)}</p>' if text.reward_error else ""
-    prompt, completion = _shortened(text.prompt), _shortened(text.completion)
+    why = rollouts.reward_error[index]
+    error = f'<p class="bad">reward error: {escape(why)}</p>' if why else ""
     return (
         f"<details open><summary>{escape(facts)}</summary>{error}"
         f'<pre class="prompt">{prompt}</pre><pre>{completion}</pre></details>'
@@ -331,5 +303,5 @@ def _configuration(data: RunData) -> str:
 
 
 def _notes(data: RunData) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in data.notes)
+    items = "".join(f"<li>{escape(text)}</li>" for text in data.notes)
     return section("What this page could not show", f"<ul>{items}</ul>" if items else "")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.table import Table
 
 from streamrl.report.start_lines import StartLines
 from streamrl.run_dir import layout
@@ -36,12 +34,10 @@ class SiteView:
 
     def __enter__(self) -> Self:
         (self.run_dir / layout.SITE_STATUS).unlink(missing_ok=True)
-        self._console.print(f"{self.run_dir.name}: starting; the trainer's site may come later", soft_wrap=True)
+        self.say(f"{self.run_dir.name}: starting; the trainer's site may come later")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Do nothing: the view holds nothing open."""
 
     def refresh(self) -> None:
@@ -49,7 +45,7 @@ class SiteView:
         status, now = read_site(self.run_dir), self._clock()
         if self._start is not None and not (status is not None and status.samples_sent):
             for text in self._start.lines(read_stages(self.run_dir), now):
-                self._console.print(text, markup=False, soft_wrap=True)
+                self.say(text)
         else:
             self._start = None
         if status is None:
@@ -57,7 +53,7 @@ class SiteView:
         mark = (status.state, status.away, status.congested, status.weight_version)
         if mark != self._shown or now - self._shown_at > TOLD_EVERY_S:
             self._shown, self._shown_at = mark, now
-            self._console.print(line(status), soft_wrap=True)
+            self.say(line(status))
 
     def say(self, text: str) -> None:
         """Write a line of the launcher."""
@@ -66,16 +62,11 @@ class SiteView:
     def summary(self) -> None:
         """Print how many samples the site has sent and how many bytes of weights it has received."""
         status = read_site(self.run_dir)
-        if status is None:
-            return
-        table = Table.grid(padding=(0, 2))
-        for what, value in (
-            ("samples sent", f"{status.samples_sent}, {status.sample_bytes / 1e6:.2f} MB"),
-            ("weights received", f"{status.weight_bytes / 1e6:.2f} MB, newest version {status.weight_version}"),
-        ):
-            table.add_row(f"  {what}", value)
-        self._console.print(f"{status.site}: {status.state}", soft_wrap=True)
-        self._console.print(table)
+        if status is not None:
+            weights = f"{status.weight_bytes / 1e6:.2f} MB, newest version {status.weight_version}"
+            self.say(f"{status.site}: {status.state}")
+            self.say(f"  samples sent      {status.samples_sent}, {status.sample_bytes / 1e6:.2f} MB")
+            self.say(f"  weights received  {weights}")
 
 
 def line(status: SiteStatus) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -29,11 +28,14 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def fixed(value: float | None, decimals: int = 2, sign: bool = False) -> str:
+def fixed(value: float | None, decimals: int = 2) -> str:
     """Format a number with a fixed count of decimals; '-' for None."""
-    if value is None:
-        return NONE
-    return f"{value:+.{decimals}f}" if sign else f"{value:.{decimals}f}"
+    return NONE if value is None else f"{value:.{decimals}f}"
+
+
+def count(value: int | None) -> str:
+    """Format a count with thousands separated; '-' for None."""
+    return NONE if value is None else f"{value:,}"
 
 
 def percent(value: float | None) -> str:
@@ -51,17 +53,6 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def byte_size(count: float | None) -> str:
-    """Format a number of bytes as '312 B', '1.2 MB', ... (powers of ten); '-' for None."""
-    if count is None:
-        return NONE
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def bars(values: Sequence[float | None]) -> str:
@@ -109,93 +100,16 @@ def highest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """Figures over all steps of a run; None where nothing was measured. Times in seconds."""
-
-    steps: int
-    samples: int | None
-    reward_window: int
-    """Steps averaged for `reward_first` and for `reward_last`."""
-    reward_first: float | None
-    reward_last: float | None
-    samples_per_s: float | None
-    """All samples over the sum of the step times."""
-    step_time_s: float | None
-    generate_time_s: float | None
-    train_time_s: float | None
-    weight_sync_exposed_s: float | None
-    bubble_generation: float | None
-    bubble_training: float | None
-    peak_memory_gb: float | None
-    """Highest of the values recorded once per step."""
-    groups_total: int | None
-    groups_no_gradient: int | None
-    reward_errors: int | None
-    prompts_too_long: int | None
-    """The rows count from the run's start, so this is the highest of them."""
-    truncated_fraction: float | None
-    """Share of all samples."""
-    logprob_gap: float | None
-    tokens_trained: int | None
-    train_tokens_per_s: float | None
-    train_tflops: float | None
-    mfu: float | None
-    weight_bytes_sent: int | None
-    usd: float | None
-    """Cost of all steps, at the cluster file's prices."""
-    usd_per_1k_samples: float | None
-
-
-def summarise(rows: Sequence[MetricsRow]) -> RunSummary:
-    """Return the run's figures; every mean is over the steps that have the value."""
-    window = max(1, min(REWARD_WINDOW, len(rows) // 2))
-    rewards = [row.reward_mean for row in rows]
-    timed = [row for row in rows if row.samples_total is not None and row.step_time_s]
-    seconds = sum(row.step_time_s or 0.0 for row in timed)
-    finished = [row for row in rows if row.samples_total and row.truncated_fraction is not None]
-    priced = [row for row in rows if row.usd is not None]
-    samples = sum(row.samples_total or 0 for row in priced)
-    truncated = sum((row.truncated_fraction or 0.0) * (row.samples_total or 0) for row in finished)
-    return RunSummary(
-        steps=len(rows),
-        samples=total(row.samples_total for row in rows),
-        reward_window=window,
-        reward_first=mean(rewards[:window]),
-        reward_last=mean(rewards[-window:]),
-        samples_per_s=sum(row.samples_total or 0 for row in timed) / seconds if seconds else None,
-        step_time_s=mean(row.step_time_s for row in rows),
-        generate_time_s=mean(row.generate_time_s for row in rows),
-        train_time_s=mean(row.train_time_s for row in rows),
-        weight_sync_exposed_s=mean(row.weight_sync_exposed_s for row in rows),
-        bubble_generation=mean(row.bubble_fraction_generation for row in rows),
-        bubble_training=mean(row.bubble_fraction_training for row in rows),
-        peak_memory_gb=highest(row.process_memory_gb for row in rows),
-        groups_total=total(row.groups_total for row in rows),
-        groups_no_gradient=total(row.groups_no_gradient for row in rows),
-        reward_errors=total(row.reward_errors for row in rows),
-        prompts_too_long=max((n for row in rows if (n := row.prompts_too_long) is not None), default=None),
-        truncated_fraction=truncated / sum(row.samples_total or 0 for row in finished) if finished else None,
-        logprob_gap=mean(row.logprob_gap_mean for row in rows),
-        tokens_trained=total(row.tokens_trained for row in rows),
-        train_tokens_per_s=mean(row.train_tokens_per_s for row in rows),
-        train_tflops=mean(row.train_tflops for row in rows),
-        mfu=mean(row.mfu for row in rows),
-        weight_bytes_sent=total(row.weight_bytes_sent for row in rows),
-        usd=sum(row.usd or 0.0 for row in priced) if priced else None,
-        usd_per_1k_samples=1000 * sum(row.usd or 0.0 for row in priced) / samples if samples else None,
-    )
-
-
-def reward_change(summary: RunSummary) -> str:
-    """Describe the reward's change: '0.12 → 0.48 (+0.36, means of 10 steps)'."""
-    if summary.reward_first is None or summary.reward_last is None:
+def reward_change(rewards: Sequence[float | None]) -> str:
+    """Describe the change of the steps' mean rewards: '0.12 → 0.48 (+0.36, means of 10 steps)'."""
+    window = max(1, min(REWARD_WINDOW, len(rewards) // 2))
+    first, last = mean(rewards[:window]), mean(rewards[-window:])
+    if first is None or last is None:
         return NONE
-    if summary.steps == 1:
-        return f"{summary.reward_last:.3f} (one step)"
-    steps = "first and last step" if summary.reward_window == 1 else f"means of {summary.reward_window} steps"
-    change = summary.reward_last - summary.reward_first
-    return f"{summary.reward_first:.3f} → {summary.reward_last:.3f} ({change:+.3f}, {steps})"
+    if len(rewards) == 1:
+        return f"{last:.3f} (one step)"
+    steps = "first and last step" if window == 1 else f"means of {window} steps"
+    return f"{first:.3f} → {last:.3f} ({last - first:+.3f}, {steps})"
 
 
 def share_of(part: int | None, whole: int | None) -> str:
@@ -205,44 +119,59 @@ def share_of(part: int | None, whole: int | None) -> str:
     return f"{part} of {whole} ({100 * part / whole:.0f}%)" if whole else str(part)
 
 
-def headline_figures(summary: RunSummary) -> list[tuple[str, str]]:
-    """Return (label, value) pairs for the closing summary, the report's table and its head."""
-    split = (
-        f"{fixed(summary.step_time_s, 1)} s (generating {fixed(summary.generate_time_s, 1)}, "
-        f"training {fixed(summary.train_time_s, 1)}, "
-        f"exposed weight sync {fixed(summary.weight_sync_exposed_s)})"
-    )
-    memory = summary.peak_memory_gb
+def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
+    """Return (label, value) pairs for the closing summary and the report's head.
+
+    Every mean is over the steps that have the value; samples/s are all samples over the sum of the step times.
+    """
+    timed = [(row.samples_total, row.step_time_s) for row in rows if row.samples_total is not None and row.step_time_s]
+    memory = highest(row.process_memory_gb for row in rows)
     return [
-        ("optimizer steps", str(summary.steps)),
-        ("samples trained", NONE if summary.samples is None else f"{summary.samples:,}"),
-        ("reward", reward_change(summary)),
-        ("samples/s", fixed(summary.samples_per_s)),
-        ("mean step time", split),
+        ("optimizer steps", str(len(rows))),
+        ("samples trained", count(total(row.samples_total for row in rows))),
+        ("reward", reward_change([row.reward_mean for row in rows])),
+        ("samples/s", fixed(sum(n for n, _ in timed) / sum(seconds for _, seconds in timed) if timed else None)),
+        (
+            "mean step time",
+            f"{fixed(mean(row.step_time_s for row in rows), 1)} s "
+            f"(generating {fixed(mean(row.generate_time_s for row in rows), 1)}, "
+            f"training {fixed(mean(row.train_time_s for row in rows), 1)}, "
+            f"exposed weight sync {fixed(mean(row.weight_sync_exposed_s for row in rows))})",
+        ),
         (
             "idle",
-            f"instances {percent(summary.bubble_generation)}, trainer {percent(summary.bubble_training)}",
+            f"instances {percent(mean(row.bubble_fraction_generation for row in rows))}, "
+            f"trainer {percent(mean(row.bubble_fraction_training for row in rows))}",
         ),
-        ("trainer", trainer_speed(summary)),
+        ("trainer", trainer_speed(rows)),
         ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
-        ("groups without gradient", share_of(summary.groups_no_gradient, summary.groups_total)),
-        ("log-probability gap", number(summary.logprob_gap)),
-        *cost(summary),
+        ("groups without gradient", groups_without_gradient(rows)),
+        ("log-probability gap", number(mean(row.logprob_gap_mean for row in rows))),
+        *cost(rows),
     ]
 
 
-def trainer_speed(summary: RunSummary) -> str:
+def groups_without_gradient(rows: Sequence[MetricsRow]) -> str:
+    """Describe how many of all groups had equal rewards."""
+    return share_of(total(row.groups_no_gradient for row in rows), total(row.groups_total for row in rows))
+
+
+def trainer_speed(rows: Sequence[MetricsRow]) -> str:
     """Describe the trainer's speed: '812 tokens/s, 0.65 TFLOP/s, MFU 41%'; MFU only where the ranks' peak is known."""
-    if summary.train_tokens_per_s is None:
+    tokens, tflops = mean(row.train_tokens_per_s for row in rows), mean(row.train_tflops for row in rows)
+    if tokens is None:
         return NONE
-    words = [f"{summary.train_tokens_per_s:,.0f} tokens/s"]
-    words += [f"{summary.train_tflops:.3g} TFLOP/s"] if summary.train_tflops is not None else []
-    return ", ".join([*words, *([f"MFU {percent(summary.mfu)}"] if summary.mfu is not None else [])])
+    mfu = mean(row.mfu for row in rows)
+    words = [f"{tokens:,.0f} tokens/s"]
+    words += [f"{tflops:.3g} TFLOP/s"] if tflops is not None else []
+    return ", ".join([*words, *([f"MFU {percent(mfu)}"] if mfu is not None else [])])
 
 
-def cost(summary: RunSummary) -> list[tuple[str, str]]:
+def cost(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
     """Return the run's cost as a (label, value) pair; [] if the cluster file has no prices."""
-    if summary.usd is None:
+    priced = [(row.usd, row.samples_total or 0) for row in rows if row.usd is not None]
+    if not priced:
         return []
-    each = "" if summary.usd_per_1k_samples is None else f", {summary.usd_per_1k_samples:.4g} per 1,000 samples"
-    return [("cost, by the cluster file's prices", f"{summary.usd:.4g} USD{each}")]
+    usd, samples = sum(usd for usd, _ in priced), sum(samples for _, samples in priced)
+    each = f", {1000 * usd / samples:.4g} per 1,000 samples" if samples else ""
+    return [("cost, by the cluster file's prices", f"{usd:.4g} USD{each}")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 PIPED_WIDTH = 140
@@ -17,9 +17,16 @@ def terminal(piped_width: int = PIPED_WIDTH) -> Console:
     return console
 
 
-def plain_table(*columns: str) -> Table:
-    """Return a table without lines, with dim headings."""
+def plain_table(*columns: str, text_columns: int | None = None) -> Table:
+    """Return a table without lines, with dim headings.
+
+    Args:
+        columns: the headings.
+        text_columns: so many columns from the left are text, the others numbers, and no cell is wrapped; None: all
+            are text, which may be wrapped.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+    for index, column in enumerate(columns):
+        justify: JustifyMethod = "left" if text_columns is None or index < text_columns else "right"
+        table.add_column(column, justify=justify, no_wrap=text_columns is not None)
     return table

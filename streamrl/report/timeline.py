@@ -75,6 +75,10 @@ class Window:
     start: float
     end: float
 
+    def shows(self, bar: Bar) -> bool:
+        """Whether some of the bar lies in the window."""
+        return bar.end > self.start and bar.start < self.end
+
 
 def choose_windows(rows: Sequence[MetricsRow], all_tracks: Sequence[Track], has_origin: bool) -> list[Window]:
     """Choose the stretches to show: a typical step (median time, not the first) and the slowest.

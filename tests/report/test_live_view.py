@@ -10,7 +10,7 @@ from rich.console import Console
 
 from streamrl.report.live_view import LiveView
 from streamrl.report.panels import render
-from streamrl.report.summary import bars, duration, histogram, number, summarise
+from streamrl.report.summary import bars, duration, headline_figures, histogram, number
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -258,18 +258,12 @@ def test_figures_that_do_not_exist_are_dashes_and_do_not_count_in_means() -> Non
         make_row(2),
         make_row(3, train_time_s=None),
     ]
-    summary = summarise(rows)
-    assert summary.reward_first is None
-    assert summary.train_time_s == 12.4
-    assert summary.peak_memory_gb == pytest.approx(7.8)
-    assert summarise([]).reward_last is None
+    shown = dict(headline_figures(rows))
+    assert shown["reward"] == "-"
+    assert "training 12.4" in shown["mean step time"]
+    assert shown["peak memory, all processes"] == "7.8 GiB"
+    assert dict(headline_figures([]))["reward"] == "-"
     assert number(None) == "-" and duration(None) == "-"
-
-
-def test_counts_that_run_on_are_not_added_up() -> None:
-    rows = [make_row(step, prompts_too_long=step) for step in (1, 2, 3)]
-    assert summarise(rows).prompts_too_long == 3
-    assert summarise(rows).groups_no_gradient == 6
 
 
 def test_numbers_are_written_for_people() -> None:

@@ -233,11 +233,11 @@ def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMak
     data = load_run(run_dir)
     assert data.rollouts is not None
     texts = read_texts(data, [0, 5, 100])
-    for index, text in texts.items():
+    for index, (prompt, completion) in texts.items():
         path, row = data.rollouts.place[index]
         record = pq.read_table(path).to_pylist()[row]
-        assert text.prompt == record["prompt"]
-        assert (text.completion or "").split() == ["forty-two"] * record["output_length"]
+        assert prompt == record["prompt"]
+        assert (completion or "").split() == ["forty-two"] * record["output_length"]
     assert not data.notes
 
 
@@ -247,7 +247,7 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
     table = pq.read_table(path)
     pq.write_table(table.append_column("completion", [[f"text {i}" for i in range(len(table))]]), path)
     data = load_run(run_dir)
-    assert {index: text.completion for index, text in read_texts(data, [3, 40]).items()} == {
+    assert {index: completion for index, (_, completion) in read_texts(data, [3, 40]).items()} == {
         3: "text 3",
         40: "text 40",
     }
@@ -258,6 +258,16 @@ def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps
     page, _ = of_three_steps
     assert "(text not available)" in page.text
     assert "Completions are not decoded: no tokenizer.json" in page.text
+
+
+def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
+    run_dir = make_run(0, rollouts=False, trace=False)
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
+        for step in (1, 2, 3):
+            metrics.append(make_row(step, prompts_too_long=step))
+    page, _ = page_of(run_dir)
+    assert "prompts too long3left out" in page.text
+    assert "groups without gradient6 of 24" in page.text
 
 
 def test_text_cannot_become_markup(make_run: RunMaker) -> None:
