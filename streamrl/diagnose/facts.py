@@ -141,6 +141,16 @@ class Facts:
         return {one.name: one for one in self.processes}
 
     @property
+    def waits(self) -> tuple[WaitFacts, ...]:
+        """All registered waits."""
+        return self.run.waits if self.run is not None else ()
+
+    @property
+    def starting(self) -> bool:
+        """Whether the run is still starting."""
+        return self.run is None or self.run.state == "starting"
+
+    @property
     def age(self) -> float:
         """Seconds since the controller last wrote its status; infinite if it never has."""
         return float("inf") if self.run is None else max(0.0, self.now - self.run.updated_at)

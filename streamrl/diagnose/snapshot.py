@@ -57,9 +57,9 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
         used = max(0.0, _cpu_s(one.tree) - before) / (time.monotonic() - begun) if one.tree else None
         one.facts = replace(one.facts, cpu=used, alive=_state_after_window(one))
     _until(lambda: all(one.loop != "blocked" for one in seen), begun + TASKS_S)
-    silent = [one for one in seen if one.loop == "blocked"]
-    for one in silent:
-        one.ask_threads()
+    for one in seen:
+        if one.loop == "blocked":
+            one.ask_threads()
     asked = [one for one in seen if one.threads_from is not None]
     _until(lambda: all(one.threads_told for one in asked), time.monotonic() + THREADS_S)
     processes = tuple(replace(one.facts, loop=one.loop, tasks=one.tasks, threads=one.threads) for one in seen)
@@ -94,14 +94,8 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
         written = _written_at(folder)
         for started in _started(folder):
             role = "elastic" if started.role == "trainer" else started.role
-            facts = ProcessFacts(
-                name=started.name,
-                role=role,
-                pid=started.pid,
-                site=site,
-                exit_code=started.exit_code,
-                last_words=started.last_words,
-            )
+            told = {key: getattr(started, key) for key in ("name", "pid", "exit_code", "last_words")}
+            facts = ProcessFacts(role=role, site=site, **told)
             here = role == "elastic" and started.exit_code is None and not started.node
             ranks = family.ranks(started.pid) if here else {}
             found.append(family.look(facts, folder, written, set(ranks.values()), started.node))
@@ -112,9 +106,7 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
     known = {one.facts.name for one in found}
     for name, state in roles.items():
         if name not in known:
-            found.append(
-                ObservedProcesses(ProcessFacts(name=name, role=str(state.get("role", "")), alive="unknown"), run_dir)
-            )
+            found.append(ObservedProcesses(ProcessFacts(name, str(state.get("role", ""))), run_dir))
     stages, now = {name: one for name, one in read_stages(run_dir).items() if not one.ready}, time.time()
     if "trainer-0" in known and "trainer" in stages:  # the first rank reports it; torch's launcher reports nothing
         stages["trainer-0"] = stages.pop("trainer")
@@ -201,9 +193,9 @@ def _alive(process: psutil.Process) -> Alive:
         status = str(process.status())
     except psutil.Error:
         return "gone"
-    names = {"tracing-stop": "traced", "dead": "gone", "disk-sleep": "disk-sleep"}
-    plain = status if status in ("running", "stopped", "zombie") else "sleeping"
-    return cast(Alive, names.get(status, plain))
+    renamed = {"tracing-stop": "traced", "dead": "gone"}
+    plain = status if status in ("running", "stopped", "zombie", "disk-sleep") else "sleeping"
+    return cast(Alive, renamed.get(status, plain))
 
 
 def _state_after_window(one: ObservedProcesses) -> Alive:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Literal
 
+from streamrl.diagnose.conditions import Condition, Rank, condition, fatal, named, seconds
 from streamrl.diagnose.facts import (
     FINAL,
     GRACE_S,
@@ -34,10 +34,8 @@ from streamrl.diagnose.facts import (
     SILENT_AFTER_S,
     STARTING_SILENT_S,
     Facts,
-    ProcessFacts,
     SiteFacts,
     WaitFacts,
-    innermost,
 )
 
 HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
@@ -81,33 +79,10 @@ class Verdict:
         return list(dict.fromkeys(names))
 
 
-class Rank(IntEnum):
-    """Conditions of a process; a higher one explains a standstill better."""
-
-    WORKS = 0
-    UNKNOWN = 1
-    IDLE = 2
-    CIRCLE = 3
-    CALL = 4
-    DISK = 5
-    HANGS = 6
-    AWAY = 7
-    STOPPED = 8
-    DEAD = 9
-
-
-@dataclass(frozen=True)
-class Condition:
-    """The condition of a process; `text` continues a sentence that begins with its name."""
-
-    rank: Rank
-    text: str
-
-
 def judge(facts: Facts) -> Verdict:
     """Judge whether the run makes progress, and if not, who waits for whom. Pure: equal facts give equal verdicts."""
     verdict = _judge(facts)
-    known = [named for one in facts.processes if (named := _name(one)) in verdict.sentence]
+    known = [name for one in facts.processes if (name := named(one)) in verdict.sentence]
     details = [text for text in verdict.details if not text.startswith(tuple(f"{name} " for name in known))]
     return replace(verdict, details=details)
 
@@ -129,7 +104,7 @@ def _judge(facts: Facts) -> Verdict:
         return Verdict("stuck", f"stuck: {unable}; nobody has waited for it so far", [], details)
     longest = max(chains, key=lambda chain: chain.edges[0].since_s, default=None)
     edges = longest.edges if longest is not None else []
-    if facts.run is None or facts.run.state == "starting":
+    if facts.starting:
         return Verdict("starting", _starting(facts, longest), edges, details)
     near = [chain for chain in chains if chain.edges[0].since_s > NEAR_LIMIT * chain.edges[0].limit_s]
     if facts.late or near:
@@ -137,74 +112,6 @@ def _judge(facts: Facts) -> Verdict:
         wait = "" if chosen is None else f"; {_describe_chain(chosen, facts)}"
         return Verdict("slow", f"slow: {_place(facts)}{wait}", edges, details)
     return Verdict("healthy", f"healthy: {_place(facts)}{_longest(longest)}", edges, details)
-
-
-def condition(one: ProcessFacts | None, facts: Facts) -> Condition:
-    """Return a process's condition, with its start-up stage if it is still starting."""
-    if one is None:
-        return Condition(Rank.UNKNOWN, "is not known here")
-    found = _condition(one, facts)
-    if not one.stage:
-        return found
-    return replace(found, text=f"{found.text}, in its start ({one.stage}, {_s(one.stage_s)})")
-
-
-def _condition(one: ProcessFacts, facts: Facts) -> Condition:
-    if (fatal := _fatal(one, facts)) is not None:
-        return fatal
-    silent = facts.run.silent_s.get(one.site) if facts.run is not None else None
-    if silent is not None and silent > SILENT_AFTER_S:
-        proxies = [p for p in facts.processes if p.role == "proxy"]
-        for proxy in proxies:
-            if (why := _fatal(proxy, facts)) is not None:
-                return Condition(why.rank, f"is out of reach: the proxy that stands for the links {why.text}")
-        return Condition(
-            Rank.AWAY, f"is out of reach: its site has been silent for {_s(silent)}, the link or the site is down"
-        )
-    cpu = one.cpu
-    if cpu is None:
-        state = f"last said {one.doing!r}" if one.doing else "has said nothing yet"
-        return Condition(Rank.UNKNOWN, f"{state}, and cannot be looked at from here")
-    where = f", in {frame}" if (frame := innermost(one.threads)) else ""
-    used = f"{100 * cpu:.0f} % CPU"
-    if one.alive == "disk-sleep":
-        return Condition(Rank.DISK, f"waits for a disk or a network file system (state D, {used}){where}")
-    idle = cpu < IDLE_CPU and one.alive != "running"
-    if one.loop == "blocked" and idle:
-        return Condition(Rank.HANGS, f"hangs: its event loop is blocked and it computes nothing ({used}){where}")
-    if one.loop == "blocked":
-        return Condition(Rank.CALL, f"is busy in one call: its event loop is blocked ({used}){where}")
-    if idle:
-        return Condition(Rank.IDLE, f"computes nothing ({used})" + (", but answers" if one.loop == "answers" else ""))
-    return Condition(Rank.WORKS, f"computes ({used})")
-
-
-def _fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
-    """Return why a process cannot continue by itself, or None; an instance that exited with 0 was asked to leave."""
-    if (one.role == "instance" and one.exit_code == 0) or (one.alive == "gone" and facts.elsewhere):
-        return None
-    if one.exit_code is not None:
-        words = one.last_words.splitlines()[0].removeprefix(one.name).strip() if one.last_words else ""
-        return Condition(Rank.DEAD, words or f"ended with exit code {one.exit_code}")
-    unnoticed = "and the launcher has not noticed" + (
-        ": it is stopped itself" if any(p.role == "launcher" and p.alive == "stopped" for p in facts.processes) else ""
-    )
-    match one.alive:
-        case "zombie":
-            return Condition(Rank.DEAD, f"has died, {unnoticed}")
-        case "gone":
-            return Condition(Rank.DEAD, f"is gone, {unnoticed}")
-        case "stopped":
-            return Condition(Rank.STOPPED, f"is stopped (SIGSTOP): continue it with kill -CONT {one.pid}")
-        case "traced":
-            return Condition(Rank.STOPPED, "is held by a debugger")
-    for child in one.children:
-        if child.alive == "zombie":
-            return Condition(Rank.DEAD, f"has lost its process {child.name} (pid {child.pid}), which has died")
-        how = "is held by a debugger" if child.alive == "traced" else "is stopped (SIGSTOP)"
-        remedy = "" if child.alive == "traced" else f": continue it with kill -CONT {child.pid}"
-        return Condition(Rank.STOPPED, f"needs its process {child.name} (pid {child.pid}), which {how}{remedy}")
-    return None
 
 
 # -- chains of waits
@@ -220,56 +127,53 @@ class WaitChain:
 
 def _first_waits(facts: Facts) -> list[WaitFacts]:
     """Return the controller's waits, or, if it has none, all others."""
-    waits = facts.run.waits if facts.run is not None else ()
-    return [wait for wait in waits if wait.owner == "controller"] or list(waits)
+    return [wait for wait in facts.waits if wait.owner == "controller"] or list(facts.waits)
 
 
 def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
     """Return the chain that begins with this wait and explains the most."""
     since_s = max(0.0, facts.now - wait.since)
     seen = (*seen, wait.owner)
-    found: list[tuple[WaitChain, ProcessFacts | None]] = []
+    found: list[WaitChain] = []
     for name in targets(wait, facts):
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, name)
-        one = facts.by_name.get(name)
-        end = condition(one, facts)
+        chain = WaitChain([edge], condition(facts.by_name.get(name), facts))
         if name in seen[:-1]:
-            end = Condition(Rank.CIRCLE, f"waits for {wait.owner} in turn: neither can go on")
-        elif name != wait.owner and end.rank in (Rank.WORKS, Rank.UNKNOWN, Rank.IDLE):
+            circle = Condition(Rank.CIRCLE, f"waits for {wait.owner} in turn: neither can go on")
+            chain = WaitChain([edge], circle)
+        elif name != wait.owner and chain.condition.rank in (Rank.WORKS, Rank.UNKNOWN, Rank.IDLE):
             further = [_follow(other, facts, seen) for other in _waits_of(name, facts)]
             if further:
-                best = max(further, key=lambda chain: (chain.condition.rank, chain.edges[0].since_s))
-                found.append((WaitChain([edge, *best.edges], best.condition), one))
-                continue
-        found.append((WaitChain([edge], end), one))
-    if any(chain.condition.rank == Rank.WORKS for chain, _ in found):
-        found = [(chain, one) for chain, one in found if chain.condition.rank != Rank.IDLE]
+                best = max(further, key=lambda one: (one.condition.rank, one.edges[0].since_s))
+                chain = WaitChain([edge, *best.edges], best.condition)
+        found.append(chain)
+    if any(chain.condition.rank == Rank.WORKS for chain in found):
+        found = [chain for chain in found if chain.condition.rank != Rank.IDLE]
     if not found:
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, "")
         return WaitChain([edge], Condition(Rank.UNKNOWN, _busy(facts)))
 
-    def explains(pair: tuple[WaitChain, ProcessFacts | None]) -> tuple[int, bool, int]:
-        chain, one = pair
+    def explains(chain: WaitChain) -> tuple[int, bool, int]:
+        one = facts.by_name.get(chain.edges[0].target)
         return chain.condition.rank, one is not None and bool(one.stage), one.running if one is not None else 0
 
-    return max(found, key=explains)[0]
+    return max(found, key=explains)
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
     """Return the waits of a process that are for other processes."""
-    waits = facts.run.waits if facts.run is not None else ()
-    return [wait for wait in waits if wait.owner == name and any(t != name for t in targets(wait, facts))]
+    return [wait for wait in facts.waits if wait.owner == name and any(t != name for t in targets(wait, facts))]
 
 
 def targets(wait: WaitFacts, facts: Facts) -> list[str]:
     """Return the names of the processes that a wait is for, by its text; empty if the text does not say."""
     text = wait.waiting_for
-    named = [name for name in facts.by_name if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
-    if named:
+    found = [name for name in facts.by_name if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+    if found:
         if text.endswith(" to start"):  # a service says hello once its instances have
-            sites = {facts.by_name[name].site for name in named if facts.by_name[name].role == "service"}
-            named += [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
-        return named
+            sites = {facts.by_name[name].site for name in found if facts.by_name[name].role == "service"}
+            found += [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
+        return found
     if re.search(r"(?<![\w-])trainer-\d+(?![\w-])", text):
         return [name for name in ("trainer",) if name in facts.by_name]  # its ranks are gone, or not seen from here
     for address, name in facts.addresses.items():
@@ -280,9 +184,9 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
     if re.fullmatch(r"\d+ samples of \d+ groups", text):
         return _with_samples(facts)
     if re.fullmatch(r"\d+ rewards of \d+ groups", text):
-        return _of_role("rewards", facts)
+        return [p.name for p in facts.processes if p.role == "rewards"]
     if text.startswith("all instances "):
-        return _of_role("instance", facts)
+        return [p.name for p in facts.processes if p.role == "instance"]
     if text.startswith("the publisher "):
         return ["trainer-0"]
     if text.startswith("the hub to acknowledge"):
@@ -298,10 +202,6 @@ def _with_samples(facts: Facts) -> list[str]:
     instances = [p.name for p in facts.processes if p.role == "instance" and p.running]
     sick = [s.name for s in services if condition(s, facts).rank >= Rank.CALL or _waits_of(s.name, facts)]
     return [*instances, *sick] if instances else [s.name for s in services]
-
-
-def _of_role(role: str, facts: Facts) -> list[str]:
-    return [p.name for p in facts.processes if p.role == role]
 
 
 def _is_stuck(chain: WaitChain, facts: Facts) -> bool:
@@ -333,7 +233,7 @@ def _ended(facts: Facts) -> Verdict | None:
     run = facts.run
     started = [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
     if run is not None and run.state in FINAL:
-        how = f"ended: {run.state} at step {run.step} of {run.steps} after {_s(run.updated_at - run.started_at)}"
+        how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.updated_at - run.started_at)}"
         left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
         cause, *more = (run.error or "").splitlines() or [""]
         details = [*more, f"still there: {', '.join(left)}"] if left else more
@@ -342,7 +242,7 @@ def _ended(facts: Facts) -> Verdict | None:
     if facts.age <= SILENT_AFTER_S or len(gone) < len(started) or (run is None and not started):
         return None
     at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"
-    when = "" if run is None else f", {_s(facts.age)} ago"
+    when = "" if run is None else f", {seconds(facts.age)} ago"
     words = [p.last_words.splitlines()[0] for p in gone if p.last_words]
     who = f"none of its {len(started)} processes is there" if started else "none of its processes is known here"
     sentence = f"ended: {at}{when}, without saying so: {who}" + (f"; {words[0]}" if words else "")
@@ -363,7 +263,7 @@ def _controller_silent(facts: Facts) -> str | None:
     why = f"it {known.text}"
     if one is not None and one.loop == "answers" and not certain:
         why = "it answers, so it cannot write status.json: see its log and the disk"
-    return f"stuck: {who} has not written for {_s(facts.age)}; {why}"
+    return f"stuck: {who} has not written for {seconds(facts.age)}; {why}"
 
 
 def _unable(facts: Facts) -> str | None:
@@ -372,9 +272,9 @@ def _unable(facts: Facts) -> str | None:
     Stopped watchers (launchers, the proxy) are left to the details.
     """
     for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
-        why = _fatal(one, facts)
+        why = fatal(one, facts)
         if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
-            return f"{_name(one)} {why.text}" + (f", in its start ({one.stage})" if one.stage else "")
+            return f"{named(one)} {why.text}" + (f", in its start ({one.stage})" if one.stage else "")
     return None
 
 
@@ -386,17 +286,19 @@ def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
         return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
     started = [p for p in facts.processes if p.pid is not None and p.role != "launcher"]
     if age > SILENT_AFTER_S and all(p.exit_code is not None or p.alive == "gone" for p in started):
-        return Verdict("ended", f"ended: {_s(age)} ago, without saying so: no process of {here} is there", failed=True)
+        return Verdict(
+            "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", failed=True
+        )
     if (unable := _unable(facts)) is not None:
         return Verdict("stuck", f"stuck: {here}: {unable}", [], details)
     if age > SILENT_AFTER_S:
         service = facts.by_name.get(f"service-{site.site}")
         how = condition(service, facts).text
-        return Verdict("stuck", f"stuck: service-{site.site} has not written for {_s(age)}; it {how}", [], details)
+        return Verdict("stuck", f"stuck: service-{site.site} has not written for {seconds(age)}; it {how}", [], details)
     if site.trainer_silent_s > SILENT_AFTER_S:
         return Verdict(
             "stuck",
-            f"stuck: {here} has heard nothing of the trainer's site for {_s(site.trainer_silent_s + age)}; "
+            f"stuck: {here} has heard nothing of the trainer's site for {seconds(site.trainer_silent_s + age)}; "
             f"{site.samples_waiting} finished samples wait to be sent",
             [],
             details,
@@ -410,17 +312,19 @@ def _details(facts: Facts) -> list[str]:
     for one in facts.processes:
         known = condition(one, facts)
         if known.rank >= Rank.STOPPED or known.rank in (Rank.HANGS, Rank.DISK):
-            found.append(f"{_name(one)} {known.text}")
-        elif one.stage and (facts.run is None or facts.run.state == "starting"):
-            found.append(f"{one.name}: {one.stage} ({_s(one.stage_s)})")
-    for wait in facts.run.waits if facts.run is not None else ():
+            found.append(f"{named(one)} {known.text}")
+        elif one.stage and facts.starting:
+            found.append(f"{one.name}: {one.stage} ({seconds(one.stage_s)})")
+    for wait in facts.waits:
         since_s = facts.now - wait.since
         if since_s > NEAR_LIMIT * wait.limit_s:
             past = "is past its limit" if since_s > wait.limit_s else "nears its limit"
-            found.append(f"a wait {past}: {wait.owner}, {_s(since_s)} of {_s(wait.limit_s)} for {wait.waiting_for}")
+            found.append(
+                f"a wait {past}: {wait.owner}, {seconds(since_s)} of {seconds(wait.limit_s)} for {wait.waiting_for}"
+            )
     for site, silent in facts.run.silent_s.items() if facts.run is not None else ():
         if silent > SILENT_AFTER_S:
-            found.append(f"site {site} has been silent for {_s(silent)}")
+            found.append(f"site {site} has been silent for {seconds(silent)}")
     if facts.disk_free_gb is not None and facts.disk_free_gb < LITTLE_DISK_GB:
         found.append(f"the run's disk is full: {facts.disk_free_gb:.2f} GB free")
     return found
@@ -435,12 +339,12 @@ def _describe_chain(chain: WaitChain, facts: Facts) -> str:
     for number, edge in enumerate(chain.edges):
         past = ", which has passed" if edge.since_s > edge.limit_s + GRACE_S else ""
         near = number == 0 or edge.since_s > NEAR_LIMIT * edge.limit_s
-        limit = f" (limit {_s(edge.limit_s)}{past})" if near else ""
+        limit = f" (limit {seconds(edge.limit_s)}{past})" if near else ""
         verb = "has waited" if number == 0 else "waits"
-        parts.append(f"{edge.waiter} {verb} {_s(edge.since_s)}{limit} for {edge.waits_for}")
+        parts.append(f"{edge.waiter} {verb} {seconds(edge.since_s)}{limit} for {edge.waits_for}")
     last = chain.edges[-1]
     one = facts.by_name.get(last.target)
-    name = _name(one) if one is not None else last.target
+    name = named(one) if one is not None else last.target
     holds = one is not None and one.role == "instance" and one.running and " samples of " in last.waits_for
     which = f", which has {one.running} of them," if holds and one is not None else ""
     parts.append(f"{name}{which} {chain.condition.text}".strip())
@@ -464,14 +368,15 @@ def _longest(chain: WaitChain | None) -> str:
     if chain is None:
         return "; nobody waits"
     edge = chain.edges[0]
-    return f"; the longest wait is {edge.waiter}'s, {_s(edge.since_s)} of {_s(edge.limit_s)}, for {edge.waits_for}"
+    since = f"{seconds(edge.since_s)} of {seconds(edge.limit_s)}"
+    return f"; the longest wait is {edge.waiter}'s, {since}, for {edge.waits_for}"
 
 
 def _starting(facts: Facts, longest: WaitChain | None) -> str:
     if facts.run is None:
         one = facts.by_name.get("controller")
         return f"starting: the controller has not reported yet; it {condition(one, facts).text}"
-    since = f"starting for {_s(facts.now - facts.run.started_at)}"
+    since = f"starting for {seconds(facts.now - facts.run.started_at)}"
     return since if longest is None else f"{since}: {_describe_chain(longest, facts)}"
 
 
@@ -481,13 +386,3 @@ def _busy(facts: Facts) -> str:
     busy.sort(key=lambda p: -(p.cpu or 0.0))
     named = ", ".join(f"{p.name} ({100 * (p.cpu or 0.0):.0f} % CPU)" for p in busy[:3])
     return f"computing now: {named}" if named else "no process computes"
-
-
-def _name(one: ProcessFacts) -> str:
-    return one.name if one.pid is None else f"{one.name} (pid {one.pid})"
-
-
-def _s(seconds: float) -> str:
-    if seconds == float("inf"):
-        return "ever"
-    return f"{seconds:.0f} s" if seconds < 10_000 else f"{seconds / 3600:.1f} h"
