@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 from streamrl.config.load import load_run
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))  # its own modules are beside it
 SPEC = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
 assert SPEC is not None and SPEC.loader is not None
 reference = sys.modules["reference"] = importlib.util.module_from_spec(SPEC)
