@@ -335,7 +335,7 @@ class Sweeps:
 
 def batch(lengths: str) -> Batch:
     """Of the paper's shape."""
-    return Batch.of(find_lengths(lengths, SAMPLES)[0], SAMPLES, PROMPT_TOKENS)
+    return Batch.of(find_lengths(lengths)[0], SAMPLES, PROMPT_TOKENS)
 
 
 def finite(value: float) -> float | None:

@@ -41,7 +41,7 @@ BETWEEN = Route(80e9 / 8)
 
 def batch(lengths: str) -> Batch:
     """1,024 answers of the paper's shape."""
-    values, _ = find_lengths(lengths, SAMPLES)
+    values, _ = find_lengths(lengths)
     return Batch.of(values, SAMPLES, PROMPT_TOKENS)
 
 

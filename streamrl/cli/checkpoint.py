@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from streamrl.errors import UserError
+
 
 @click.command(name="checkpoint")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
@@ -19,7 +21,6 @@ def command(directory: Path) -> None:
     Example:
       streamrl checkpoint runs/demo
     """
-    from streamrl.errors import UserError
     from streamrl.protocol.operator import CheckpointNow, CheckpointPlanned
     from streamrl.run_dir.status import read_status
     from streamrl.runtime.operator_link import ask_controller

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from streamrl.errors import UserError
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
@@ -92,7 +95,6 @@ def command(
       streamrl export --format kuberay --cluster my.yaml --site west --image IMAGE --volume-claim runs
     """
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.errors import UserError
     from streamrl.launcher.job_files import Job, node_groups
 
     cluster, run = load_cluster(cluster_file), load_run(run_file)
@@ -133,8 +135,6 @@ def _site(cluster: ClusterConfig, site: str | None) -> str:
     Raises:
         UserError: the site does not exist, or there are several to choose from.
     """
-    from streamrl.errors import UserError
-
     names = ", ".join(cluster.sites)
     if site is None and cluster.remote_sites:
         raise UserError(f"the cluster has {len(cluster.sites)} sites, each needs a job file; --site one of: {names}")
@@ -144,9 +144,6 @@ def _site(cluster: ClusterConfig, site: str | None) -> str:
 
 
 def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) -> str:
-    from dataclasses import replace
-
-    from streamrl.errors import UserError
     from streamrl.launcher.job_files import HEAD, SlurmOptions, slurm_script
 
     types = [group.gpu for group in groups if group.name != HEAD]
@@ -178,11 +175,8 @@ def _kuberay(
     runs_dir: str,
     site: str,
 ) -> str:
-    from dataclasses import replace
-
     import yaml
 
-    from streamrl.errors import UserError
     from streamrl.launcher.job_files import FILES, KubeOptions, kuberay_manifest
 
     for option in ("image", "volume_claim"):
@@ -222,8 +216,6 @@ def _ports(cluster: ClusterConfig, name: str) -> dict[str, int]:
     Raises:
         UserError: the site's `port` is missing, or it listens on an address that a pod does not have.
     """
-    from streamrl.errors import UserError
-
     site = cluster.sites[name]
     if not cluster.remote_sites or (name != cluster.trainer_site and not site.port):
         return {}
@@ -242,8 +234,6 @@ def _by_type(option: str, texts: Sequence[str], known: Collection[str]) -> dict[
     Raises:
         UserError: '=' or the value is missing, or the type is unknown.
     """
-    from streamrl.errors import UserError
-
     found = {}
     for text in texts:
         gpu, _, value = text.partition("=")

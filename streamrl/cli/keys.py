@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from streamrl.errors import UserError
+
 
 @click.command()
 @click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster file.")
@@ -25,7 +27,6 @@ def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
     import difflib
 
     from streamrl.config.load import load_cluster
-    from streamrl.errors import UserError
     from streamrl.transport.curve import make_keys, public_file, secret_file
 
     config = load_cluster(cluster)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from streamrl.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,17 +44,10 @@ SCHEDULES = ("async", "one_step_off", "stream", "sync")
 def command(
     cluster_file: Path,
     run_file: Path | None,
-    model: str | None,
-    lengths: str | None,
-    samples: int | None,
-    prompt_tokens: int | None,
-    algorithm: str | None,
     schedule: str | None,
     objective: str,
-    budget: float | None,
-    delta_ratio: float | None,
-    hardware: Path | None,
     json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Choose which GPUs of a cluster train and which generate; nothing is started, and no GPU is needed.
 
@@ -72,17 +67,13 @@ def command(
 
     from scheduler.capacity.placement_plan import colocated, plans, tail_split
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.errors import UserError
     from streamrl.planning.planning_inputs import gather
 
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)
     if schedule is None:
         schedule = run.schedule.name if run is not None and run.schedule.name in SCHEDULES else "async"
-    inputs = gather(
-        *(cluster, cluster_file, run, model, lengths, samples, prompt_tokens, algorithm),
-        *(hardware, budget, delta_ratio),
-    )
+    inputs = gather(cluster, cluster_file, run, **options)
     aim = cast("PlanObjective", objective)
     try:
         found = plans(inputs.problem, schedule, aim)
@@ -144,10 +135,11 @@ def _show(
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
         ],
     )
-    steps = [best.step(name) for name in SCHEDULES]
-    rows = [_step_row(one, one.schedule == best.schedule) for one in steps]
+    rows = [_step_row(best.step(name), name + " (chosen)" * (name == best.schedule)) for name in SCHEDULES]
     if together is not None:
-        rows.append(_step_row(together.step, False, _turns(best, together)))
+        offer = problem.offers[together.offer]
+        turns = f"colocated, all {together.gpus} {offer.device.name} in {offer.site}"
+        rows.append(_step_row(together.step, turns))
     _table(
         console,
         "the same split under each schedule",
@@ -172,43 +164,29 @@ def _show(
         say(text)
     if len(found) > 1:
         columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
-        _table(console, "next-best plans", columns, [_alternative(one) for one in found[1:]])
+        rows = [_step_row(one.chosen, one.text) for one in found[1:]]
+        _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
 
 
 def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     offers = best.problem.offers
     home = offers[best.split.trainer]
-    gpus, shard = best.split.time.gpus, best.split.time.shard
-    usd = gpus * home.usd_per_hour
+    gpus = best.split.time.gpus
+    price = f"{gpus * home.usd_per_hour:.2f}"
     rows: list[tuple[str, ...]] = [
-        (home.site, "trainer", home.device.name, str(gpus), f"FSDP {shard}", "", "", f"{usd:.2f}")
+        (home.site, "trainer", home.device.name, str(gpus), f"FSDP {best.split.time.shard}", "", "", price)
     ]
     for one, share in zip(best.split.generation, best.shares, strict=True):
-        offer, tp = offers[one.offer], one.kind.tensor_parallel
-        shape, price = f"{one.count} x {tp}", f"{one.gpus * offer.usd_per_hour:.2f}"
-        rows.append(
-            (
-                offer.site,
-                "generation",
-                offer.device.name,
-                str(one.gpus),
-                shape,
-                str(one.kind.slots),
-                f"{share:.0%}",
-                price,
-            )
-        )
+        offer = offers[one.offer]
+        shape, price = f"{one.count} x {one.kind.tensor_parallel}", f"{one.gpus * offer.usd_per_hour:.2f}"
+        where = (offer.site, "generation", offer.device.name, str(one.gpus))
+        rows.append((*where, shape, str(one.kind.slots), f"{share:.0%}", price))
     return rows
 
 
-def _turns(best: PlacementPlan, together: Colocated) -> str:
-    offer = best.problem.offers[together.offer]
-    return f"colocated, all {together.gpus} {offer.device.name} in {offer.site}"
-
-
-def _step_row(step: Step, chosen: bool, name: str = "") -> tuple[str, ...]:
+def _step_row(step: Step, name: str) -> tuple[str, ...]:
     return (
-        (name or step.schedule) + (" (chosen)" if chosen else ""),
+        name,
         f"{step.seconds:.1f}",
         f"{step.generation_bubble:.0%}",
         f"{step.training_bubble:.0%}",
@@ -218,27 +196,11 @@ def _step_row(step: Step, chosen: bool, name: str = "") -> tuple[str, ...]:
     )
 
 
-def _alternative(one: PlacementPlan) -> tuple[str, ...]:
-    step = one.chosen
-    return (
-        one.text,
-        f"{step.seconds:.1f}",
-        f"{step.samples_per_s:.2f}",
-        f"{step.usd_per_hour:.2f}",
-        f"{step.usd_per_1k:.4f}",
-    )
-
-
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
+    from streamrl.report.terminal import ruled_table
 
-    table = Table(title=title, title_justify="left")
-    words = {"site", "role", "GPU", "of which", "plan"}
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number == 0 or name in words else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    text_columns = {columns[0], "site", "role", "GPU", "of which"}
+    console.print(ruled_table(title, columns, text_columns, rows))
 
 
 def _plain(

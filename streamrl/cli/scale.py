@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from streamrl.errors import UserError
+
 if TYPE_CHECKING:
     from streamrl.protocol.operator import PoolScaled
     from streamrl.run_dir.status import RunStatus
@@ -36,7 +38,6 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
       streamrl scale runs/demo --pool regular --replicas 3
       streamrl scale runs/demo --pool regular --site west --replicas 1 --no-wait
     """
-    from streamrl.errors import UserError
     from streamrl.run_dir.status import read_status
 
     status = read_status(directory)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from streamrl.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +141,6 @@ def command(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from scheduler.dispatch.registry import POLICIES
     from scheduler.simulation.pipeline import SimulatedLink, Stages
-    from streamrl.errors import UserError
     from streamrl.planning.workload import draw, replay
 
     for name in policies:
@@ -190,7 +191,7 @@ def command(
             iterations,
             policies or ("least-loaded", "skew-aware"),
             chosen,
-            _Rounds(over_issue, round_tokens, max_age),
+            (over_issue, round_tokens, max_age),
         )
         _compare_schedules(rows, workload, instances, price * instances + trainer_price, out)
     click.echo(f"plot written to {out}")
@@ -200,8 +201,11 @@ def _compare_policies(
     workload: Workload, fleet: Sequence[SimulatedInstance], names: Sequence[str], price: float, out: Path
 ) -> None:
     """Simulate and compare generation alone, under each policy."""
+    from rich.console import Console
+
     from scheduler.dispatch.registry import make_policy
     from scheduler.simulation.generation_simulator import simulate
+    from streamrl.report.terminal import ruled_table
 
     outcomes = {
         name: [simulate(make_policy(name, workload.longest), batch, fleet) for batch in workload.batches]
@@ -214,18 +218,17 @@ def _compare_policies(
     for name, some in outcomes.items():
         busy = sum(sum(outcome.busy.values()) for outcome in some)
         cost = price * len(fleet) * spans[name] / 3600 / total * 1000
+        saved, bubble = 1 - spans[name] / spans["least-loaded"], 1 - busy / (len(fleet) * spans[name])
         rows.append(
             (
-                name,
-                f"{spans[name]:.1f} s",
-                f"{1 - spans[name] / spans['least-loaded']:+.1%}",
-                f"{1 - busy / (len(fleet) * spans[name]):.1%}",
+                *(name, f"{spans[name]:.1f} s", f"{saved:+.1%}", f"{bubble:.1%}"),
                 str(sum(outcome.moves for outcome in some)),
                 f"{sum(outcome.tokens for outcome in some) / spans[name]:.0f}",
                 f"{cost:.4f}" if price else "-",
             )
         )
-    _print_table(("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k"), rows)
+    titles = ("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k")
+    Console().print(ruled_table("", titles, titles[:1], rows))
     _plot(outcomes, _draw_running, out)
 
 
@@ -242,7 +245,6 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
         UserError: a chosen schedule conflicts with the other options.
     """
     from scheduler.schedule.schedules import make_schedule
-    from streamrl.errors import UserError
 
     if "colocated" in names and not colocated:
         raise UserError("--schedule colocated needs --colocated-train-rate: the trainer's tokens/s with all devices")
@@ -258,24 +260,18 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
     return made
 
 
-@dataclass(frozen=True)
-class _Rounds:
-    """The options about rounds."""
+def _rounds(
+    batch: int, over_issue: float | None, round_tokens: int | None, max_age: int | None
+) -> dict[str, Rounds | None]:
+    """Create the rounds by the suffix of their row; the first entry is without rounds."""
+    from scheduler.schedule.rounds import PartialRollouts, TailBatching
 
-    over_issue: float | None
-    round_tokens: int | None
-    max_age: int | None
-
-    def kinds(self, batch: int) -> dict[str, Rounds | None]:
-        """Create the rounds by the suffix of their row; the first entry is without rounds."""
-        from scheduler.schedule.rounds import PartialRollouts, TailBatching
-
-        made: dict[str, Rounds | None] = {"": None}
-        if self.over_issue:
-            made["+tail"] = TailBatching(batch, self.over_issue, self.max_age)
-        if self.round_tokens:
-            made["+partial"] = PartialRollouts(batch, self.round_tokens, self.over_issue or 1.0, self.max_age)
-        return made
+    made: dict[str, Rounds | None] = {"": None}
+    if over_issue:
+        made["+tail"] = TailBatching(batch, over_issue, max_age)
+    if round_tokens:
+        made["+partial"] = PartialRollouts(batch, round_tokens, over_issue or 1.0, max_age)
+    return made
 
 
 def _run_schedules(
@@ -285,7 +281,7 @@ def _run_schedules(
     iterations: int,
     policies: Sequence[str],
     schedules: Sequence[Schedule],
-    rounds: _Rounds,
+    rounds: tuple[float | None, int | None, int | None],
 ) -> dict[tuple[str, str], PipelineOutcome]:
     """Simulate whole iterations; return the outcomes by (schedule, policy).
 
@@ -296,20 +292,20 @@ def _run_schedules(
         iterations: optimizer steps.
         policies: dispatch policies.
         schedules: schedules, each run under each policy.
-        rounds: rounds in which the on-policy schedules run as well.
+        rounds: over-issue, tokens and largest age of the rounds in which the on-policy schedules run as well.
     """
     from scheduler.dispatch.registry import make_policy
     from scheduler.simulation.pipeline import Pipeline
 
     batch = len({request.group_id for request in workload.batches[0]})
     wanted = iterations * batch
-    groups = workload.groups(round((wanted + batch) * (rounds.over_issue or 1)) + 2 * batch)
+    groups = workload.groups(round((wanted + batch) * (rounds[0] or 1)) + 2 * batch)
     outcomes = {}
     for schedule in schedules:
         fleet, stages = together if schedule.exclusive else apart
-        for suffix in rounds.kinds(batch) if not schedule.max_staleness else ("",):
+        for suffix in _rounds(batch, *rounds) if not schedule.max_staleness else ("",):
             for policy in policies:
-                planner = rounds.kinds(batch)[suffix]
+                planner = _rounds(batch, *rounds)[suffix]
                 run = Pipeline(make_policy(policy, workload.longest), fleet, stages, schedule, batch, planner)
                 outcomes[schedule.name + suffix, policy] = run.run(groups if planner else groups[:wanted], iterations)
     return outcomes
@@ -319,6 +315,10 @@ def _compare_schedules(
     outcomes: dict[tuple[str, str], PipelineOutcome], workload: Workload, instances: int, price: float, out: Path
 ) -> None:
     """Print and plot the outcomes; `price`: USD per hour for everything."""
+    from rich.console import Console
+
+    from streamrl.report.terminal import ruled_table
+
     first = next(iter(outcomes.values()))
     click.echo(
         f"{len(first.stepped)} iterations of {first.samples // len(first.stepped)} requests ({workload.source}) "
@@ -338,28 +338,14 @@ def _compare_schedules(
         for (schedule, policy), outcome in outcomes.items()
     ]
     titles = ("schedule", "policy", "step", "bubble", "trainer", "samples/s", "staleness", "USD/1k")
-    _print_table(titles, rows, left=2)
+    Console().print(ruled_table("", titles, titles[:2], rows))
     _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table whose first `left` columns are left-aligned."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
 
 
 def _curve(path: Path | None, device: str) -> StepCurve:
     """Return the measured step times of a file, or a 7B model's roofline."""
     from scheduler.cost.decode import QWEN_7B, StepCurve, roofline
     from scheduler.cost.hardware import device as find
-    from streamrl.errors import UserError
 
     if path is None:
         try:
@@ -390,14 +376,10 @@ def _draw_steps(axis: Axes, name: str, outcome: PipelineOutcome) -> None:
 
 def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
     """Write a plot with one line per outcome, drawn by `draw(axis, name, outcome)`."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from streamrl.errors import UserError
-
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
     for name, outcome in outcomes.items():
         draw(axis, name, outcome)
     axis.set_xlabel("seconds")
@@ -407,5 +389,3 @@ def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
         figure.savefig(out)
     except (OSError, ValueError) as error:
         raise UserError(f"--out {out}: {error}") from error
-    finally:
-        plt.close(figure)

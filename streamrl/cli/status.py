@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from streamrl.errors import UserError
+
 REFRESH_S = 0.5
 """Seconds between two refreshes; the controller writes as often."""
 
@@ -23,7 +25,6 @@ def command(directory: Path, watch: bool) -> None:
     """
     import time
 
-    from streamrl.errors import UserError
     from streamrl.report.live_view import LiveView
     from streamrl.report.panels import render, render_start
     from streamrl.report.terminal import terminal

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from streamrl.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +56,6 @@ def command(
     from ranker.data import read_rollouts
     from ranker.errors import RankerError
     from ranker.train import train_and_hold_out
-    from streamrl.errors import UserError
     from streamrl.planning.ranker_saving import dispatch_saving
 
     paths = [*rollouts, *more]
@@ -93,14 +95,13 @@ def command(
 
 def _show(report: Report, console: Console) -> None:
     """Print the report as tables."""
-    from rich.table import Table
+    from streamrl.report.terminal import ruled_table
 
     cap = f", length limit {report.cap}" if report.cap else ""
     console.print(f"{report.samples} samples of {report.prompts} prompts, {report.tasks} tasks{cap}", highlight=False)
     if report.candidates:
-        table = Table(title="Ranking of prompts not seen in training", title_justify="left")
-        for name in ("ranked by", "recall@20 %", "recall@10 %", "recall@5 %", "Kendall tau"):
-            table.add_column(name, justify="left" if name == "ranked by" else "right")
+        titles = ("ranked by", "recall@20 %", "recall@10 %", "recall@5 %", "Kendall tau")
+        table = ruled_table("Ranking of prompts not seen in training", titles, titles[:1])
         for name, figures in report.candidates.items():
             kept = name == report.kind
             table.add_row(f"{name} (kept)" if kept else name, *_cells(figures), style="bold" if kept else None)
@@ -111,13 +112,12 @@ def _show(report: Report, console: Console) -> None:
             table.add_row(name.replace("_", " "), *_cells(figures))
         if report.ceiling is not None:
             table.add_section()
-            cells = [f"{report.ceiling[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
-            table.add_row("noise ceiling: the expected length itself", *cells, "")
+            table.add_row("noise ceiling: the expected length itself", *_recalls(report.ceiling), "")
         if report.many is not None:
             table.add_section()
             for what, recall in (("noise ceiling", report.many.ceiling), (report.kind, report.many.recall)):
-                cells = [f"{recall[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
-                table.add_row(f"{what}, on {report.many.prompts} prompts with many samples", *cells, "")
+                what = f"{what}, on {report.many.prompts} prompts with many samples"
+                table.add_row(what, *_recalls(recall), "")
         console.print(table)
         pairs = "  ".join(f"{level}: {share:.2f}" for level, share in report.coverage.items())
         console.print(f"share of lengths at most the predicted quantile  {pairs}", highlight=False)
@@ -132,7 +132,7 @@ def _show(report: Report, console: Console) -> None:
 
 def _show_dispatch(dispatch: Dispatch, console: Console) -> None:
     """Print what dispatching by forecasts saves, as a table and a line."""
-    from rich.table import Table
+    from streamrl.report.terminal import ruled_table
 
     names = {
         "model": "this ranker's distributions",
@@ -140,10 +140,8 @@ def _show_dispatch(dispatch: Dispatch, console: Console) -> None:
         "task": "lengths of the task",
         "other_samples": "hindsight: the prompt's other samples",
     }
-    table = Table(title="Simulated generation of prompts not seen in training", title_justify="left")
-    table.add_column("dispatched by")
-    for name in ("time", "of the oracle's saving"):
-        table.add_column(name, justify="right")
+    titles = ("dispatched by", "time", "of the oracle's saving")
+    table = ruled_table("Simulated generation of prompts not seen in training", titles, titles[:1])
     table.add_row("least load", "1.000", "")
     shares = {}
     for name, figures in dispatch.forecasts.items():
@@ -158,6 +156,10 @@ def _show_dispatch(dispatch: Dispatch, console: Console) -> None:
     console.print(line + end, highlight=False)
 
 
+def _recalls(recall: Mapping[str, float]) -> list[str]:
+    return [f"{recall[share]:.3f}" for share in ("0.2", "0.1", "0.05")]
+
+
 def _cells(figures: Figures) -> list[str]:
     tau = "" if figures.kendall_tau is None else f"{figures.kendall_tau:.3f}"
-    return [*(f"{figures.recall[share]:.3f}" for share in ("0.2", "0.1", "0.05")), tau]
+    return [*_recalls(figures.recall), tau]

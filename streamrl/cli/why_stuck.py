@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from streamrl.errors import UserError
+
 if TYPE_CHECKING:
     from streamrl.diagnose.facts import Facts, ProcessFacts
     from streamrl.diagnose.stuck import Verdict
@@ -99,7 +101,6 @@ def _look(directory: Path, threads: bool) -> Facts | None:
     if isinstance(found[0], Exception):
         if not isinstance(found[0], OSError | ValueError):
             raise found[0]
-        from streamrl.errors import UserError
         from streamrl.run_dir.status import read_status
 
         read_status(directory)  # raises an error that says what is wrong with the folder

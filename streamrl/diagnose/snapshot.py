@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import psutil
 
-from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts, WaitFacts
+from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts
 from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started, site_folders
 from streamrl.run_dir.start_stages import read_stages
+
+Of = TypeVar("Of")
 
 CPU_WINDOW_S = 0.3
 """Seconds over which CPU use is measured. CPU time is counted in hundredths of a second, so this resolves 3 %."""
@@ -72,7 +75,7 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
         step_times=steps,
         step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
-        site=_site(site) if site is not None else None,
+        site=_checked(layout.SITE_STATUS, site, SiteFacts) if site is not None else None,
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
 
@@ -258,30 +261,23 @@ def _written_at(folder: Path) -> float:
 
 def _run(status: Mapping[str, Any]) -> RunFacts:
     try:
-        return RunFacts(
-            state=str(status["state"]),
-            step=int(status["step"]),
-            steps=int(status["steps"]),
-            started_at=float(status["started_at"]),
-            updated_at=float(status["updated_at"]),
-            error=status.get("error"),
-            cuda=status.get("hardware") == "cuda",
-            waits=tuple(
-                WaitFacts(str(w["owner"]), str(w["waiting_for"]), float(w["since"]), float(w["limit_s"]))
-                for w in status.get("waits") or []
-            ),
-            silent_s={name: float(site["silent_s"]) for name, site in (status.get("sites") or {}).items()},
-        )
+        silent = {name: site["silent_s"] for name, site in (status.get("sites") or {}).items()}
     except (KeyError, TypeError) as error:
         raise ValueError(f"status.json: {error}") from error
+    found = {**status, "cuda": status.get("hardware") == "cuda", "silent_s": silent, "waits": status.get("waits") or []}
+    return _checked(layout.STATUS, found, RunFacts)
 
 
-def _site(status: Mapping[str, Any]) -> SiteFacts:
+def _checked(file: str, values: Mapping[str, Any], kind: type[Of]) -> Of:
+    """Return a file's values as facts; further keys are ignored.
+
+    Raises:
+        ValueError: a key is missing, or a value has the wrong type.
+    """
     try:
-        keys = ("site", "state", "updated_at", "trainer_silent_s", "samples_waiting")
-        return SiteFacts(**{key: status[key] for key in keys})
-    except KeyError as error:
-        raise ValueError(f"site.json has no {error}") from error
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:

@@ -45,8 +45,6 @@ class Inputs:
     lengths: str
     """Source of the lengths."""
     algorithm: str
-    devices: tuple[Device, ...]
-    """Devices on offer."""
     prices: tuple[str, ...]
     """Source of each offer's price."""
     trains_now: str
@@ -82,11 +80,11 @@ def offers_of(
     from scheduler.cost.hardware import CPU, device
 
     counts: Counter[tuple[str, str, float, str]] = Counter()
-    slots: dict[tuple[str, str, float, str], int] = {}
+    slots: Counter[tuple[str, str, float, str]] = Counter()
     for site, entry in cluster.sites.items():
-        pools: list[tuple[str, TrainerPool | GenerationPool, int, int, int | None]] = []
+        pools: list[tuple[str, TrainerPool | GenerationPool, int, int, int]] = []
         if entry.trainer is not None:
-            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1, None))
+            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1, 0))
         pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica, p.max_batch) for p in entry.generation]
         for what, pool, members, each, most in pools:
             try:
@@ -111,12 +109,12 @@ def offers_of(
                 )
             key = (site, found.name, usd, source)
             counts[key] += members * each
-            if most is not None:
-                slots[key] = max(most, slots.get(key, 1))
-    offers = tuple(
-        Offer(key[0], devices[key[1]], count, key[2], slots.get(key, MOST_SLOTS)) for key, count in counts.items()
-    )
-    return offers, tuple(key[3] for key in counts)
+            slots[key] = max(most, slots[key])
+    offers = [
+        Offer(site, devices[gpu], count, usd, slots[site, gpu, usd, source] or MOST_SLOTS)
+        for (site, gpu, usd, source), count in counts.items()
+    ]
+    return tuple(offers), tuple(source for *_, source in counts)
 
 
 def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...]:
@@ -152,12 +150,11 @@ def find_model(name: str) -> Transformer:
     raise UserError(f"--model {name}: no such model{hint}; known: {', '.join(MODELS)}, or a folder with a config.json")
 
 
-def find_lengths(text: str, samples: int) -> tuple[np.ndarray, str]:
+def find_lengths(text: str) -> tuple[np.ndarray, str]:
     """Return answer lengths [n] and their source.
 
     Args:
         text: the longest answer, such as 20k or 4096 (the paper's shape, scaled to it), or files of past rollouts.
-        samples: samples of a step.
 
     Raises:
         UserError: `text` is neither, or there is nothing usable.
@@ -223,7 +220,7 @@ def gather(
     if prompt_tokens is None:
         prompt_tokens = min(PROMPT_TOKENS, run.model.max_context - run.sampling.max_tokens) if run else PROMPT_TOKENS
     longest = float(run.sampling.max_tokens) if run else 0.0
-    values, source = find_lengths(lengths or (str(int(longest)) if run else "20k"), samples)
+    values, source = find_lengths(lengths or (str(int(longest)) if run else "20k"))
     if algorithm is not None:
         work, name = {"ppo": (PPO, "ppo"), "grpo": (GRPO, "grpo")}[algorithm]
     elif run is not None:
@@ -240,5 +237,4 @@ def gather(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    used = {offer.device.name: offer.device for offer in offers}
-    return Inputs(problem, source, name, tuple(used.values()), prices, cluster.trainer_site)
+    return Inputs(problem, source, name, prices, cluster.trainer_site)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.errors import UserError
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
@@ -28,16 +29,14 @@ class Workload:
     def groups(self, least: int) -> list[list[SimulatedRequest]]:
         """Return at least `least` groups in order of issue, with unique ids; the batches repeat as needed."""
         made: list[list[SimulatedRequest]] = []
-        for number in count():
-            by_group: dict[str, list[SimulatedRequest]] = {}
-            for request in self.batches[number % len(self.batches)]:
-                own = replace(
-                    request, request_id=f"{number}.{request.request_id}", group_id=f"{number}.{request.group_id}"
-                )
-                by_group.setdefault(own.group_id, []).append(own)
-            made.extend(by_group.values())
+        for number, batch in enumerate(cycle(self.batches)):
             if len(made) >= least:
                 break
+            by_group: dict[str, list[SimulatedRequest]] = {}
+            for one in batch:
+                own = replace(one, request_id=f"{number}.{one.request_id}", group_id=f"{number}.{one.group_id}")
+                by_group.setdefault(own.group_id, []).append(own)
+            made.extend(by_group.values())
         return made
 
 
@@ -56,8 +55,6 @@ def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches:
         UserError: the distribution cannot be read.
     """
     import numpy as np
-
-    from streamrl.errors import UserError
 
     rng = np.random.default_rng(seed)
     kind, _, numbers = lengths.partition(":")
@@ -97,8 +94,6 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
     from ranker.errors import RankerError
     from ranker.model import LengthModel
     from scheduler.cost.length_forecast import Forecast
-    from scheduler.simulation.generation_simulator import SimulatedRequest
-    from streamrl.errors import UserError
 
     folder = trace / layout.ROLLOUTS if (trace / layout.ROLLOUTS).is_dir() else trace
     files = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
@@ -126,14 +121,8 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
             tasks = table["task"].to_pylist() if "task" in table.column_names else None
             predicted = model.predict(table["prompt"].to_pylist(), tasks)
             batch = [
-                SimulatedRequest(
-                    r.request_id,
-                    r.length,
-                    r.group_id,
-                    r.prompt_tokens,
-                    forecast=Forecast.from_quantiles(predicted.levels, row),
-                )
-                for r, row in zip(batch, predicted.quantiles, strict=True)
+                replace(request, forecast=Forecast.from_quantiles(predicted.levels, row))
+                for request, row in zip(batch, predicted.quantiles, strict=True)
             ]
         batches.append(batch)
     return Workload(f"{trace}, {len(batches)} steps", [batch for batch in batches if batch], longest)
@@ -155,9 +144,8 @@ def _requests(
         forecasts = [Forecast(tuple(row)) for row in quantiles.tolist()]
     else:
         forecasts = [Forecast.exactly(length) for length in lengths.tolist()]
+    columns = zip(lengths.tolist(), groups, prompts, strict=True)
     return [
-        SimulatedRequest(str(number), float(length), group, prompt, forecast=forecast)
-        for number, (length, group, prompt, forecast) in enumerate(
-            zip(lengths, groups, prompts, forecasts, strict=True)
-        )
+        SimulatedRequest(str(number), *values, forecast=forecast)
+        for number, (values, forecast) in enumerate(zip(columns, forecasts, strict=True))
     ]

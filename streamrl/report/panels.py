@@ -270,15 +270,7 @@ def render(
     evaluations: Sequence[EvaluationRow] = (),
     stages: Mapping[str, Stage] | None = None,
 ) -> RenderableType:
-    """Return the whole view.
-
-    Args:
-        status: the run's status.
-        rows: metrics of all steps.
-        now: unix seconds.
-        evaluations: all so far.
-        stages: the start-up stage that each process last reported.
-    """
+    """Return the whole view; the arguments are those of `PlainLines.lines`, with a status."""
     starts = status.state == "starting" and present(status, stages or {})
     status = with_stages(status, stages or {})
     parts: list[RenderableType] = [header(status, rows, now), ""]

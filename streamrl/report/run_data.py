@@ -104,6 +104,17 @@ def load_run(run_dir: Path) -> RunData:
     )
 
 
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("group_id", "pool", "route"), ("", object)),
+    **dict.fromkeys(("step", "output_length"), (0, np.int64)),
+    **dict.fromkeys(("reward", "predicted_length"), (np.nan, np.float64)),
+    "task": ("(no task)", object),
+    "finish_reason": ("(none)", object),
+    "reward_error": (None, object),
+}
+"""Column of the rollouts -> what stands for a missing value, and the type of its array."""
+
+
 def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -124,30 +135,12 @@ def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
         return None
     records = [record for record, _, _ in latest.values()]
 
-    def objects(name: str, default: str | None) -> npt.NDArray[np.object_]:
-        values = [record.get(name) for record in records]
-        return np.array([default if value is None else value for value in values], dtype=object)
-
-    def integers(name: str) -> npt.NDArray[np.int64]:
-        return np.array([record.get(name) or 0 for record in records], dtype=np.int64)
-
-    def numbers(name: str) -> npt.NDArray[np.float64]:
-        return np.array([record.get(name) for record in records], dtype=np.float64)
-
-    return RunRollouts(
-        sample_id=np.array(list(latest), dtype=object),
-        group_id=objects("group_id", ""),
-        task=objects("task", "(no task)"),
-        step=integers("step"),
-        output_length=integers("output_length"),
-        finish_reason=objects("finish_reason", "(none)"),
-        reward=numbers("reward"),
-        reward_error=objects("reward_error", None),
-        pool=objects("pool", ""),
-        route=objects("route", ""),
-        predicted_length=numbers("predicted_length"),
-        place=[(path, index) for _, path, index in latest.values()],
-    )
+    arrays = {
+        name: np.array([default if (value := record.get(name)) is None else value for record in records], dtype=kind)
+        for name, (default, kind) in _DEFAULTS.items()
+    }
+    place = [(path, index) for _, path, index in latest.values()]
+    return RunRollouts(sample_id=np.array(list(latest), dtype=object), place=place, **arrays)
 
 
 def error_counts(rollouts: RunRollouts, most: int = 5) -> list[tuple[str, int]]:

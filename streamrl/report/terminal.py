@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
@@ -29,4 +31,16 @@ def plain_table(*columns: str, text_columns: int | None = None) -> Table:
     for index, column in enumerate(columns):
         justify: JustifyMethod = "left" if text_columns is None or index < text_columns else "right"
         table.add_column(column, justify=justify, no_wrap=text_columns is not None)
+    return table
+
+
+def ruled_table(
+    title: str, columns: Sequence[str], text_columns: Collection[str], rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """Return a table with lines; columns that are not among `text_columns` hold numbers."""
+    table = Table(title=title or None, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in text_columns else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
