@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from scheduler.schedule.schedules import KINDS, SEPARATE
 from streamrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from scheduler.capacity.allocation import PlanObjective
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step, TailSplit
     from streamrl.planning.planning_inputs import Inputs
-
-SCHEDULES = ("async", "one_step_off", "stream", "sync")
 
 
 @click.command(name="plan")
@@ -35,7 +34,7 @@ SCHEDULES = ("async", "one_step_off", "stream", "sync")
 @click.option(
     "--algorithm", type=click.Choice(["ppo", "grpo"]), help="algorithm (ppo also trains a critic)  [default: ppo]"
 )
-@click.option("--schedule", type=click.Choice(SCHEDULES), help="schedule of the run  [default: async]")
+@click.option("--schedule", type=click.Choice(SEPARATE), help="schedule of the run  [default: async]")
 @click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
 @click.option("--budget", type=float, metavar="USD/H", help="upper limit of the cost of GPUs and traffic")
 @click.option("--delta-ratio", type=float, help="compression of weights on links; 1: none  [default: 70]")
@@ -72,7 +71,7 @@ def command(
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)
     if schedule is None:
-        schedule = run.schedule.name if run is not None and run.schedule.name in SCHEDULES else "async"
+        schedule = run.schedule.name if run is not None and run.schedule.name in SEPARATE else "async"
     inputs = gather(cluster, cluster_file, run, **options)
     aim = cast("PlanObjective", objective)
     try:
@@ -115,7 +114,8 @@ def _show(
     )
     if tail.replicas:
         say(f"tail pool: {tail.replicas} of the replicas for the {tail.requests:.0%} predicted longest answers")
-    worth = "async, whose instances never run dry, gains nothing from it" if best.schedule == "async" else "not counted"
+    never_dry = KINDS[best.schedule].continuous
+    worth = f"{best.schedule}, whose instances never run dry, gains nothing from it" if never_dry else "not counted"
     say(f"dispatch by predicted length: {tail.saving:+.0%} of a batch's generation time saved, simulated ({worth})")
     time = best.split.time
     _table(
@@ -135,7 +135,7 @@ def _show(
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
         ],
     )
-    rows = [_step_row(best.step(name), name + " (chosen)" * (name == best.schedule)) for name in SCHEDULES]
+    rows = [_step_row(best.step(name), name + " (chosen)" * (name == best.schedule)) for name in SEPARATE]
     if together is not None:
         offer = problem.offers[together.offer]
         turns = f"colocated, all {together.gpus} {offer.device.name} in {offer.site}"
@@ -279,7 +279,7 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
         "weights_s": one.transfer_s,
         "load_s": one.load_s,
         "egress_usd_per_step": one.egress_usd,
-        "schedules": {name: _plain_step(one.step(name)) for name in SCHEDULES},
+        "schedules": {name: _plain_step(one.step(name)) for name in SEPARATE},
         "released": [
             {"site": offers[number].site, "gpu": offers[number].device.name, "gpus": count}
             for number, count in one.released

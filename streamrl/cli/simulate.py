@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scheduler.schedule.schedules import NAMES
 from streamrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance
     from scheduler.simulation.pipeline import PipelineOutcome, Stages
     from streamrl.planning.workload import Workload
-
-SCHEDULES = ("colocated", "sync", "stream", "one_step_off", "async")
 
 
 @click.command(name="simulate")
@@ -49,9 +48,7 @@ SCHEDULES = ("colocated", "sync", "stream", "one_step_off", "async")
 @click.option("--policy", "policies", multiple=True, help="Policy; may be repeated. Default: all.")
 @click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per instance and hour.")
 @click.option("--iterations", type=click.IntRange(1), help="Simulate this many whole iterations (see above).")
-@click.option(
-    "--schedule", "schedules", multiple=True, type=click.Choice(SCHEDULES), help="May be repeated. Default: all."
-)
+@click.option("--schedule", "schedules", multiple=True, type=click.Choice(NAMES), help="May be repeated. Default: all.")
 @click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Limit of async, in steps.")
 @click.option("--sync-every", default=1, show_default=True, type=click.IntRange(1), help="Steps between publications.")
 @click.option("--over-issue", type=click.FloatRange(1), help="Also simulate tail batching with this over-issue.")
@@ -244,7 +241,7 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
     Raises:
         UserError: a chosen schedule conflicts with the other options.
     """
-    from scheduler.schedule.schedules import make_schedule
+    from scheduler.schedule.schedules import KINDS, make_schedule
 
     if "colocated" in names and not colocated:
         raise UserError("--schedule colocated needs --colocated-train-rate: the trainer's tokens/s with all devices")
@@ -252,9 +249,9 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
         raise UserError(f"--colocated-train-rate is for --schedule colocated; chosen: {', '.join(names)}")
     impossible = {name for name, no in (("colocated", not colocated), ("one_step_off", sync_every > 1)) if no}
     made = []
-    for name in dict.fromkeys(names or (name for name in SCHEDULES if name not in impossible)):
+    for name in dict.fromkeys(names or (name for name in NAMES if name not in impossible)):
         try:
-            made.append(make_schedule(name, max_staleness if name == "async" else None, sync_every))
+            made.append(make_schedule(name, max_staleness if KINDS[name].continuous else None, sync_every))
         except ValueError as error:
             raise UserError(f"--sync-every {sync_every} --max-staleness {max_staleness}: {error}") from error
     return made
