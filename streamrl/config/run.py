@@ -173,7 +173,9 @@ class DeadlineConfig(StrictModel):
     """Longest waits in seconds; when one expires the run ends and names the process it waited for."""
 
     startup_s: float = Field(300, gt=0, description="until a process has started and connected")
-    generation_s: float = Field(900, gt=0, description="without any finished sample while samples are being generated")
+    generation_s: float = Field(
+        900, gt=0, description="without a new token of any sample while samples are being generated"
+    )
     training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
     weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
     reward_s: float = Field(20, gt=0, description="for one reward; after that the sample gets reward 0 and an error")

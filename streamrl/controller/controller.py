@@ -372,17 +372,17 @@ class Controller:
     # -- messages
 
     def _register_waits(self) -> None:
-        """Register waits for missing samples and rewards; every one that arrives renews its wait."""
-        pool = self.pool
-        resting = self.issuer.rounds.resting
-        for name, missing, limit_s in (
-            ("samples", pool.running - resting + self.evaluator.unfinished, self.limits.generation_s),
-            ("rewards", len(pool.received), self.limits.reward_s * 10 + self.limits.startup_s),
+        """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token."""
+        running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
+        rewards_s = self.limits.reward_s * 10 + self.limits.startup_s
+        for name, missing, limit_s, progress in (
+            ("samples", running, self.limits.generation_s, self.services.since_token),
+            ("rewards", len(self.pool.received), rewards_s, None),
         ):
             if not missing:
                 self.waits.end(name)
             elif name not in self.waits.begun:
-                self.waits.begin(name, f"{missing} {name} of {len(pool.groups)} groups", limit_s)
+                self.waits.begin(name, f"{missing} {name} of {len(self.pool.groups)} groups", limit_s, progress)
 
     async def _samples(self, deliveries: list[Delivery]) -> None:
         """Commit finished samples, acknowledge them and request their rewards."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -415,3 +416,14 @@ class Services:
         known = [self._hub.peers[name] for name in self.names if name in self._hub.peers]
         states = [peer.state.get("instances", {}) for peer in known]
         return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}
+
+    def since_token(self) -> float:
+        """Return the seconds since an instance has last produced a token, by the last heartbeats; inf: none is busy."""
+        ages = [
+            instance.get("stalled_s", 0.0) + self._hub.silent_for(name)
+            for name in self.names
+            if name in self._hub.peers
+            for instance in self._hub.peers[name].state.get("instances", {}).values()
+            if instance.get("running")
+        ]
+        return min(ages, default=math.inf)

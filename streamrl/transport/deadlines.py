@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -28,6 +29,9 @@ class Wait:
     """Start of the wait, in unix seconds."""
     limit_s: float
 
+    def __str__(self) -> str:
+        return f"{self.owner} waited {self.limit_s:.0f} s for {self.waiting_for}"
+
 
 class WaitRegistry:
     """The waits of one process."""
@@ -37,16 +41,30 @@ class WaitRegistry:
         self._waits: dict[object, Wait] = {}
         self._begun: dict[str, float] = {}
         """Expiry of each wait of `begin` (monotonic seconds)."""
+        self._progress: dict[str, Callable[[], float]] = {}
 
-    def begin(self, name: str, waiting_for: str, limit_s: float) -> None:
-        """Register a wait in the background; `end` ends it, and beginning it again renews its limit."""
+    def begin(
+        self, name: str, waiting_for: str, limit_s: float, since_progress: Callable[[], float] | None = None
+    ) -> None:
+        """Register a wait in the background; `end` ends it, and beginning it again renews its limit.
+
+        Args:
+            name: name of the wait.
+            waiting_for: what is waited for, in words.
+            limit_s: seconds until the wait expires.
+            since_progress: returns the seconds since the latest sign of progress. The wait then expires only `limit_s`
+                seconds after that sign.
+        """
         self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
         self._begun[name] = time.monotonic() + limit_s
+        if since_progress is not None:
+            self._progress[name] = since_progress
 
     def end(self, name: str) -> None:
         """End a wait of `begin`, if there is one."""
         self._waits.pop(name, None)
         self._begun.pop(name, None)
+        self._progress.pop(name, None)
 
     @property
     def begun(self) -> frozenset[str]:
@@ -62,9 +80,20 @@ class WaitRegistry:
         """
         if not self._begun:
             raise RuntimeError(f"{self.owner} would wait for nobody")
-        name = min(self._begun, key=self._begun.__getitem__)
-        async with self._limited(self._waits[name], max(0.0, self._begun[name] - time.monotonic())):
-            return await awaitable
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while True:
+                name = min(self._begun, key=self._begun.__getitem__)
+                done, _ = await asyncio.wait([task], timeout=max(0.0, self._begun[name] - time.monotonic()))
+                if done:
+                    return await task
+                wait = self._waits[name]
+                left_s = wait.limit_s - self._progress.get(name, lambda: math.inf)()
+                if left_s <= 0:
+                    raise DeadlineExpired(str(wait))
+                self._begun[name] = time.monotonic() + left_s
+        finally:
+            task.cancel()
 
     @asynccontextmanager
     async def deadline(self, waiting_for: str, limit_s: float) -> AsyncIterator[None]:
@@ -74,22 +103,16 @@ class WaitRegistry:
             DeadlineExpired: `limit_s` seconds have passed.
         """
         key = object()
-        wait = self._waits[key] = Wait(self.owner, waiting_for, time.time(), limit_s)
+        self._waits[key] = wait = Wait(self.owner, waiting_for, time.time(), limit_s)
         try:
-            async with self._limited(wait, limit_s):
-                yield
-        finally:
-            del self._waits[key]
-
-    @asynccontextmanager
-    async def _limited(self, wait: Wait, seconds: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(seconds) as scope:
+            async with asyncio.timeout(limit_s) as scope:
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExpired(f"{self.owner} waited {wait.limit_s:.0f} s for {wait.waiting_for}") from error
+            raise DeadlineExpired(str(wait)) from error
+        finally:
+            del self._waits[key]
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Return all waits, oldest first, as plain values for a status file."""

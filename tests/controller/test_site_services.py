@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -272,3 +273,15 @@ def test_what_is_known_of_a_remote_site(wire: Wire, services: Services) -> None:
             "weights_refetched": 1,
         }
     }
+
+
+def test_the_latest_token_is_that_of_any_busy_instance_and_as_old_as_the_heartbeat_that_told_of_it(
+    wire: Wire, services: Services
+) -> None:
+    assert services.since_token() == math.inf
+    wire.peers["service-home"].state = {"instances": {"a": {"running": 1, "stalled_s": 40.0}, "b": {"running": 0}}}
+    wire.peers["service-far"].state = {"instances": {"c": {"running": 2, "stalled_s": 1.0}}}
+    wire.silent = {"service-home": 2.0, "service-far": 30.0}
+    assert services.since_token() == 31.0
+    wire.silent["service-far"] = 300.0  # nobody knows what happens there
+    assert services.since_token() == 42.0
