@@ -62,6 +62,12 @@ class OptimizerConfig(StrictModel):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    end_after_refused: int = Field(
+        3,
+        ge=1,
+        description="refused optimizer steps that end the run; a step is refused where a loss, a gradient, a weight or "
+        "the update is not finite, and is then tried again without the groups that caused it",
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: slower, but less memory"
     )

@@ -23,6 +23,7 @@ from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepL
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.schedule_tuner import Setup, make_choice
 from streamrl.controller.site_services import Services
@@ -47,6 +48,7 @@ from streamrl.protocol.controller_site import (
 from streamrl.protocol.controller_trainer import (
     Answer,
     CheckpointDone,
+    ExamineDone,
     MoveToCores,
     OptimizerStep,
     PrepareDone,
@@ -58,12 +60,14 @@ from streamrl.protocol.controller_trainer import (
 )
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.operator import CheckpointNow, CheckpointPlanned, ScalePool
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
@@ -100,6 +104,9 @@ class Controller:
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = StepBatch(context.run, 1)
         """Batch of the current step."""
+        self.refusals = RefusedSteps(
+            KeptMicroBatches(context.run_dir / layout.REFUSED), context.run.optimizer.end_after_refused
+        )
         self.preparation = Preparation()
         self._cores_due: tuple[int, ...] = ()
         """CPU cores that the trainer has yet to move to; (): none."""
@@ -141,7 +148,7 @@ class Controller:
         try:
             await self._start()
             while not self._done():
-                await self.issuer.issue(self.step, len(self.batch.groups))
+                await self.issuer.issue(self.step, self.batch.count)
                 await self._evaluate()
                 await self._drive_trainer()
                 await self._receive()
@@ -213,6 +220,7 @@ class Controller:
         self.rollouts.rewind(self.step + 1)
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         self.telemetry.metrics.rewind(self.step)
+        self.refusals.count = sum(row.step_refused is not None for row in read_metrics(self.telemetry.metrics.path))
         self.evaluator.rewind(self.step)
         self.telemetry.step = self.step
         log.info("resumed after step %d; %d trained samples of later steps will be generated again", self.step, undone)
@@ -257,13 +265,17 @@ class Controller:
         elif self.publish_due and self._may_publish():
             await self.trainers.ask(Publish())
         elif self.checkpoint_due:
-            untrained = [*self.batch.groups.values(), *self.batch.dropped, *self.pool.groups.values()]
+            taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
+            untrained = [*taken, *self.pool.groups.values()]
             state = {"prompts": self.groups.state(untrained)}
             pending = list(self.evaluator.pending)
             await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=pending))
+        elif self.refusals.examining:
+            await self.trainers.examine(self.refusals.next())
         elif self.batch.trained:
             batch = self.batch
-            await self.trainers.ask(OptimizerStep(step=self.step, normalizer=batch.normalizer, skip=batch.off_policy))
+            skip = batch.off_policy or batch.given_up
+            await self.trainers.ask(OptimizerStep(step=self.step, normalizer=batch.normalizer, skip=skip))
         else:
             await self._take_groups()
             await self._feed_trainer()
@@ -277,7 +289,7 @@ class Controller:
 
     async def _take_groups(self) -> None:
         """Move complete groups from the pool into the step's batch, as far as the schedule allows."""
-        while (group := self.issuer.next_group(self.step, len(self.batch.groups))) is not None:
+        while (group := self.issuer.next_group(self.step, self.batch.count)) is not None:
             if self.issuer.schedule.exclusive and not await self._devices_are_free():
                 return
             self.batch.take(self.pool.take())
@@ -322,8 +334,14 @@ class Controller:
                 self.preparation.done([answer.arrays["reference_logprobs"] for answer in answers])
             case TrainDone():
                 self.batch.micro_batch_done([answer.body.stats for answer in answers])
-            case StepDone():
+            case StepDone(refused=None):
                 await self._step_done(first)
+            case StepDone(refused=cause):
+                assert cause is not None
+                self.refusals.refused(self.batch, cause)
+            case ExamineDone():
+                self.batch = self.refusals.examined(self.batch, [answer.body.not_finite for answer in answers])
+                self.telemetry.watch(self.batch, self.pool)
             case PublishDone():
                 self.publish_due = False
                 if await self.services.spread(first):

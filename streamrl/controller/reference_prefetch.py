@@ -24,10 +24,9 @@ from streamrl.rollouts.types import FloatArray, Group
 
 @dataclass(frozen=True, kw_only=True)
 class _PendingSequence(TrainSequence):
-    """A sequence with its group and sample id; its advantage is set to 0, since it may not be known yet."""
+    """A sequence with its group; its advantage is set to 0, since it may not be known yet."""
 
     group: Group
-    sample_id: str
 
 
 @dataclass

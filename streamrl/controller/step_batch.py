@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from streamrl.config.run import RunConfig
@@ -31,6 +31,12 @@ class StepBatch:
     """Groups taken, by id."""
     dropped: list[Group] = field(default_factory=list)
     """Groups of equal rewards that dynamic sampling has replaced."""
+    not_finite: list[Group] = field(default_factory=list)
+    """Groups left out because their loss or gradient is not finite; they are not replaced."""
+    refusal: str | None = None
+    """What was not finite when the trainer refused the step, and what became of it; None: it was not refused."""
+    given_up: bool = False
+    """Whether the step has been refused for good, so that its gradient is discarded."""
     no_gradient: int = 0
     """Number of taken groups whose rewards are all equal."""
     queue: list[TrainGroup] = field(default_factory=list)
@@ -42,13 +48,20 @@ class StepBatch:
     """Statistics of every rank and micro-batch."""
     at_trainer: list[TrainGroup] = field(default_factory=list)
     """Groups of the micro-batch that the trainer works on."""
+    sent: list[list[list[TrainGroup]]] = field(default_factory=list)
+    """Shares of every micro-batch sent, kept until the step is done in case the trainer refuses it."""
     in_flight: bool = False
     """Whether the trainer works on a micro-batch; it may be an empty one."""
 
     @property
     def full(self) -> bool:
         """Whether the step has all its groups."""
-        return len(self.groups) == self.run.batch.prompts_per_step
+        return self.count == self.run.batch.prompts_per_step
+
+    @property
+    def count(self) -> int:
+        """Number of groups that the step has taken, with those left out since."""
+        return len(self.groups) + len(self.not_finite)
 
     @property
     def held_back(self) -> list[Group]:
@@ -118,6 +131,19 @@ class StepBatch:
         else:
             self._enqueue(group, group_advantages(self.rewards(group), kind))
 
+    def without(self, group_ids: Set[str]) -> StepBatch:
+        """Return the same step from the start, as if these groups were not in it: for a second attempt.
+
+        Advantages relative to the batch, and the normalizer, are those of the remaining groups.
+        """
+        out = [group for group in self.groups.values() if group.group_id in group_ids]
+        other = StepBatch(self.run, self.step, dropped=self.dropped, not_finite=[*self.not_finite, *out])
+        for group in self.groups.values():
+            if group.group_id not in group_ids:
+                group.advantages = {}
+                other.take(group)
+        return other
+
     def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
         group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), advantages, strict=True)}
         counted = {m.sample.sample_id for m in self.counted(group)}
@@ -145,6 +171,7 @@ class StepBatch:
             return None
         shares, self.queue = deal(self.queue, max_tokens, ranks)
         self.at_trainer = [group for share in shares for group in share]
+        self.sent.append(shares)
         self.in_flight = True
         self.sent_last = self.full and not self.queue
         self.micro_batches += 1

@@ -68,8 +68,9 @@ class Recorder:
         for group in batch.groups.values():
             group.t_trained = now
         groups = list(batch.groups.values())
-        self.rollouts.write(batch.step, [*groups, *batch.dropped])
-        self.ledger.train(batch.step, batch.step, groups, now, batch.dropped)
+        dropped = [*batch.dropped, *batch.not_finite]
+        self.rollouts.write(batch.step, [*groups, *dropped])
+        self.ledger.train(batch.step, batch.step, groups, now, dropped)
         times = self.times.end_step(now, result.finished if publishes else None)
         audit = self._audit_lengths(batch)
         memory_gb = self.telemetry.memory_gb
@@ -102,7 +103,8 @@ class Recorder:
             masked = [length for sample_id, length in lengths.items() if sample_id not in counted]
             self.audit.trained(batch.step, group.group_id, [lengths[sample_id] for sample_id in sorted(counted)])
             self.audit.dropped(batch.step, group.group_id, masked, "truncated")
-        for group in batch.dropped:
-            left_out = [m.sample.output_length for m in group.members()]
-            self.audit.dropped(batch.step, group.group_id, left_out, "all rewards equal")
+        for cause, some in (("all rewards equal", batch.dropped), ("not finite", batch.not_finite)):
+            for group in some:
+                left_out = [m.sample.output_length for m in group.members()]
+                self.audit.dropped(batch.step, group.group_id, left_out, cause)
         return self.audit.end_step(batch.step)

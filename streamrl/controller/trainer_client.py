@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.errors import RestartNeeded
-from streamrl.protocol.controller_trainer import MicroBatch, Prepare, Train
+from streamrl.protocol.controller_trainer import Examine, MicroBatch, Prepare, Train
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.transport.deadlines import WaitRegistry
@@ -56,8 +56,11 @@ class Trainers:
         The ranks use the groups' reference log-probabilities only if every group of every share has them: computing
         them is a collective, which all ranks enter or none.
         """
-        given = all(group.has_reference for share in shares for group in share)
-        await self._deal(functools.partial(Train, is_last=is_last, reference_given=given), shares)
+        await self._deal(functools.partial(Train, is_last=is_last, reference_given=_given(shares)), shares)
+
+    async def examine(self, shares: Sequence[list[TrainGroup]]) -> None:
+        """Have every worker examine its share of a micro-batch of a refused step."""
+        await self._deal(functools.partial(Examine, reference_given=_given(shares)), shares)
 
     async def prepare(self, shares: Sequence[list[TrainGroup]]) -> None:
         """Have every worker compute its share's reference log-probabilities, answered as `reference_logprobs`."""
@@ -94,3 +97,8 @@ class Trainers:
     def _begin_wait(self, command: str) -> None:
         self._answers, self._command = {}, command
         self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s)
+
+
+def _given(shares: Sequence[list[TrainGroup]]) -> bool:
+    """Return whether every group of every share brings its reference log-probabilities."""
+    return all(group.has_reference for share in shares for group in share)

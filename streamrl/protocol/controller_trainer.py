@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from streamrl.protocol.controller_site import WeightAnswer, WeightCall
 from streamrl.protocol.message import TypedMessage
 
@@ -18,7 +20,7 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare` and `Train`.
+    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Train` and `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32, each concatenated.
     """
@@ -42,6 +44,16 @@ class Train(MicroBatch, frozen=True, tag="train"):
     """Whether the optimizer step follows."""
     reference_given: bool
     """Whether every sequence, on every rank, has its reference log-probabilities."""
+
+
+class Examine(MicroBatch, frozen=True, tag="examine"):
+    """Find the groups of a refused step whose loss or gradient is not finite. Answered by `examine_done`.
+
+    No gradient may be accumulated; none is left.
+    """
+
+    reference_given: bool
+    """As for `Train`."""
 
 
 class OptimizerStep(TypedMessage, frozen=True, tag="step"):
@@ -100,12 +112,38 @@ class TrainDone(Answer, frozen=True, tag="train_done"):
     """Sums over the micro-batch's tokens (`training.objective.MicroStats`)."""
 
 
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was not finite in an optimizer step that the trainer has refused."""
+
+    what: str
+    """'weight', "AdamW's exp_avg", "AdamW's exp_avg_sq", 'loss', 'gradient', or 'update' (it would have overflowed)."""
+    name: str
+    """Name of the first tensor concerned; for a loss, the number of the micro-batch."""
+
+    def __str__(self) -> str:
+        if self.what == "loss":
+            return f"loss of {self.name} is not finite"
+        if self.what == "update":
+            return f"update of weight {self.name} would not be finite"
+        of = "weight" if self.what == "weight" else f"{self.what} of"
+        return f"{of} {self.name} is not finite"
+
+
 class StepDone(Answer, frozen=True, tag="step_done"):
-    """An optimizer step is done (`training.trainer.StepResult`)."""
+    """An optimizer step is done or refused (`training.trainer.StepResult`)."""
 
     grad_norm: float
     learning_rate: float
     skipped: bool
+    refused: Refusal | None = None
+    """Reason for which nothing was changed; the step is not done then. None: it is done."""
+
+
+class ExamineDone(Answer, frozen=True, tag="examine_done"):
+    """The groups of the rank's share are examined."""
+
+    not_finite: dict[str, Refusal]
+    """What is not finite in each group concerned, by its id."""
 
 
 class PublishDone(Answer, frozen=True, tag="publish_done"):
@@ -127,5 +165,5 @@ class ResourcesDone(Answer, frozen=True, tag="resources_done"):
     """The rank computes on its new cores."""
 
 
-FROM_CONTROLLER = (Prepare, Train, OptimizerStep, Publish, SaveCheckpoint, MoveToCores, WeightAnswer)
-FROM_TRAINER = (PrepareDone, TrainDone, StepDone, PublishDone, CheckpointDone, ResourcesDone, WeightCall)
+FROM_CONTROLLER = (Prepare, Train, Examine, OptimizerStep, Publish, SaveCheckpoint, MoveToCores, WeightAnswer)
+FROM_TRAINER = (PrepareDone, TrainDone, StepDone, ExamineDone, PublishDone, CheckpointDone, ResourcesDone, WeightCall)

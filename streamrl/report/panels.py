@@ -313,7 +313,9 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         *off_policy(row),
     ]
     if row.step_skipped:
-        parts.append("no optimizer step: the gradient was not finite")
+        parts.append("no optimizer step: " + ("not finite" if row.step_refused else "too far off-policy"))
+    if row.step_refused:
+        parts.append(f"refused: {row.step_refused}")
     if row.ranker_recall_at_20 is not None:
         parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
     if row.dispatch_by_prediction and row.dispatch_saved is not None:

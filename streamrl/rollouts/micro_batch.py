@@ -28,6 +28,8 @@ class TrainSequence:
     critic's values."""
     reference_logprobs: FloatArray | None = None
     """Log-probabilities under the frozen reference, shape [C]; None: not computed yet."""
+    sample_id: str = ""
+    """Id of the sample; it stays with the controller (a trainer's sequences have '')."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
                 m.sample.logprobs,
                 group.advantages[m.sample.sample_id],
                 group.reference_logprobs.get(m.sample.sample_id),
+                m.sample.sample_id,
             )
             for m in group.members()
             if kept is None or m.sample.sample_id in kept

@@ -19,6 +19,8 @@ TRACE = "trace.json"
 LEDGER = "ledger.sqlite"
 ROLLOUTS = "rollouts"
 """Folder: one Parquet file per optimizer step."""
+REFUSED = "refused"
+"""Folder: the micro-batches of each step that the trainer has refused, for `streamrl replay`."""
 REPLICAS = "replicas.json"
 """Target number of instances of each pool."""
 

@@ -115,7 +115,13 @@ class MetricsRow(StepRow):
         None, description="share of the returns' variance that the critic explains; None without a critic"
     )
     step_skipped: bool | None = Field(
-        None, description="whether the optimizer step was skipped because a gradient was not finite"
+        None, description="whether the weights stayed as they were: the batch was too far off-policy, or refused"
+    )
+    step_refused: str | None = Field(
+        None, description="what was not finite when the trainer refused the step, and what became of it; none: nothing"
+    )
+    groups_not_finite: int | None = Field(
+        None, description="groups left out of the step because their loss or gradient was not finite"
     )
     groups_dropped: int | None = Field(None, description="groups generated, or begun, but never trained")
     samples_parked: int | None = Field(None, description="samples preempted to continue later")

@@ -15,13 +15,20 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from streamrl.config.run import OptimizerConfig, RunConfig
+from streamrl.protocol.controller_trainer import Refusal
 from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
+from streamrl.training.update_bound import stays_finite
+from streamrl.weights.finite import first_not_finite, largest
 
 Model = TypeVar("Model", Policy, Critic)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's two moments, by torch's names."""
 
 
 def compute_type(run: RunConfig) -> torch.dtype:
@@ -156,6 +163,8 @@ class Learner(Generic[Model]):
             weight_decay=self.options.weight_decay,
             fused=True,
         )
+        self._norm: torch.Tensor | None = None
+        """Norm of the divided gradient, between `divide` and `update`."""
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of a summed loss; `is_last` marks the last micro-batch of a batch.
@@ -168,29 +177,80 @@ class Learner(Generic[Model]):
         if is_last:
             reshard(self.model)
 
-    def update(self, normalizer: float, lr: float, skip: bool) -> float:
-        """Divide the accumulated gradient by the normalizer, clip it, update the weights, and clear the gradient.
+    def divide(self, normalizer: float) -> float:
+        """Divide the accumulated gradient by the normalizer.
 
         Args:
             normalizer: normalizer of the whole batch, over all ranks.
-            lr: learning rate of this update.
-            skip: discard the gradient; weights and optimizer state stay unchanged.
 
         Returns:
-            The L2 norm of the divided gradient, before clipping.
+            The L2 norm of the divided gradient over all ranks, to the same bits on each; NaN or inf if some entry is.
         """
         # FSDP has averaged the workers' sums, so multiplying by their number gives the batch's sum
         scale = self.division.workers / normalizer
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
-        if not skip:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(scale)
+        self._norm = torch.nn.utils.get_total_norm(gradients)
+        return float(self._norm.full_tensor() if isinstance(self._norm, DTensor) else self._norm)
+
+    def damage(self) -> Refusal | None:
+        """Return which weight or moment of AdamW is not finite on this rank; None: all are."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        if name := first_not_finite({name: parameter for parameter, name in names.items()}):
+            return Refusal("weight", name)
+        for moment in MOMENTS:
+            states = {
+                name: self.optimizer.state[parameter][moment]
+                for parameter, name in names.items()
+                if moment in self.optimizer.state.get(parameter, {})
+            }
+            if name := first_not_finite(states):
+                return Refusal(f"AdamW's {moment}", name)
+        return None
+
+    def bad_gradient(self) -> Refusal | None:
+        """Return which weight's accumulated gradient is not finite on this rank; None: all are."""
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        name = first_not_finite(gradients)
+        return None if name is None else Refusal("gradient", name)
+
+    def overflow(self, norm: float, lr: float) -> Refusal | None:
+        """Return which weight the update might leave non-finite on this rank; None: it provably leaves all finite.
+
+        Args:
+            norm: the result of `divide`.
+            lr: learning rate of the update.
+        """
+        trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+        states = [self.optimizer.state.get(p, {}) for p in trained.values()]
+        none = [torch.zeros(0, device=p.device) for p in trained.values()]
+        moments = [
+            largest(state.get(moment, empty) for state, empty in zip(states, none, strict=True)) for moment in MOMENTS
+        ]
+        clipped = min(norm, self.options.max_grad_norm) * (1.0 + 1e-5)
+        for name, weight, *both in zip(trained, largest(trained.values()), *moments, strict=True):
+            if not stays_finite(weight, clipped, (both[0], both[1]), lr, self.options):
+                return Refusal("update", name)
+        return None
+
+    def update(self, lr: float) -> None:
+        """Clip the divided gradient, update the weights, and clear the gradient.
+
+        Args:
+            lr: learning rate of this update.
+        """
+        assert self._norm is not None
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.options.max_grad_norm, self._norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard the gradient; weights and optimizer state stay as they are."""
+        self._norm = None
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def state(self, prefix: str) -> dict[str, Any]:
         """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints."""
@@ -205,3 +265,6 @@ class Learner(Generic[Model]):
             model_state_dict=state[f"{prefix}model"],
             optim_state_dict=state[f"{prefix}optimizer"],
         )
+
+
+AnyLearner = Learner[Policy] | Learner[Critic]

@@ -34,15 +34,19 @@ from transformers import PretrainedConfig
 from scheduler.cost.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
+from streamrl.errors import RunFailed
+from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import load_critic
-from streamrl.training.learner import Division, Learner, compute_type, copy_weights, shard
+from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, shard
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.policy_model import Policy, load_policy
+from streamrl.training.step_guard import refusal
+from streamrl.weights.finite import first_not_finite
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
 
@@ -52,6 +56,9 @@ NOTHING = TrainGroup(
     [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0, np.zeros(1, dtype=np.float32))],
 )
 """Placeholder for a rank that has no groups but must join a collective; its loss is multiplied by 0."""
+
+LOSSES = ("loss_sum", "value_loss_sum")
+"""Losses among the sums of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class StepResult:
     """Learning rate of the policy."""
     skipped: bool
     """Whether the gradient was discarded."""
+    refused: Refusal | None = None
+    """What was not finite, so that the gradient was discarded and nothing changed; None: everything was finite."""
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -130,6 +139,10 @@ class Trainer:
             if self.ppo
             else None
         )
+        self._micro_batches = 0
+        """Micro-batches accumulated for the next step."""
+        self._bad_losses: list[str] = []
+        """Those of them whose loss on this rank is not finite."""
 
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
         """Return the frozen reference's log-probabilities of the completion tokens, [N], in the groups' order.
@@ -184,10 +197,13 @@ class Trainer:
             reference,
         )
         self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
+        self._micro_batches += 1
         if not groups:
             return MicroStats()
         sums |= objective.sums | {"entropy_sum": entropy.sum()}
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
+        if not all(math.isfinite(value) for name, value in zip(sums, values, strict=True) if name in LOSSES):
+            self._bad_losses.append(f"micro-batch {self._micro_batches}")
         return MicroStats(
             tokens=batch.loss_tokens,
             row_tokens=batch.input_ids.numel(),
@@ -243,14 +259,70 @@ class Trainer:
             normalizer: divisor of the whole batch's summed loss, over all ranks and including samples that were not
                 sent (`streamrl.rollouts.micro_batch.loss_normalizer`).
             skip: discard the gradients and change nothing.
+
+        Where a loss, a gradient, a weight or AdamW's state is not finite, or the update might leave it so, the step is
+        refused: the gradients are discarded and nothing changes, on all ranks alike.
         """
         rate = learning_rate(step, self.run.steps, self.run.optimizer)
-        norm = self.learner.update(normalizer, rate, skip)
+        updates: list[tuple[AnyLearner, float]] = [(self.learner, rate)]
         if self.critic and self.ppo:
             options = self.ppo.critic
             warm = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
-            self.critic.update(normalizer, options.lr * warm, skip)
-        return StepResult(norm, rate, skip)
+            updates.append((self.critic, options.lr * warm))
+        norms = [learner.divide(normalizer) for learner, _ in updates]
+        refused = (
+            None
+            if skip
+            else refusal(self.learners, norms, [rate for _, rate in updates], self._bad_losses, self.device)
+        )
+        for learner, rate_of_learner in updates:
+            if skip or refused:
+                learner.clear()
+            else:
+                learner.update(rate_of_learner)
+        self._bad_losses, self._micro_batches = [], 0
+        return StepResult(norms[0], rate, skip or refused is not None, refused)
+
+    @property
+    def learners(self) -> list[AnyLearner]:
+        """The policy, and the critic if there is one, with their optimizers."""
+        return [self.learner, *([self.critic] if self.critic else [])]
+
+    def examine(self, groups: list[TrainGroup], reference_given: bool = False) -> dict[str, Refusal]:
+        """Find the groups whose own loss or gradient is not finite, after a refused step.
+
+        The micro-batch is computed once as a whole, and group by group only if the whole is not finite. No gradient may
+        be accumulated, and none is left.
+
+        Args:
+            groups: this rank's share; may be empty.
+            reference_given: as for `accumulate`.
+
+        Returns:
+            What is not finite in each of this rank's groups concerned, by group id.
+        """
+        if self._alone(groups, reference_given) is None:
+            return {}
+        counts: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, len(groups))
+        layers, rank = self.learner.division.layers, dist.get_rank()
+        found = {}
+        for first in range(0, len(counts), layers):  # ranks that share layers compute the same groups together
+            for index in range(counts[first]):
+                mine = groups[index] if first <= rank < first + layers else None
+                bad = self._alone([mine] if mine else [], reference_given)
+                if mine and bad:
+                    found[mine.group_id] = Refusal("loss", "the group") if bad.what == "loss" else bad
+        return found
+
+    def _alone(self, groups: list[TrainGroup], reference_given: bool) -> Refusal | None:
+        """Return what is not finite in a micro-batch of its own, all ranks' shares together; None: nothing."""
+        self.accumulate(groups, True, reference_given)
+        bad = refusal(self.learners, [one.divide(1.0) for one in self.learners], [], self._bad_losses, self.device)
+        for learner in self.learners:
+            learner.clear()
+        self._bad_losses, self._micro_batches = [], 0
+        return bad
 
     def mark_published(self) -> None:
         """Make the current weights, which have been sent to the instances, the proximal policy."""
@@ -276,11 +348,18 @@ class Trainer:
         return {name: tuple(parameter.shape) for name, parameter in self.policy.model.named_parameters()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once."""
+        """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once.
+
+        Raises:
+            RunFailed: on every rank, at a weight that is not finite.
+        """
         for name, parameter in self.policy.model.named_parameters():
             tensor = parameter.detach()
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, full.to(compute_type(self.run))
+            converted = full.to(compute_type(self.run))
+            if first_not_finite({name: converted}):
+                raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
+            yield name, converted
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that loads on any number of ranks.

@@ -32,6 +32,8 @@ from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
     Answer,
     CheckpointDone,
+    Examine,
+    ExamineDone,
     MoveToCores,
     OptimizerStep,
     Prepare,
@@ -183,8 +185,14 @@ class TrainerWorker:
             case OptimizerStep() as order:
                 self.state = "optimizer step"
                 result = await self._compute(self.trainer.step, order.step, order.normalizer, order.skip)
-                self.version = order.step + 1
+                if result.refused is None:
+                    self.version = order.step + 1
                 answer = functools.partial(StepDone, **asdict(result))
+            case Examine() as order:
+                self.state = "examining a refused step"
+                groups = from_wire(body_of(order), delivery.arrays)
+                not_finite = await self._compute(self.trainer.examine, groups, order.reference_given)
+                answer = functools.partial(ExamineDone, not_finite=not_finite)
             case MoveToCores() as order:
                 self._move_to(set(order.cores))
                 answer = ResourcesDone

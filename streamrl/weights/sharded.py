@@ -39,8 +39,18 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
+from streamrl.weights.finite import first_not_finite
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
-from streamrl.weights.version import Manifest, WeightVersion, bytes_of, checksum, content_hash, places, type_name
+from streamrl.weights.version import (
+    Manifest,
+    TensorEntry,
+    WeightVersion,
+    bytes_of,
+    checksum,
+    content_hash,
+    places,
+    type_name,
+)
 
 SPARE_FILES = 2
 """Most unused buffers kept for later versions: while one version is sent, another one is made."""
@@ -143,7 +153,7 @@ class ShardedLayout:
             The manifest, on every rank, and the shared buffer (uint8 [nbytes]; empty on another host than rank 0's).
 
         Raises:
-            RunFailed: on every rank, if one has no room, or has inf or nan in weights that must be quantized.
+            RunFailed: on every rank, if one has no room, or if some published value is not finite.
         """
         near = ranks_of_first_host()
         buffer = shared_buffer(self.nbytes, near, self._files)
@@ -152,11 +162,14 @@ class ShardedLayout:
         dealt = dict(zip(near, deal([slot.nbytes for slot in slots], len(near)), strict=True))
         mine = dealt.get(dist.get_rank(), [])
         with ThreadPoolExecutor(HASHING_THREADS) as pool:  # hashing releases the GIL
-            sums = dict(zip(mine, pool.map(lambda i: checksum(bytes_of(slots[i], buffer)), mine), strict=True))
-        gathered: list[dict[int, str]] = [{}] * ranks
+            sums = dict(zip(mine, pool.map(lambda i: _checked_sum(slots[i], buffer), mine), strict=True))
+        gathered: list[dict[int, str | None]] = [{}] * ranks
         dist.all_gather_object(gathered, sums)
         found = {index: digest for one in gathered for index, digest in one.items()}
-        entries = tuple(replace(slot, checksum=found[index]) for index, slot in enumerate(slots))
+        if bad := [slots[index].name for index in sorted(found) if found[index] is None]:
+            share = f"{len(bad)} of {len(slots)} tensors"
+            raise RunFailed(f"version {number} is not published: weight {bad[0]!r} is not finite ({share})")
+        entries = tuple(replace(slot, checksum=found[index] or "") for index, slot in enumerate(slots))
         return Manifest(WeightVersion(number, None, content_hash(entries)), self.nbytes, entries), buffer
 
     @torch.no_grad()
@@ -220,6 +233,17 @@ class ShardedLayout:
             codes, scales = quantize(rows.to(self.dtype), self.kind)
             target[first : first + len(rows)].copy_(codes)
             self.slots[name + SCALE_SUFFIX].view(buffer)[first : first + len(rows)].copy_(scales)
+
+
+def _checked_sum(slot: TensorEntry, buffer: np.ndarray) -> str | None:
+    """Return the checksum of a tensor in a buffer (uint8 [nbytes]); None: it is not finite.
+
+    Codes of 8 bits are finite, as `quantize` refuses anything else.
+    """
+    tensor = slot.view(buffer)
+    if tensor.is_floating_point() and tensor.itemsize > 1 and first_not_finite({slot.name: tensor}):
+        return None
+    return checksum(bytes_of(slot, buffer))
 
 
 def ranks_of_first_host() -> list[int]:

@@ -254,8 +254,9 @@ def test_the_critic_learns_the_rewards(tiny_model: Path, one_rank: None) -> None
         stats = trainer.accumulate(groups, is_last=True)
         errors.append(stats.value_sq_error_sum)
         assert trainer.critic is not None
-        trainer.critic.update(stats.tokens, 3e-3, skip=False)
-        trainer.learner.update(1.0, 0.0, skip=True)
+        trainer.critic.divide(stats.tokens)
+        trainer.critic.update(3e-3)
+        trainer.learner.clear()
     rewards = torch.tensor([s.advantage for g in groups for s in g.sequences for _ in s.completion_tokens])
     assert errors[0] == pytest.approx(float(rewards.square().sum()), rel=1e-5)  # value 0, return = the reward
     assert stats.return_sum == pytest.approx(float(rewards.sum()), rel=1e-4)

@@ -1,0 +1,139 @@
+"""The micro-batches of a refused optimizer step on disk: one Parquet file per step, one row per sequence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streamrl.errors import UserError
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+
+SCHEMA = pa.schema(
+    [
+        ("micro_batch", pa.int32()),
+        ("worker", pa.int32()),
+        ("part", pa.int32()),
+        ("group_id", pa.string()),
+        ("sample_id", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("completion_tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("advantage", pa.float64()),
+        ("reference_logprobs", pa.list_(pa.float32())),
+    ]
+)
+"""Columns of a file; `part` counts the groups (or parts of groups) of a worker's share."""
+FACTS = b"streamrl"
+"""Key of the file's metadata under which the facts of the step are kept, as JSON."""
+
+MicroBatches = Sequence[Sequence[Sequence[TrainGroup]]]
+"""Share of every worker, of every micro-batch."""
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A refused optimizer step."""
+
+    step: int
+    """Number of the step, from 1."""
+    normalizer: float
+    """Divisor of the step's summed loss."""
+    cause: str
+    not_finite: dict[str, str]
+    """What was not finite in each group concerned, by its id; {}: no group on its own, or not examined yet."""
+    micro_batches: MicroBatches
+
+
+class KeptMicroBatches:
+    """The folder of refused steps."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.directory / f"step_{step:06d}.parquet"
+
+    def steps(self) -> list[int]:
+        """Return the numbers of all kept steps, in order."""
+        return sorted(int(path.stem.removeprefix("step_")) for path in self.directory.glob("step_*.parquet"))
+
+    def write(self, kept: KeptStep) -> Path:
+        """Write a step atomically; a file of the same step is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        rows = [
+            {
+                "micro_batch": number,
+                "worker": worker,
+                "part": part,
+                "group_id": group.group_id,
+                "sample_id": sequence.sample_id,
+                "prompt_tokens": group.prompt_tokens,
+                "completion_tokens": sequence.completion_tokens,
+                "logprobs": sequence.logprobs,
+                "advantage": sequence.advantage,
+                "reference_logprobs": sequence.reference_logprobs,
+            }
+            for number, shares in enumerate(kept.micro_batches)
+            for worker, share in enumerate(shares)
+            for part, group in enumerate(share)
+            for sequence in group.sequences
+        ]
+        facts = {"step": kept.step, "normalizer": kept.normalizer, "cause": kept.cause, "not_finite": kept.not_finite}
+        table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({FACTS: json.dumps(facts).encode()}))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        target = self.path(kept.step)
+        partial = target.with_suffix(".partial")
+        pq.write_table(table, partial, compression="zstd")
+        os.replace(partial, target)
+        return target
+
+    def read(self, step: int) -> KeptStep:
+        """Read a step that was refused.
+
+        Raises:
+            UserError: there is none of this number; the message names those that are kept.
+        """
+        path = self.path(step)
+        if not path.exists():
+            known = ", ".join(map(str, self.steps()))
+            raise UserError(
+                f"step {step} has no micro-batches to replay: they are kept in {self.directory} only when the trainer "
+                + (f"refuses a step; kept are those of step {known}" if known else "refuses a step, which it has not")
+            )
+        try:
+            table = pq.read_table(path)
+            facts = json.loads(table.schema.metadata[FACTS])
+        except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is not a file of micro-batches that streamrl has kept: {error}") from error
+        found: dict[tuple[int, int, int], TrainGroup] = {}
+        for row in table.to_pylist():
+            place = row["micro_batch"], row["worker"], row["part"]
+            if place not in found:
+                found[place] = TrainGroup(row["group_id"], np.array(row["prompt_tokens"], np.int32), [])
+            reference = row["reference_logprobs"]
+            found[place].sequences.append(
+                TrainSequence(
+                    np.array(row["completion_tokens"], np.int32),
+                    np.array(row["logprobs"], np.float32),
+                    row["advantage"],
+                    None if reference is None else np.array(reference, np.float32),
+                    row["sample_id"],
+                )
+            )
+        shares: dict[int, dict[int, list[TrainGroup]]] = {}
+        for (number, worker, _), group in found.items():
+            shares.setdefault(number, {}).setdefault(worker, []).append(group)
+        workers = max((worker for _, worker, _ in found), default=0) + 1
+        micro_batches = [[one.get(worker, []) for worker in range(workers)] for one in shares.values()]
+        return KeptStep(facts["step"], facts["normalizer"], facts["cause"], facts["not_finite"], micro_batches)
