@@ -140,6 +140,22 @@ class WeightSyncConfig(StrictModel):
         return self
 
 
+class MismatchConfig(StrictModel):
+    """Comparison of trainer and instances: both compute log-probabilities of a fixed text with each weight version."""
+
+    on_mismatch: Literal["warn", "stop"] = Field(
+        "warn",
+        description="what follows a difference above the bound, of the fixed text or of a step's samples; warn: log, "
+        "status and report say so; stop: the run ends, too",
+    )
+    bound: float | None = Field(
+        None,
+        gt=0,
+        description="largest mean |difference| of log-probabilities, nats; none: 0.001 if trainer and instance compute "
+        "in float32, 0.1 if one of them does not, 0.5 with 8-bit weights",
+    )
+
+
 class ElasticityConfig(StrictModel):
     """Elasticity, which balances generation and training: after a step it may add or remove one instance of a pool."""
 
@@ -209,6 +225,7 @@ class RunConfig(StrictModel):
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -32,11 +32,13 @@ from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
-from streamrl.errors import RestartNeeded
+from streamrl.controller.weight_canary import Measured, WeightCanary
+from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import controller_rewards, controller_site, controller_trainer, operator
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
+    CanaryMeasured,
     FleetChanged,
     Parked,
     SampleBatch,
@@ -47,8 +49,10 @@ from streamrl.protocol.controller_site import (
 )
 from streamrl.protocol.controller_trainer import (
     Answer,
+    CanaryDone,
     CheckpointDone,
     ExamineDone,
+    MeasureCanary,
     MoveToCores,
     OptimizerStep,
     PrepareDone,
@@ -130,7 +134,9 @@ class Controller:
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.step = 0
         """Number of optimizer steps done."""
-        self.publish_due, self.checkpoint_due = True, False
+        self.canary = WeightCanary(context.run)
+        self.telemetry.verified = self.canary.state
+        self.publish_due, self.checkpoint_due, self.canary_due = True, False, False
         self.checkpoint_wanted = False
         """Whether a person has requested a checkpoint after the current step."""
         self._learning: asyncio.Task[StepLengths] | None = None
@@ -227,7 +233,8 @@ class Controller:
 
     def _done(self) -> bool:
         """Return whether all steps are trained and the work that follows the last one is done."""
-        open_work = self.trainers.busy or self.publish_due or self.checkpoint_due or self.services.updating
+        due = self.publish_due or self.checkpoint_due or self.canary_due or self._awaited_canaries()
+        open_work = self.trainers.busy or due or self.services.updating
         evaluating = self.evaluator.unfinished or self.evaluator.due(self.services.version)
         return self.step == self.config.steps and not open_work and not evaluating
 
@@ -259,7 +266,9 @@ class Controller:
         """Give the trainer its next command, if it is idle and there is one."""
         if self.trainers.busy:
             return
-        if self._cores_due:
+        if self.canary_due:
+            await self.trainers.ask(MeasureCanary())
+        elif self._cores_due:
             cores, self._cores_due = self._cores_due, ()
             await self.trainers.ask(MoveToCores(cores=list(cores)))
         elif self.publish_due and self._may_publish():
@@ -343,11 +352,32 @@ class Controller:
                 self.batch = self.refusals.examined(self.batch, [answer.body.not_finite for answer in answers])
                 self.telemetry.watch(self.batch, self.pool)
             case PublishDone():
-                self.publish_due = False
+                self.publish_due, self.canary_due = False, True
                 if await self.services.spread(first):
                     self.times.weights_served(time.time())
+            case CanaryDone():
+                self.canary_due = False
+                measured = Measured(first.dtype, answers[0].arrays["logprobs"])
+                self._judge(self.canary.trainer_measured(first.number, measured))
             case CheckpointDone():
                 self.checkpoint_due = False
+
+    def _judge(self, mismatches: list[str]) -> None:
+        """Say loudly that trainer and instances differ.
+
+        Raises:
+            RunFailed: the run file wants the run to stop then.
+        """
+        for text in mismatches:
+            log.error("mismatch: %s", text)
+        if mismatches and self.config.mismatch.on_mismatch == "stop":
+            raise RunFailed(f"{mismatches[0]} (mismatch.on_mismatch is stop)")
+
+    def _awaited_canaries(self) -> list[str]:
+        """Return the instances that have yet to measure the run's last version; [] before the last step is done."""
+        if self.step < self.config.steps:
+            return []
+        return self.canary.missing(self.services.version, self.services.instances())
 
     async def _step_done(self, result: StepDone) -> None:
         """Record a finished optimizer step (rollouts, ledger, metrics, trace) and begin the next batch."""
@@ -366,7 +396,10 @@ class Controller:
             self.services.traffic(),
             self.groups.too_long,
             self.issuer.rounds.count_deferred(),
+            self.canary.bound,
         )
+        if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
+            self._judge([f"step {self.step}: {warning}"])
         self.batch = StepBatch(self.config, self.step + 1)
         self.telemetry.watch(self.batch, self.pool)
         self.publish_due = self.publish_due or publishes
@@ -396,6 +429,7 @@ class Controller:
         for name, missing, limit_s, progress in (
             ("samples", running, self.limits.generation_s, self.services.since_token),
             ("rewards", len(self.pool.received), rewards_s, None),
+            ("canaries", len(self._awaited_canaries()), self.limits.weights_s, None),
         ):
             if not missing:
                 self.waits.end(name)
@@ -465,6 +499,7 @@ class Controller:
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
         """Record that a site's instances serve a new version."""
         self.telemetry.weights_applied(answer.number, answer.applied)
+        self.canary.loaded(answer.number, answer.applied)
         self.times.loading += [(instance, *span) for instance, span in answer.applied.items()]
         if await self.services.ready(service, answer):
             self.times.weights_served(time.time())
@@ -479,6 +514,9 @@ class Controller:
                 self.issuer.parked(parked, group_of(parked.sample_id))
             case WeightsReady() as ready:
                 await self._weights_ready(delivery.peer, ready)
+            case CanaryMeasured() as canary:
+                measured = Measured(canary.dtype, delivery.arrays["logprobs"])
+                self._judge(self.canary.instance_measured(canary.number, canary.instance, measured))
             case SiteAsleep():
                 self.services.asleep(delivery.peer)
             case FleetChanged() as report:

@@ -389,6 +389,10 @@ class Services:
         """Return all instances, as their services last reported them."""
         return [instance for name in self.names for instance in self._fleet(name)]
 
+    def instances(self) -> set[str]:
+        """Return the names of all instances, as their services last reported them."""
+        return {instance.name for instance in self.fleet()}
+
     def remote(self) -> dict[str, dict[str, Any]]:
         """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
         return {

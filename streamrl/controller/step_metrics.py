@@ -11,6 +11,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
+from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -27,6 +28,7 @@ def step_metrics(
     deferred: int = 0,
     usd: float | None = None,
     peak_tflops: float | None = None,
+    gap_bound: float | None = None,
 ) -> MetricsRow:
     """Return the metrics row of a finished step.
 
@@ -42,6 +44,7 @@ def step_metrics(
         deferred: number of samples deferred to a later round.
         usd: cost of the step; None: the cluster file has no prices.
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
+        gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
     scored = [m for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for m in scored]
@@ -128,6 +131,7 @@ def step_metrics(
         weight_publications=len(times.syncs),
         length_audit=audit,
         length_bias_warning=audit.warning,
+        mismatch_warning=gap_warning(per_token("gap_sum", tokens), float(staleness.max()), gap_bound),
         dispatch_by_prediction=any(group.forecast is not None for group in batch.groups.values()),
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,

@@ -52,6 +52,7 @@ class Recorder:
         traffic: Traffic,
         prompts_too_long: int,
         deferred: int,
+        gap_bound: float | None = None,
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
@@ -63,6 +64,7 @@ class Recorder:
             traffic: traffic with sites during the step.
             prompts_too_long: number of prompts skipped since the start.
             deferred: number of samples deferred to a later round during the step.
+            gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
         """
         now = time.time()
         for group in batch.groups.values():
@@ -86,6 +88,7 @@ class Recorder:
             deferred,
             self._usd(times, traffic),
             self.peak_tflops,
+            gap_bound,
         )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times

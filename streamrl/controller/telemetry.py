@@ -48,6 +48,8 @@ class Telemetry:
         """Function that returns the present and the target numbers of instances."""
         self.processes: Callable[[], dict[str, str]] = dict
         """Function that returns the roles of all processes, by name."""
+        self.verified: Callable[[], dict[str, Any]] = dict
+        """Function that returns how many weight versions are verified end to end."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory_gb: float | None = None
@@ -61,6 +63,11 @@ class Telemetry:
         self._states: dict[str, tuple[str, float]] = {}
         self._types: dict[str, dict[str, str]] = {}
         """Number type in which each process computes, with the reason; kept after the process has gone."""
+
+    @property
+    def latest(self) -> MetricsRow | None:
+        """Metrics of the newest finished step; None: there is none."""
+        return self._latest
 
     async def keep_writing(self) -> None:
         """Write the status periodically until cancelled."""
@@ -99,6 +106,7 @@ class Telemetry:
                 "scaling": self.scaling(),
                 "progress": self._progress(),
                 "ranker": self.lengths.state(),
+                "verified": self.verified(),
                 "latest": self._latest.model_dump() if self._latest else None,
                 "waits": self._waits(),
                 "error": self.error,

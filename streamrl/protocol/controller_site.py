@@ -1,7 +1,7 @@
 """Messages between the controller and the generation service of each site.
 
     controller -> service   generate, park, resume, use, scale, weights, sleep, weight_call, finish
-    service -> controller   samples, parked, weights_ready, asleep, fleet, weight_answer
+    service -> controller   samples, parked, weights_ready, asleep, fleet, weight_answer, canary_measured
 
 The service acknowledges a command once it has passed it on. The controller acknowledges samples once they are in the
 ledger, and everything else once it has processed it.
@@ -175,5 +175,17 @@ class WeightAnswer(TypedMessage, frozen=True, tag="weight_answer"):
     call: str
 
 
+class CanaryMeasured(TypedMessage, frozen=True, tag="canary_measured"):
+    """An instance has computed the canary's log-probabilities with a version that it has loaded.
+
+    The service passes it on to the controller. Arrays: logprobs float32 [completion tokens].
+    """
+
+    number: int
+    instance: str
+    dtype: str
+    """Compute type of the instance."""
+
+
 FROM_CONTROLLER = (Generate, Park, Resume, Use, ScalePools, LoadWeights, Sleep, WeightCall, Finish)
-FROM_SERVICE = (SampleBatch, Parked, WeightsReady, SiteAsleep, FleetChanged, WeightAnswer)
+FROM_SERVICE = (SampleBatch, Parked, WeightsReady, SiteAsleep, FleetChanged, WeightAnswer, CanaryMeasured)

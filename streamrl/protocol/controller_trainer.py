@@ -1,7 +1,8 @@
 """Messages between the controller and each rank of the trainer.
 
-    controller -> rank   prepare, train, step, publish, checkpoint, resources, weight_answer
-    rank -> controller   prepare_done, train_done, step_done, publish_done, checkpoint_done, resources_done, weight_call
+    controller -> rank   prepare, train, step, examine, publish, canary, checkpoint, resources, weight_answer
+    rank -> controller   prepare_done, train_done, step_done, examine_done, publish_done, canary_done,
+                         checkpoint_done, resources_done, weight_call
 
 Every rank gets the same commands in the same order, one at a time. It acknowledges a command once it has carried it
 out, then answers. A rank that dies leaves its command open, and the run continues from its newest checkpoint.
@@ -69,6 +70,10 @@ class OptimizerStep(TypedMessage, frozen=True, tag="step"):
 
 class Publish(TypedMessage, frozen=True, tag="publish"):
     """Make the current weights available to all sites. Answered by `publish_done`."""
+
+
+class MeasureCanary(TypedMessage, frozen=True, tag="canary"):
+    """Compute the canary's log-probabilities with the version just published. Answered by `canary_done`."""
 
 
 class SaveCheckpoint(TypedMessage, frozen=True, tag="checkpoint"):
@@ -155,6 +160,14 @@ class PublishDone(Answer, frozen=True, tag="publish_done"):
     bytes: int
 
 
+class CanaryDone(Answer, frozen=True, tag="canary_done"):
+    """The canary is measured (`rollouts.canary`). Arrays: logprobs float32 [completion tokens]."""
+
+    number: int
+    dtype: str
+    """Compute type of the trainer."""
+
+
 class CheckpointDone(Answer, frozen=True, tag="checkpoint_done"):
     """A checkpoint is complete."""
 
@@ -165,5 +178,25 @@ class ResourcesDone(Answer, frozen=True, tag="resources_done"):
     """The rank computes on its new cores."""
 
 
-FROM_CONTROLLER = (Prepare, Train, Examine, OptimizerStep, Publish, SaveCheckpoint, MoveToCores, WeightAnswer)
-FROM_TRAINER = (PrepareDone, TrainDone, StepDone, ExamineDone, PublishDone, CheckpointDone, ResourcesDone, WeightCall)
+FROM_CONTROLLER = (
+    Prepare,
+    Train,
+    Examine,
+    OptimizerStep,
+    Publish,
+    MeasureCanary,
+    SaveCheckpoint,
+    MoveToCores,
+    WeightAnswer,
+)
+FROM_TRAINER = (
+    PrepareDone,
+    TrainDone,
+    StepDone,
+    ExamineDone,
+    PublishDone,
+    CanaryDone,
+    CheckpointDone,
+    ResourcesDone,
+    WeightCall,
+)

@@ -1,7 +1,7 @@
 """Messages between a site's generation service and its vLLM instances.
 
     service -> instance   generate, release, apply_weights, sleep, weight_call, retire
-    instance -> service   sample, released, progress, applied, missed, asleep, weight_answer
+    instance -> service   sample, released, progress, applied, missed, asleep, weight_answer, canary_measured
 
 An instance acknowledges a command at once, before the work. The service acknowledges a finished sample only when the
 controller has committed it, and the instance keeps the sample until then.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.protocol.controller_site import WeightAnswer, WeightCall
+from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
 from streamrl.protocol.message import TypedMessage
 
 # service -> instance
@@ -127,4 +127,13 @@ class InstanceAsleep(TypedMessage, frozen=True, tag="asleep"):
 
 
 FROM_SERVICE = (GenerateSample, Release, ApplyWeights, SleepInstance, WeightCall, Retire)
-FROM_INSTANCE = (FinishedSample, ReleasedSample, Progress, WeightsApplied, WeightsMissed, InstanceAsleep, WeightAnswer)
+FROM_INSTANCE = (
+    FinishedSample,
+    ReleasedSample,
+    Progress,
+    WeightsApplied,
+    WeightsMissed,
+    InstanceAsleep,
+    WeightAnswer,
+    CanaryMeasured,
+)

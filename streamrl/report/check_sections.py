@@ -137,7 +137,9 @@ def schedule(data: RunData) -> str:
         ("mean staleness", fixed(mean(row.staleness_mean for row in rows)), "weight versions, over all steps"),
         ("largest staleness", fixed(highest(row.staleness_max for row in rows), 0), ""),
         ("lowest effective sample size", fixed(_lowest(data)), "of the sequences' weights, else of the tokens'"),
-        ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "the gradient was not finite"),
+        ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "too far off-policy, or refused"),
+        ("weights verified", *_verified(data)),
+        ("steps refused", str(sum(row.step_refused is not None for row in rows)), _last_refusal(data)),
         ("groups dropped", count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
         ("samples parked", count(total(row.samples_parked for row in rows)), "preempted, to continue later"),
         ("weights published", count(total(row.weight_publications for row in rows)), "versions"),
@@ -154,3 +156,19 @@ def schedule(data: RunData) -> str:
 def _lowest(data: RunData) -> float | None:
     shares = [row.ess_sequence if row.ess_sequence is not None else row.ess_token for row in data.rows]
     return min((share for share in shares if share is not None), default=None)
+
+
+def _last_refusal(data: RunData) -> str:
+    """Describe the newest refused step; if there is none, what would refuse one."""
+    refused = [row for row in data.rows if row.step_refused is not None]
+    if not refused:
+        return "every loss, gradient and update was finite"
+    return f"last in step {refused[-1].step}: {refused[-1].step_refused}"
+
+
+def _verified(data: RunData) -> tuple[str, str]:
+    """Return (number of versions, description): how far the instances computed what the trainer computes."""
+    if data.status is None or not data.status.verified.words:
+        return NONE, "instances and trainer have not been compared"
+    found = data.status.verified
+    return f"{found.versions} versions", f"weights {found.words}{found.mismatch and '; mismatch: ' + found.mismatch}"

@@ -264,6 +264,10 @@ class LiveView:
                 self.say(f"  {what:<28}{value}")
             if rows[-1].length_bias_warning:
                 self.say(f"  warning: {rows[-1].length_bias_warning}")
+        if status is not None and status.verified.words:
+            self.say(f"  {'weights':<28}{status.verified.words}")
+        if status is not None and status.verified.mismatch:
+            self.say(f"  warning: {status.verified.mismatch}")
         top = best(self._evaluations.rows())
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")

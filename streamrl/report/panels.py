@@ -212,6 +212,15 @@ def run_notes(
         spent = sum(row.usd or 0.0 for row in rows)
         each = rows[-1].usd_per_1k_samples
         notes.append(("cost", f"{spent:.4g} USD so far, {number(each)} per 1,000 samples in the last step", ""))
+    if status.verified.words:
+        notes.append(("weights", status.verified.words, ""))
+    if status.verified.mismatch:
+        notes.append(("mismatch", status.verified.mismatch, "bold red"))
+    if rows and rows[-1].mismatch_warning:
+        notes.append(("mismatch", rows[-1].mismatch_warning, "bold red"))
+    if refused := [row for row in rows if row.step_refused]:
+        words = f"step {refused[-1].step}: {refused[-1].step_refused} ({len(refused)} in this run)"
+        notes.append(("refused", words, "bold red"))
     if rows and rows[-1].length_bias_warning:
         notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
     return notes

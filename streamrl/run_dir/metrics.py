@@ -127,6 +127,9 @@ class MetricsRow(StepRow):
     samples_parked: int | None = Field(None, description="samples preempted to continue later")
     weight_publications: int | None = Field(None, description="weight versions published in this step")
     length_audit: StepAudit | None = Field(None, description="lengths issued, finished, trained and dropped")
+    mismatch_warning: str | None = Field(
+        None, description="warning, set when logprob_gap_mean exceeds its bound though no sample is stale"
+    )
     length_bias_warning: str | None = Field(None, description="warning, set when trained and issued lengths differ")
 
 

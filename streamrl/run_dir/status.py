@@ -130,6 +130,24 @@ class ScalingStatus(StatusModel):
     note: str = Field("", description="last decision, or current observation, of the run's elasticity")
 
 
+class VerifiedStatus(StatusModel):
+    """The comparison of the instances with the trainer, since the controller started."""
+
+    versions: int = Field(0, description="weight versions on which instances and trainer agree")
+    comparisons: int = Field(0, description="comparisons of an instance with the trainer")
+    worst: float | None = Field(None, description="largest mean |difference| of log-probabilities so far, nats")
+    bound: float | None = Field(None, description="largest difference allowed, nats")
+    mismatch: str = Field("", description="newest mismatch; '': there was none")
+
+    @property
+    def words(self) -> str:
+        """'verified end to end, 3 versions (...)'; '' before the first comparison."""
+        if not self.comparisons:
+            return ""
+        detail = f"{self.comparisons} comparisons, largest difference {self.worst or 0:.2g} nats"
+        return f"verified end to end, {self.versions} versions ({detail}, bound {self.bound or 0:.2g})"
+
+
 class RunStatus(StatusModel):
     """The content of `status.json`; times are unix seconds."""
 
@@ -148,6 +166,7 @@ class RunStatus(StatusModel):
     sites: dict[str, RemoteSite] = Field(default_factory=dict)
     scaling: ScalingStatus = Field(default_factory=ScalingStatus)
     progress: StepProgress = Field(default_factory=StepProgress)
+    verified: VerifiedStatus = Field(default_factory=VerifiedStatus)
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None
     waits: list[WaitStatus] = Field(default_factory=list)

@@ -36,6 +36,7 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
+from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
@@ -323,6 +324,15 @@ class Trainer:
             learner.clear()
         self._bad_losses, self._micro_batches = [], 0
         return bad
+
+    def measure_canary(self, one: Canary) -> FloatArray:
+        """Return the policy's log-probabilities of the canary's completion, [C], at temperature 1."""
+        sequence = TrainSequence(one.completion_tokens, np.zeros(len(one.completion_tokens), np.float32), 0.0)
+        batch = pack([TrainGroup("canary", one.prompt_tokens, [sequence])]).to(self.device)
+        with torch.no_grad():
+            logprobs = self.policy(batch, 1.0)[0]
+        values: FloatArray = logprobs.float().cpu().numpy()
+        return values
 
     def mark_published(self) -> None:
         """Make the current weights, which have been sent to the instances, the proximal policy."""

@@ -31,9 +31,11 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
     Answer,
+    CanaryDone,
     CheckpointDone,
     Examine,
     ExamineDone,
+    MeasureCanary,
     MoveToCores,
     OptimizerStep,
     Prepare,
@@ -47,7 +49,9 @@ from streamrl.protocol.controller_trainer import (
     TrainDone,
 )
 from streamrl.protocol.message import MessageReader, body_of, wire
+from streamrl.rollouts.canary import Canary, canary
 from streamrl.rollouts.micro_batch import from_wire
+from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -82,6 +86,8 @@ class TrainerWorker:
         self.waits = WaitRegistry(self.name)
         self.state = "loading"
         self.version = 0
+        self.canary: Canary | None = None
+        """The run's canary, from its first measurement on."""
         self.threads = 1
         """Number of CPU threads for computing."""
         self.computing = ThreadPoolExecutor(1, "compute")
@@ -201,6 +207,10 @@ class TrainerWorker:
                 published = await self.weights.publish(self.trainer, self.version, link)
                 await self._compute(self.trainer.mark_published)
                 answer = functools.partial(PublishDone, **asdict(published))
+            case MeasureCanary():
+                self.state = "measuring the canary"
+                arrays = {"logprobs": await self._compute(self._measure_canary)}
+                answer = functools.partial(CanaryDone, number=self.version, dtype=self.run_config.model.dtype)
             case SaveCheckpoint() as order:
                 self.state = "saving"
                 await self._compute(self._checkpoint, order.step, order.state, order.pending)
@@ -227,6 +237,15 @@ class TrainerWorker:
         for thread in psutil.Process().threads():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(thread.id, cores)
+
+    def _measure_canary(self) -> FloatArray:
+        if self.canary is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path))
+            encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+            self.canary = canary(encode, self.run_config.model.max_context)
+        return self.trainer.measure_canary(self.canary)
 
     def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
         """Write `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it.

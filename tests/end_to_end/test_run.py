@@ -105,6 +105,13 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
         assert row.groups_total == 6
     status = read_status(run_dir)
     assert (status.state, status.step, status.error) == ("done", 3, None)
+    # every version on both instances, also the last one, from which nothing is sampled
+    verified = status.verified
+    assert (verified.versions, verified.comparisons, verified.mismatch) == (4, 8, "")
+    assert verified.worst is not None and verified.bound is not None and verified.worst < verified.bound / 2
+    assert "verified end to end, 4 versions" in output
+    assert "verified end to end, 4 versions" in (run_dir / "report.html").read_text()
+    assert [(row.step_refused, row.groups_not_finite, row.mismatch_warning) for row in metrics] == [(None, 0, None)] * 3
     events = read_trace(run_dir / "trace.json")
     tracks = {e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     assert {"trainer", "here-regular-0", "here-tail-0"} <= tracks

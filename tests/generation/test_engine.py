@@ -20,6 +20,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine import Engine
+from streamrl.rollouts.canary import canary, difference, mismatch_bound
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.weights.quantize import CodeKind, dequantize, is_quantized, quantize
 from streamrl.weights.version import lay_out
@@ -191,6 +192,46 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines
     assert any(not np.array_equal(a.completion_tokens, b.completion_tokens) for a, b in zip(before, after, strict=True))
     # the tied output head included: it is most of what differs
     assert_same(after, engines.fresh(config(new), number, sample_all))
+
+
+def canary_by_torch(folder: Path, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """What a model of its own says of the canary's completion."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    one = canary(lambda text: list(tokenizer.encode(text, add_special_tokens=False)), 128)
+    ids = torch.from_numpy(np.concatenate([one.prompt_tokens, one.completion_tokens]))[None].long()
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=ids).logits[0].float()
+    each = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])
+    return each[len(one.prompt_tokens) - 1 :, 0].numpy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_canary_shows_which_weights_an_engine_computes_with(engines: Engines, dtype: str, tmp_path: Path) -> None:
+    run = exact(config(engines.models[0])) if dtype == "float32" else config(engines.models[0])
+    type_, old, new = getattr(torch, dtype), *engines.models[:2]
+    weights = AutoModelForCausalLM.from_pretrained(new, dtype=type_)
+    with torch.no_grad():
+        weights.model.layers[0].mlp.down_proj.weight.zero_()  # one wrong tensor of a version that is right otherwise
+    shutil.copytree(new, tmp_path / "wrong")
+    weights.save_pretrained(tmp_path / "wrong")
+    versions = [(engines.next_number(), folder) for folder in (new, tmp_path / "wrong")]
+    hashes = [stored(engines.store, number, folder, type_) for number, folder in versions]
+
+    async def measured(engine: Engine) -> list[np.ndarray]:
+        before, found = engine.worked(), [await engine.measure_canary()]
+        for (number, _), content_hash in zip(versions, hashes, strict=True):
+            await update(engine, "recompute_kv", number, content_hash)
+            found.append(await engine.measure_canary())
+        assert engine.worked() == before  # not counted as a sample
+        return [one for one in found if one is not None]
+
+    of_old, of_new, of_wrong = engines.run(run, measured)
+    bound = mismatch_bound(dtype, dtype)
+    by_torch = [canary_by_torch(folder, type_) for folder in (old, new)]
+    gaps = [difference(ours, theirs) for ours, theirs in zip((of_old, of_new), by_torch, strict=True)]
+    assert max(gaps) < bound / 5, gaps
+    assert difference(of_new, by_torch[0]) > bound  # the version before
+    assert difference(of_wrong, by_torch[1]) > bound
 
 
 def stored_as_codes(store: WeightStore, number: int, model: Path, kind: CodeKind, rounded: Path) -> str:

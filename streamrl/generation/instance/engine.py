@@ -6,6 +6,7 @@ This module and `engine_config.py`, which sets vLLM up, hold nearly all calls of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -22,8 +23,9 @@ from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
+from streamrl.rollouts.canary import canary
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
 from streamrl.weights.backends.base import STREAMED, WeightPath
 
 UNNAMED_VERSION = -1
@@ -97,6 +99,7 @@ class Engine:
             os.register_at_fork(after_in_child=_forget_signals)
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(config)
+        self._canaries = itertools.count()
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._stop_ids = _end_tokens(model, self._tokenizer)
 
@@ -214,7 +217,7 @@ class Engine:
         return {
             state.external_req_id: self._kept.get(state.external_req_id, 0) + state.detokenizer.num_output_tokens()
             for state in states
-            if state.detokenizer is not None
+            if state.detokenizer is not None and state.external_req_id in self._begun
         }
 
     def progress(self, known: Mapping[str, int]) -> list[tuple[int, PartialSample]]:
@@ -249,6 +252,46 @@ class Engine:
             )
             found.append((kept + first, part))
         return found
+
+    async def measure_canary(self) -> FloatArray | None:
+        """Return the log-probabilities of the canary's completion, [C], by one prefill beside what runs here.
+
+        Returns:
+            Values at temperature 1 and without truncation; None if the weights changed meanwhile.
+
+        Raises:
+            RuntimeError: vLLM failed (its own message follows).
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        def encode(text: str) -> list[int]:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+        one, version = canary(encode, self.run.model.max_context), self.version
+        ids = [*one.prompt_tokens.tolist(), *one.completion_tokens.tolist()]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        last = None
+        tokens = TokensPrompt(prompt_token_ids=ids, cache_salt=f"canary of version {version}")
+        async for output in self._llm.generate(tokens, params, f"canary-{next(self._canaries)}"):
+            last = output
+        if last is None or not last.finished or last.prompt_logprobs is None:
+            raise RuntimeError("vLLM ended the canary without a result")
+        used = _token_versions(last.outputs[0].weight_versions, 1)
+        if self.version != version or int(used[0]) != version:
+            return None
+        rows = last.prompt_logprobs[len(one.prompt_tokens) :]
+        pairs = zip(rows, one.completion_tokens.tolist(), strict=True)
+        values = [row[token].logprob for row, token in pairs if row is not None]  # only the first token has none
+        return np.asarray(values, dtype=np.float32)
 
     async def time(self, requests: list[SampleRequest], tokens: int) -> float:
         """Return the seconds in which concurrent requests produce exactly `tokens` tokens each (for calibration)."""

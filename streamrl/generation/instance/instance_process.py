@@ -13,7 +13,7 @@ from streamrl.generation.instance.calibration import batch_sizes, measure_quickl
 from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.site.pace import WorkedCurve, pace
-from streamrl.protocol.controller_site import WeightAnswer, WeightCall
+from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
 from streamrl.protocol.site_instance import (
@@ -66,6 +66,8 @@ class InstanceProcess:
         self._updated = False
         """Whether weights were loaded since the last heartbeat, so that requests were paused."""
         self._loading = asyncio.Lock()
+        self._measuring = asyncio.Lock()
+        """Held while the canary is measured, or the instance falls asleep."""
         self._service_restarts = 0
         """Number of the service's restarts seen so far: samples that an earlier service requested are dropped."""
         self._giving_up: set[asyncio.Future[None]] = set()
@@ -154,8 +156,9 @@ class InstanceProcess:
             case Release() as order:
                 await self.engine.release(order.sample_id)
             case SleepInstance():
-                await self.engine.sleep()
-                self.asleep = True
+                async with self._measuring:  # no request may be running
+                    await self.engine.sleep()
+                    self.asleep = True
                 await self.link.send(*wire(InstanceAsleep()))
             case ApplyWeights() as order:
                 await self._apply(order.number, order.content_hash)
@@ -200,6 +203,7 @@ class InstanceProcess:
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
             await self._finish(number)
         await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=time.time())))
+        await self._measure_canary(number)
 
     async def _weight_call(self, order: WeightCall) -> None:
         """Carry out one step of an update that the trainer drives (NCCL path), and answer it by its call id."""
@@ -216,6 +220,22 @@ class InstanceProcess:
             case other:
                 raise ValueError(f"unknown weight call {other!r}")
         await self.link.send(*wire(WeightAnswer(call=order.call)))
+        if order.method == "finish_weight_update":
+            await self._measure_canary(self.version)
+
+    async def _measure_canary(self, number: int) -> None:
+        """Report what this engine makes of the canary with a version just loaded, beside the requests that run.
+
+        Nothing is reported if newer weights come meanwhile, which are measured in turn.
+        """
+        async with self._measuring:
+            if self.asleep or self.version != number:
+                return
+            logprobs = await self.engine.measure_canary()
+        if logprobs is not None and self.version == number:
+            dtype = self._compute_type["dtype"]
+            measured = CanaryMeasured(number=number, instance=self.context.name, dtype=dtype)
+            await self.link.send(*wire(measured), {"logprobs": logprobs})
 
     async def _pause(self, number: int) -> None:
         self.updating = self._updated = True

@@ -255,6 +255,9 @@ class GenerationService:
                     delivery.ack()
                     if (call := self._calls.get((answer.call, delivery.peer))) is not None:
                         call.set_result(None)
+                case controller_site.CanaryMeasured() as canary:
+                    await self.controller.send(*wire(canary), delivery.arrays)
+                    delivery.ack()
                 case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):
                     # the instance left without an order to
                     log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why

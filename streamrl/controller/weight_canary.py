@@ -1,0 +1,110 @@
+"""Weights verified end to end: each instance's canary after each version that it loads, beside the trainer's.
+
+    trainer:   publishes version n, then measures the canary with the same weights    -> trainer_measured(n)
+    instance:  has loaded version n, measures the canary beside its other requests    -> instance_measured(n)
+
+Either may come first. A version is verified once every instance that has measured it agrees with the trainer. Pure: no
+I/O and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from streamrl.config.run import RunConfig
+from streamrl.rollouts.canary import difference, mismatch_bound
+from streamrl.rollouts.types import FloatArray
+
+HISTORY = 20
+"""Number of newest versions whose measurements are remembered; instances load no older ones."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The canary's log-probabilities as one process computes them."""
+
+    dtype: str
+    """Compute type of the process."""
+    logprobs: FloatArray
+    """Shape [C]."""
+
+
+class WeightCanary:
+    """The comparison of all instances with the trainer, version by version."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._bound, self._generation_dtype = run.mismatch.bound, run.weights.generation_dtype
+        self._of_trainer: dict[int, Measured] = {}
+        self._uncompared: dict[int, dict[str, Measured]] = {}
+        """Measurements of instances, by version and instance, that wait for the trainer's."""
+        self._measured: dict[int, set[str]] = {}
+        """Instances that have measured a version."""
+        self._expected: dict[int, set[str]] = {}
+        self._agreed: set[int] = set()
+        self._differed: set[int] = set()
+        self.comparisons = 0
+        self.worst: float | None = None
+        """Largest mean |difference| so far, nats."""
+        self.bound: float | None = None
+        """Bound of the widest pair of compute types seen so far, nats; None: nothing has been compared."""
+        self.mismatch = ""
+        """Newest mismatch; '': there was none."""
+
+    @property
+    def verified(self) -> int:
+        """Number of versions on which every instance heard of agrees with the trainer."""
+        return len(self._agreed - self._differed)
+
+    def trainer_measured(self, number: int, measured: Measured) -> list[str]:
+        """Record the trainer's canary of a version; return the mismatches that this shows."""
+        self._of_trainer[number] = measured
+        for old in [n for n in self._of_trainer if n <= number - HISTORY]:
+            for kept in (self._of_trainer, self._measured, self._uncompared, self._expected):
+                kept.pop(old, None)
+        waiting = self._uncompared.pop(number, {})
+        return [text for name, one in waiting.items() if (text := self._compare(number, name, one))]
+
+    def instance_measured(self, number: int, instance: str, measured: Measured) -> list[str]:
+        """Record an instance's canary of a version; return the mismatches that this shows."""
+        self._measured.setdefault(number, set()).add(instance)
+        if number not in self._of_trainer:
+            self._uncompared.setdefault(number, {})[instance] = measured
+            return []
+        return [text] if (text := self._compare(number, instance, measured)) else []
+
+    def loaded(self, number: int, instances: Collection[str]) -> None:
+        """Record which instances have loaded a version, so that their measurements are awaited."""
+        self._expected.setdefault(number, set()).update(instances)
+
+    def missing(self, number: int, present: Collection[str]) -> list[str]:
+        """Return the instances, of those present, whose measurement of a version that they have loaded is to come."""
+        return sorted((self._expected.get(number, set()) & set(present)) - self._measured.get(number, set()))
+
+    def _compare(self, number: int, instance: str, measured: Measured) -> str | None:
+        trainer = self._of_trainer[number]
+        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, self._generation_dtype)
+        gap = difference(trainer.logprobs, measured.logprobs)
+        self.comparisons += 1
+        self.bound = max(bound, self.bound or 0.0)
+        self.worst = max(gap, self.worst or 0.0)
+        if gap <= bound:
+            self._agreed.add(number)
+            return None
+        self._differed.add(number)
+        self.mismatch = (
+            f"version {number} on {instance} does not compute what the trainer computes: log-probabilities of a fixed "
+            f"text differ by {gap:.3g} nats in the mean, more than {bound:.3g} "
+            f"(trainer {trainer.dtype}, instance {measured.dtype})"
+        )
+        return self.mismatch
+
+    def state(self) -> dict[str, object]:
+        """Return the contents of `VerifiedStatus`."""
+        return {
+            "versions": self.verified,
+            "comparisons": self.comparisons,
+            "worst": self.worst,
+            "bound": self.bound,
+            "mismatch": self.mismatch,
+        }

@@ -1,0 +1,94 @@
+"""The canary: a fixed text whose log-probabilities show whether an instance computes with the trainer's weights.
+
+Checksums prove that the right bytes arrived. The canary proves what they are there for: that the engine computes the
+same policy from them, whatever lies between (conversion, fused and packed copies, a cache of the old weights). Trainer
+and instances tokenize the same text by the model's own tokenizer, so both have the same tokens without being sent any.
+
+How far two right sides may differ depends on what they compute in, `mismatch_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamrl.rollouts.types import FloatArray, IntArray
+
+TEXT = "On Tuesday the old ferry took 19 goats, two pianos and a judge; x = [i ** 2 for i in range(7)] gave no 42."
+"""Text with words, numbers and code. Much of it is hard to guess, so that the values depend on all weights."""
+PROMPT_TOKENS = 8
+MOST_TOKENS = 40
+"""Most tokens of prompt and completion together: a prefill of this size costs less than a step with a full batch."""
+
+EXACT, ROUNDED, EIGHT_BITS = 1e-3, 0.1, 0.5
+"""Bounds on the mean |difference| of log-probabilities, nats: both sides in fp32; any in bf16; 8-bit weights."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The tokens of the canary."""
+
+    prompt_tokens: IntArray
+    """Shape [P], at least one."""
+    completion_tokens: IntArray
+    """Tokens whose log-probabilities are compared, shape [C], at least one."""
+
+
+def canary(encode: Callable[[str], Sequence[int]], max_context: int) -> Canary:
+    """Return the canary of a model.
+
+    Args:
+        encode: converts text to token ids, without special tokens.
+        max_context: most tokens that an instance takes; one of them is left for the token it must sample.
+
+    Raises:
+        ValueError: the tokenizer makes fewer than two tokens of the text.
+    """
+    tokens = np.asarray(encode(TEXT)[: min(MOST_TOKENS, max_context - 1)], dtype=np.int32)
+    if len(tokens) < 2:
+        raise ValueError(f"the model's tokenizer makes {len(tokens)} tokens of {TEXT!r}")
+    prompt = min(PROMPT_TOKENS, len(tokens) // 2)
+    return Canary(tokens[:prompt], tokens[prompt:])
+
+
+def difference(ours: FloatArray, theirs: FloatArray) -> float:
+    """Return the mean |difference| of log-probabilities, nats; inf if the shapes differ or a value is not finite."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        found = float(np.abs(ours - theirs).mean())
+    return found if np.isfinite(found) else float("inf")
+
+
+def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same") -> float:
+    """Return how far log-probabilities of trainer and generator may differ in the mean, nats.
+
+    Args:
+        trainer: compute type of the trainer.
+        generator: compute type of the instance.
+        generation_dtype: `weights.generation_dtype`.
+    """
+    if generation_dtype != "same":
+        return EIGHT_BITS
+    return EXACT if trainer == generator == "float32" else ROUNDED
+
+
+def gap_warning(gap: float | None, staleness: float | None, bound: float | None) -> str | None:
+    """Return a warning if a step's samples show that trainer and generator compute different policies.
+
+    Only a step whose samples all come from the weights that it trains on can be judged: otherwise the policies differ
+    because one is older, and the canary alone compares equal weights.
+
+    Args:
+        gap: mean |difference| of log-probabilities over the step's tokens, nats; None: no tokens.
+        staleness: most versions between the sampling of a token and the step.
+        bound: largest difference expected; None: the compute types are not known yet.
+    """
+    if gap is None or bound is None or staleness or gap <= bound:
+        return None
+    return (
+        f"log-probabilities of trainer and generator differ by {gap:.2g} nats in the mean (bound {bound:.2g}), "
+        "with samples of the weights that are trained"
+    )
