@@ -23,6 +23,7 @@ COMMANDS = {
     "fetch-model": "Make a known model available offline.",
     "scale": "Add instances to a running job, or remove some.",
     "checkpoint": "Have a running job write a checkpoint.",
+    "replay": "Compute a refused optimizer step again, and show what was not finite.",
     "report": "Write the report of a run.",
     "status": "Show the state and progress of a run.",
     "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",

@@ -29,6 +29,10 @@ class CheckpointFolder:
         """Return the step of the newest complete checkpoint; None: there is none."""
         return max(self._steps(), default=None)
 
+    def newest_before(self, step: int) -> int | None:
+        """Return the newest complete checkpoint of a step before `step`; None: there is none."""
+        return max((found for found in self._steps() if found < step), default=None)
+
     def begin(self, step: int) -> Path:
         """Create an empty folder to write a checkpoint into; remove what a crash has left there."""
         partial = self._partial(step)

@@ -1,0 +1,95 @@
+"""A replayed step shows which group is not finite, and where it begins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from streamrl.cli.replay import command
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.load import save_resolved
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
+from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.training.step_replay import ReplayedGroup, StepReplay
+from tests.training.conftest import random_groups, run_config
+
+CLUSTER = {"hardware": "cpu", "sites": {"here": {"trainer": {"threads": 1}, "generation": [{"name": "one"}]}}}
+
+
+def named(groups: list[TrainGroup]) -> list[TrainGroup]:
+    return [
+        replace(group, sequences=[replace(s, sample_id=f"{group.group_id}.{n}") for n, s in enumerate(group.sequences)])
+        for group in groups
+    ]
+
+
+def kept_step(groups: list[TrainGroup]) -> KeptStep:
+    return KeptStep(1, 20.0, "loss of micro-batch 2 is not finite", {"g1": "loss"}, [[groups[:1], []], [groups[1:]]])
+
+
+def with_infinite_reward(group: TrainGroup) -> TrainGroup:
+    return replace(group, sequences=[replace(group.sequences[0], advantage=math.inf), *group.sequences[1:]])
+
+
+def test_an_infinite_advantage_is_named_with_its_sample(tiny_model: Path, one_rank: None, tmp_path: Path) -> None:
+    first, second, third = named(random_groups(3))
+    replay = StepReplay(run_config(tiny_model), str(tiny_model), CheckpointFolder(tmp_path), 1)
+    found = list(replay.groups(kept_step([first, with_infinite_reward(second), third])))
+    assert replay.checkpoint is None and replay.bad_weight() is None
+    assert [(one.micro_batch, one.group_id, one.finite) for one in found] == [
+        (1, "g0", True),
+        (2, "g1", False),
+        (2, "g2", True),
+    ]
+    assert found[1].inputs == "advantage of g1.0 is inf" and not math.isfinite(found[1].loss)
+    assert found[0].grad_norm > 0
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_first_module_that_is_not_finite_is_named(
+    tiny_model: Path, one_rank: None, tmp_path: Path, backward: bool
+) -> None:
+    replay = StepReplay(run_config(tiny_model), str(tiny_model), CheckpointFolder(tmp_path), 1)
+    layer = replay.trainer.policy.model.base_model.layers[0].mlp.down_proj
+
+    def break_it(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not backward:
+            return output * math.nan
+        output.register_hook(lambda gradient: gradient * math.nan)
+        return None
+
+    layer.register_forward_hook(break_it)
+    found: list[ReplayedGroup] = list(replay.groups(kept_step(named(random_groups(2)))))
+    kind = "gradient of the output" if backward else "output"
+    expected = "mlp.act_fn" if backward else "mlp.down_proj"
+    assert all(one.where.startswith(kind + " of model.model.layers.0.") for one in found), found
+    if not backward:
+        assert expected in found[0].where
+    assert all(math.isfinite(one.loss) == backward and not math.isfinite(one.grad_norm) for one in found)
+
+
+def test_the_command_prints_every_group_and_refuses_a_step_without_micro_batches(
+    tiny_model: Path, one_rank: None, tmp_path: Path
+) -> None:
+    save_resolved(tmp_path, ClusterConfig.model_validate(CLUSTER), run_config(tiny_model))
+    first, second = named(random_groups(2))
+    KeptMicroBatches(tmp_path / layout.REFUSED).write(kept_step([first, with_infinite_reward(second)]))
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(command, [str(tmp_path), "1"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for part in (
+        "was refused: loss of micro-batch 2",
+        "the initial model",
+        "advantage of g1.0 is inf",
+        "1 of 2 groups",
+    ):
+        assert part in result.output, result.output
+    missing = CliRunner().invoke(command, [str(tmp_path), "7"])
+    assert "step 7 has no micro-batches to replay" in str(missing.exception)
