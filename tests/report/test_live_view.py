@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.report.live_view import LiveView
-from streamrl.report.panels import render
+from streamrl.report.panels import render, step_line
 from streamrl.report.summary import bars, duration, headline_figures, histogram, number
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
@@ -292,7 +292,22 @@ def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_pa
             metrics.append(row)
         view.refresh()
     (line,) = [line for line in screen.take() if line.startswith("step 2")]
-    assert "3.5/s  stale 1.0/1  ESS 0.97  no optimizer step: the gradient was not finite" in line
+    assert "3.5/s  stale 1.0/1  ESS 0.97  no optimizer step: too far off-policy" in line
+
+
+def test_a_refused_step_and_a_mismatch_of_weights_are_said_until_the_run_ends(tmp_path: Path) -> None:
+    cause = "group 7 (samples 7.0): gradient of model.norm is not finite; skipped"
+    refused = make_row(1, step_skipped=True, step_refused=cause)
+    assert f"no optimizer step: not finite  refused: {cause}" in step_line(refused, None, 20, None)
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(refused)
+        metrics.append(make_row(2, mismatch_warning="log-probabilities differ"))
+    verified = {"versions": 2, "comparisons": 5, "worst": 0.25, "bound": 0.1, "mismatch": "version 1 on here-tail-0"}
+    write_status(tmp_path, make_status(2, 20, START) | {"verified": verified})
+    shown = " ".join(picture(tmp_path, START).split())
+    assert "weights verified end to end, 2 versions (5 comparisons, largest difference 0.25 nats, bound 0.1)" in shown
+    for note in ("mismatch version 1 on here-tail-0", "mismatch log-probabilities differ", "refused step 1: group 7"):
+        assert note in shown
 
 
 def test_a_log_tells_each_evaluation_once_and_not_those_before_a_resume(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.micro_batch import TrainGroup
+from streamrl.training.step_guard import refusal
 from streamrl.training.trainer import Trainer
 from streamrl.training.update_bound import stays_finite
 from tests.training.conftest import free_port, random_groups, run_config, run_ranks
@@ -188,14 +189,22 @@ def _rank(rank: int, ranks: int, port: int, model: str) -> None:
     assert trainer.step(0, 40.0).refused == Refusal("loss", "micro-batch 1")
     assert same(everything(trainer), before)
     assert list(trainer.examine(bad)) == [[], ["g1"]][rank]
-    for one in trainers:
-        one.accumulate([groups[:1], groups[2:]][rank], is_last=True)
-        assert one.step(0, 30.0).refused is None
+    for each in trainers:
+        each.accumulate([groups[:1], groups[2:]][rank], is_last=True)
+        assert each.step(0, 30.0).refused is None
     assert same(everything(trainer), everything(trainers[1]))
+    good = [groups[:1], groups[2:]][rank]
+    trainer.accumulate(good, is_last=True)
+    norms = [one.divide(30.0) for one in trainer.learners]
+    bad_losses = ["micro-batch 4"] if rank == 1 else []  # the gradient is finite, and so is the other rank's loss
+    assert refusal(trainer.learners, norms, [1e-3, 1e-3], bad_losses, CPU) == Refusal("loss", "micro-batch 4")
+    assert refusal(trainer.learners, norms, [1e-3, 1e-3], [], CPU) is None
+    for one in trainer.learners:
+        one.clear()
     if rank == 1:  # in this rank's rows alone
         with torch.no_grad():
             _local(_weight(trainer)).view(-1)[0] = math.nan
-    trainer.accumulate([groups[:1], groups[2:]][rank], is_last=True)
+    trainer.accumulate(good, is_last=True)
     refused = trainer.step(1, 30.0).refused
     assert refused is not None and refused.what == "weight"
     with pytest.raises(RunFailed, match="is not finite"):
