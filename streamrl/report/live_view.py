@@ -99,9 +99,11 @@ class PlainLines:
             left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
             found.append(step_line(row, rows[index - 1] if index else None, steps, left))
             found += self._bias_lines(row)
+            found += [f"warning: {row.mismatch_warning}"] if row.mismatch_warning else []
         found += self._evaluation_lines(evaluations)
         if status is not None:
-            for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note)):
+            mismatch = "warning: ", status.verified.mismatch
+            for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note), mismatch):
                 if note != self._notes.get(about, ""):
                     self._notes[about] = note
                     found.append(about + note)

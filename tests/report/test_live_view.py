@@ -306,6 +306,11 @@ def test_a_refused_step_and_a_mismatch_of_weights_are_said_until_the_run_ends(tm
     write_status(tmp_path, make_status(2, 20, START) | {"verified": verified})
     shown = " ".join(picture(tmp_path, START).split())
     assert "weights verified end to end, 2 versions (5 comparisons, largest difference 0.25 nats, bound 0.1)" in shown
+    screen = Screen(terminal=False)
+    with screen.view(tmp_path) as view:
+        view.refresh()
+        view.refresh()
+    assert screen.take().count("warning: version 1 on here-tail-0") == 1
     for note in ("mismatch version 1 on here-tail-0", "mismatch log-probabilities differ", "refused step 1: group 7"):
         assert note in shown
 

@@ -228,11 +228,13 @@ class InstanceProcess:
 
         Nothing is reported if newer weights come meanwhile, which are measured in turn.
         """
+        restarts = self._service_restarts
         async with self._measuring:
             if self.asleep or self.version != number:
                 return
             logprobs = await self.engine.measure_canary()
-        if logprobs is not None and self.version == number:
+        # after a restart the run may have gone back, and make other weights of that number
+        if logprobs is not None and self.version == number and restarts == self._service_restarts:
             dtype = self._compute_type["dtype"]
             measured = CanaryMeasured(number=number, instance=self.context.name, dtype=dtype)
             await self.link.send(*wire(measured), {"logprobs": logprobs})
