@@ -176,7 +176,10 @@ def _check_failures(rank: int, ranks: int, folder: Path) -> None:
         bad = model.base_model.layers[1].mlp.up_proj.weight.to_local()
         if rank == ranks - 1:
             bad[0, 0] = float("nan")
-    assert ShardedLayout(model, torch.bfloat16).lay_out(1)[0].nbytes > 0
+    with pytest.raises(
+        RunFailed, match=r"not published: weight 'model\.layers\.1\.mlp\.up_proj\.weight' is not finite"
+    ):
+        ShardedLayout(model, torch.bfloat16).lay_out(1)
     for kind in CODE_TYPES:
         with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.up_proj\.weight.*nan"):
             ShardedLayout(model, torch.bfloat16, kind).lay_out(1)
