@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.step_batch import StepBatch
 from streamrl.errors import RunFailed, UserError
-from streamrl.protocol.controller_trainer import Refusal
+from streamrl.protocol.controller_trainer import (
+    FROM_CONTROLLER,
+    FROM_TRAINER,
+    Examine,
+    ExamineDone,
+    Refusal,
+    StepDone,
+)
+from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+from streamrl.rollouts.micro_batch import from_wire, to_wire
+from streamrl.training.trainer import StepResult
 from tests.controller.test_pool_and_batch import config, taken
 
 LOSS = Refusal("loss", "micro-batch 0")
@@ -98,3 +110,21 @@ def test_the_micro_batches_of_a_refused_step_are_kept_as_they_were(tmp_path: Pat
                 assert (a.advantage, a.sample_id) == (b.advantage, b.sample_id) and a.sample_id
     with pytest.raises(UserError, match=r"step 7 has no micro-batches to replay.*kept are those of step 1"):
         KeptMicroBatches(tmp_path).read(7)
+
+
+def test_what_the_trainer_finds_travels_to_the_controller() -> None:
+    reads = MessageReader({"trainer": FROM_TRAINER})
+    times: dict[str, Any] = {"rank": 0, "started": 1.0, "finished": 2.0}
+    result = StepResult(float("nan"), 1e-3, True, LOSS)
+    kind, body = wire(StepDone(**times, **asdict(result)))
+    done = reads("trainer", kind, body)
+    assert isinstance(done, StepDone) and done.refused == LOSS and done.skipped
+    kind, body = wire(ExamineDone(**times, not_finite={"b": LOSS}))
+    assert reads("trainer", kind, body) == ExamineDone(**times, not_finite={"b": LOSS})
+    batch = sent_batch()
+    share = next(share for shares in batch.sent for share in shares if share)
+    body, arrays = to_wire(share)
+    kind, body = wire(Examine(**body, reference_given=False))
+    order = MessageReader({"hub": FROM_CONTROLLER})("hub", kind, body)
+    assert isinstance(order, Examine)
+    assert [group.group_id for group in from_wire(body_of(order), arrays)] == [group.group_id for group in share]
