@@ -49,7 +49,11 @@ def command(directory: Path, step: int) -> None:
         weights, gap = "the initial model", step - 1
     else:
         weights, gap = f"the checkpoint of step {replay.checkpoint}", step - 1 - replay.checkpoint
-    older = f", {gap} steps older than those of the run: what depends on them may not show" if gap else ""
+    older = (
+        f", {gap} {'step' if gap == 1 else 'steps'} older than those of the run: what depends on them may not show"
+        if gap
+        else ""
+    )
     click.echo(f"computing in {computing.model.dtype} with the weights of {weights}{older}")
     if (bad := replay.bad_weight()) is not None:
         click.echo(f"{bad}, so that nothing else can be")
