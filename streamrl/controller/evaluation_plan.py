@@ -16,32 +16,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.evaluation import EvaluationConfig, plain_name
+from streamrl.controller.group_source import MAX_SKIPPED_IN_A_ROW, SampleDraw, prompt_group
 from streamrl.errors import UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group, IntArray
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
-from streamrl.tasks.source import Prompt
+from streamrl.tasks.source import PromptSource
 
-MOST_SKIPPED_IN_A_ROW = 1000
-"""Limit on consecutive prompts that do not fit the context; reaching it is an error."""
 PREFIX = "eval-"
 """Prefix of every evaluation's group and sample ids; no id of training begins with it."""
-
-EvaluationSample = tuple[str, int, float | None]
-"""(sample id, seed, temperature) of one completion; temperature None is that of training, 0 is greedy."""
-
-
-class EvaluationPrompts(Protocol):
-    """Prompts of the held-out tasks: a `PromptSource` of `EvaluationConfig.held_out`, made with the run's seed."""
-
-    def prompt(self, index: int) -> Prompt:
-        """Return prompt number `index`, from 0."""
 
 
 @dataclass(frozen=True)
@@ -66,32 +54,16 @@ class _Open:
 class Evaluations:
     """The evaluations of a run."""
 
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        run_seed: int,
-        source: EvaluationPrompts,
-        tokenize: Callable[[str], IntArray],
-        longest_prompt: int,
-        last_step: int,
-    ) -> None:
-        """Choose the prompts; those that do not fit the context are skipped.
-
+    def __init__(self, config: EvaluationConfig, run_seed: int, prompts: Sequence[Group], last_step: int) -> None:
+        """
         Args:
             config: the run file's `evaluation`.
             run_seed: the run's seed.
-            source: prompts of the held-out tasks.
-            tokenize: token ids of a user's message in the model's chat template, shape [P].
-            longest_prompt: most tokens of a prompt.
+            prompts: those of `choose_prompts`.
             last_step: optimizer steps of the whole run; the last one is evaluated.
-
-        Raises:
-            UserError: there are fewer different prompts than `config.prompts`, or too many do not fit the context.
-            RunFailed: a procedural task could not make an item.
         """
         self.config = config
-        self._seed, self._last_step = run_seed, last_step
-        self._prompts = _choose(config.prompts, source, tokenize, longest_prompt)
+        self._seed, self._last_step, self._prompts = run_seed, last_step, prompts
         self._size = config.samples + config.greedy
         self._open: dict[int, _Open] = {}
         self._begun: set[int] = set()
@@ -146,18 +118,21 @@ class Evaluations:
         self._begun.add(step)
         return groups
 
-    def samples(self, group: Group) -> list[EvaluationSample]:
-        """Return the completions to generate of a group: `<group>.g` is greedy, `<group>.000` and on are sampled."""
+    def samples(self, group: Group) -> list[SampleDraw]:
+        """Return the completions to generate of a group: `<group>.g` is greedy, `<group>.000` and on are sampled.
+
+        Seeds do not depend on the version, so every version draws the same numbers.
+        """
         index = group.group_id.rpartition("-")[2]
-        greedy: list[EvaluationSample] = [(f"{group.group_id}.g", 0, 0.0)] if self.config.greedy else []
+        greedy: list[SampleDraw] = [(f"{group.group_id}.g", 0, 0.0)] if self.config.greedy else []
         return greedy + [
-            (f"{group.group_id}.{number:03d}", self._sample_seed(index, number), self.config.temperature)
+            (
+                f"{group.group_id}.{number:03d}",
+                derive_seed(self._seed, f"evaluation/{index}/{number}"),
+                self.config.temperature,
+            )
             for number in range(self.config.samples)
         ]
-
-    def _sample_seed(self, index: str, number: int) -> int:
-        """Return a sample's seed; it does not depend on the version, so every version draws the same numbers."""
-        return derive_seed(self._seed, f"evaluation/{index}/{number}")
 
     def open_groups(self) -> dict[str, Group]:
         """Return the groups of all evaluations in flight, by id."""
@@ -262,10 +237,16 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _choose(
-    count: int, source: EvaluationPrompts, tokenize: Callable[[str], IntArray], longest_prompt: int
+def choose_prompts(
+    count: int, source: PromptSource, tokenize: Callable[[str], IntArray], longest_prompt: int
 ) -> list[Group]:
     """Return the first `count` prompts that fit the context, as groups without an id.
+
+    Args:
+        count: number of prompts.
+        source: prompts of the held-out tasks.
+        tokenize: token ids of a user's message in the model's chat template, shape [P].
+        longest_prompt: most tokens of a prompt.
 
     Raises:
         UserError: there are fewer different prompts, or too many do not fit.
@@ -281,25 +262,10 @@ def _choose(
                 "more that are different: ask for fewer, or give it less weight"
             )
         tokens = tokenize(prompt.text)
+        if len(tokens) <= longest_prompt:
+            skipped = 0
+            chosen.append(prompt_group(prompt, index, tokens))
+        elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
+            raise UserError(f"{skipped} evaluation prompts in a row have more than {longest_prompt} tokens")
         index += 1
-        if len(tokens) > longest_prompt:
-            skipped += 1
-            if skipped == MOST_SKIPPED_IN_A_ROW:
-                raise UserError(f"{skipped} evaluation prompts in a row have more than {longest_prompt} tokens")
-            continue
-        skipped = 0
-        chosen.append(
-            Group(
-                group_id="",
-                step=0,
-                prompt_index=index - 1,
-                prompt_id=prompt.prompt_id,
-                task=prompt.task,
-                epoch=0,
-                prompt=prompt.text,
-                prompt_tokens=tokens,
-                size=0,
-                reward_input=prompt.reward_input,
-            )
-        )
     return chosen

@@ -51,35 +51,19 @@ class GroupSource:
         Raises:
             RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context.
         """
-        if self._to_reissue:
-            index = self._to_reissue.popleft()
-            prompt = self.source.prompt(index)
-            return self.make(f"{index:08d}", index, prompt, self.tokens(prompt.text), step)
         for _ in range(MAX_SKIPPED_IN_A_ROW):
-            index, self._next_index = self._next_index, self._next_index + 1
+            if again := bool(self._to_reissue):
+                index = self._to_reissue.popleft()
+            else:
+                index, self._next_index = self._next_index, self._next_index + 1
             prompt = self.source.prompt(index)
             tokens = self.tokens(prompt.text)
-            if len(tokens) <= self.longest_prompt:
-                return self.make(f"{index:08d}", index, prompt, tokens, step)
+            if again or len(tokens) <= self.longest_prompt:
+                return prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
             self.too_long += 1
         raise RunFailed(
             f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self.longest_prompt} tokens "
             f"(model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens})"
-        )
-
-    def make(self, group_id: str, index: int, prompt: Prompt, tokens: np.ndarray, step: int) -> Group:
-        """Make a group of a prompt."""
-        return Group(
-            group_id=group_id,
-            step=step,
-            prompt_index=index,
-            prompt_id=prompt.prompt_id,
-            task=prompt.task,
-            epoch=prompt.epoch,
-            prompt=prompt.text,
-            prompt_tokens=tokens,
-            size=self.run.batch.samples_per_prompt,
-            reward_input=prompt.reward_input,
         )
 
     def tokens(self, text: str) -> np.ndarray:
@@ -92,6 +76,24 @@ class GroupSource:
                 messages.insert(0, {"role": "system", "content": self.run.model.system_prompt})
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return np.asarray(ids, dtype=np.int32)
+
+
+def prompt_group(
+    prompt: Prompt, index: int, tokens: np.ndarray, group_id: str = "", step: int = 0, size: int = 0
+) -> Group:
+    """Make a group of prompt number `index`, whose token ids are `tokens`, int32 of shape [P]."""
+    return Group(
+        group_id=group_id,
+        step=step,
+        prompt_index=index,
+        prompt_id=prompt.prompt_id,
+        task=prompt.task,
+        epoch=prompt.epoch,
+        prompt=prompt.text,
+        prompt_tokens=tokens,
+        size=size,
+        reward_input=prompt.reward_input,
+    )
 
 
 SampleDraw = tuple[str, int, float | None]

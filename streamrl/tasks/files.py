@@ -33,8 +33,7 @@ def load_rows(task: FileTask) -> list[TaskRow]:
         UserError: missing or empty file, missing column, null or wrong type (with file and line or row).
     """
     if task.kind == "hf_dataset":
-        table = _hf_table(task)
-        rows = list(_table_rows(task, table, f"{task.path} (split {task.split})"))
+        rows = list(_table_rows(task, _hf_table(task), f"{task.path} (split {task.split})"))
     else:
         rows = list(_file_rows(task))
     if not rows:
@@ -68,9 +67,7 @@ def _jsonl_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
                 raise UserError(f"{where}: expected one JSON object per line: {error}") from error
             if not isinstance(record, dict):
                 raise UserError(f"{where}: expected a JSON object, got {_kind(record)}")
-            for column in _columns(task):
-                if column not in record:
-                    raise _no_column(task, where, column, list(record))
+            _check_columns(task, where, list(record))
             yield _row(task, where, record)
 
 
@@ -82,14 +79,10 @@ def _parquet_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
     parquet = import_extra("pyarrow.parquet", f"task {task.key!r}")
     arrow = import_extra("pyarrow", f"task {task.key!r}")
     try:
-        names = parquet.read_schema(path).names
-        wanted = _columns(task)
-        table = parquet.read_table(path, columns=[name for name in wanted if name in names])
+        _check_columns(task, str(path), parquet.read_schema(path).names)
+        table = parquet.read_table(path, columns=_columns(task))
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {error}") from error
-    for column in wanted:
-        if column not in names:
-            raise _no_column(task, str(path), column, names)
     return _table_rows(task, table, str(path))
 
 
@@ -110,9 +103,7 @@ def _hf_table(task: FileTask) -> Any:
         if task.split not in data:
             raise UserError(f"task {task.key!r}: {task.path} has no split {task.split!r}, but {', '.join(data)}")
         data = data[task.split]
-    for column in _columns(task):
-        if column not in data.column_names:
-            raise _no_column(task, task.path, column, data.column_names)
+    _check_columns(task, task.path, data.column_names)
     return data.with_format("arrow")[:]  # a table with the rows in the data set's own order
 
 
@@ -171,13 +162,15 @@ def plain(value: Any) -> Any:
     raise TypeError(f"expected text, a number, a list or a mapping, got {_kind(value)}")
 
 
-def _no_column(task: FileTask, where: str, column: str, names: list[str]) -> UserError:
-    key = "prompt_column" if column == task.prompt_column else "answer_column"
-    hint = "" if key == "prompt_column" else "; answer_column: null means that there is none"
-    return UserError(
-        f"{where}: no column {column!r} ({key} of task {task.key!r}){nearest(column, names)}; "
-        f"there is {', '.join(names) or 'nothing'}{hint}"
-    )
+def _check_columns(task: FileTask, where: str, names: list[str]) -> None:
+    for column in _columns(task):
+        if column not in names:
+            key = "prompt_column" if column == task.prompt_column else "answer_column"
+            hint = "" if key == "prompt_column" else "; answer_column: null means that there is none"
+            raise UserError(
+                f"{where}: no column {column!r} ({key} of task {task.key!r}){nearest(column, names)}; "
+                f"there is {', '.join(names) or 'nothing'}{hint}"
+            )
 
 
 def _kind(value: Any) -> str:

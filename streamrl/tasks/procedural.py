@@ -43,15 +43,15 @@ class ProceduralItems:
         Raises:
             UserError: no such data set, or it refuses its settings.
         """
+        _check(task)
         self.key = task.key
         self.base = derive_seed(seed, task.key)
         self._name = task.name
         self._config = {name: value for name, value in task.config.items() if name != "size"}
-        self.count: int | None = _checked_size(task)
+        self.count: int | None = task.config.get("size")
         """Number of different items; None: unlimited."""
         self._chunk = lru_cache(CACHED_CHUNKS)(self._make_chunk)
         self.entry = lru_cache(CACHED_ENTRIES)(self._make_entry)
-        _check_names(task)
         try:
             self._chunk(0)
             question = self._draw(0)["question"]
@@ -106,8 +106,7 @@ class ProceduralItems:
 
 @contextlib.contextmanager
 def _seeded_globals(seed: int) -> Iterator[None]:
-    """Seed the global random generators, from which some items of list_functions and codeio draw; restore them
-    after."""
+    """Seed the global random generators for a while: some items of list_functions and codeio draw from them."""
     before, before_numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -122,14 +121,10 @@ def _checksum(question: str) -> str:
     return hashlib.sha256(question.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
-def _checked_size(task: ReasoningGymTask) -> int | None:
+def _check(task: ReasoningGymTask) -> None:
     size = task.config.get("size")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise UserError(f"task {task.key!r}: config.size must be a whole number of at least 1, got {size!r}")
-    return size
-
-
-def _check_names(task: ReasoningGymTask) -> None:
     factory = import_extra("reasoning_gym.factory", f"task {task.key!r}")
     if task.name == "composite":
         raise UserError(f"task {task.key!r}: list the parts of a composite as tasks of their own, with weights")

@@ -10,7 +10,7 @@ replacement.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -86,6 +86,13 @@ class FileItems:
         return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
 
 
+ITEMS: dict[type[Any], Callable[[Any, int], ProceduralItems | FileItems]] = {
+    ReasoningGymTask: ProceduralItems,
+    FileTask: lambda task, seed: FileItems(task),
+}
+"""Factory of the items of a task, from (task, run's seed), by the class of the task's configuration."""
+
+
 class PromptSource:
     """The prompts of a run by number. It reads every file once, and keeps only caches between calls."""
 
@@ -99,9 +106,7 @@ class PromptSource:
             raise ValueError("a prompt source needs at least one task")
         self._tasks = list(tasks)
         self._seed = seed
-        self._items: list[ProceduralItems | FileItems] = [
-            ProceduralItems(task, seed) if isinstance(task, ReasoningGymTask) else FileItems(task) for task in tasks
-        ]
+        self._items = [ITEMS[type(task)](task, seed) for task in tasks]
         self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
 
     def prompt(self, index: int) -> Prompt:
@@ -131,8 +136,7 @@ class PromptSource:
         assert count is not None
         if isinstance(task, FileTask) and not task.shuffle:
             return np.arange(count)
-        order = np.random.default_rng([derive_seed(self._seed, self._tasks[number].key), epoch])
-        return order.permutation(count)
+        return np.random.default_rng([derive_seed(self._seed, task.key), epoch]).permutation(count)
 
 
 def with_suffix(question: str, suffix: str) -> str:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from streamrl.config.evaluation import EvaluationConfig, plain_name
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
-from streamrl.controller.evaluation_plan import Evaluations, pass_at
+from streamrl.controller.evaluation_plan import Evaluations, choose_prompts, pass_at
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, IntArray
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line, read_evaluations
@@ -37,8 +37,9 @@ def tokenize(text: str) -> IntArray:
 
 
 def make(source: Held | None = None, last_step: int = 100, longest: int = 50, **config: Any) -> Evaluations:
-    settings = {"every": 10, "prompts": 4, "samples": 4} | config
-    return Evaluations(EvaluationConfig(**settings), 7, source or Held(), tokenize, longest, last_step)
+    settings = EvaluationConfig(**{"every": 10, "prompts": 4, "samples": 4} | config)
+    prompts = choose_prompts(settings.prompts, source or Held(), tokenize, longest)  # type: ignore[arg-type]
+    return Evaluations(settings, 7, prompts, last_step)
 
 
 def finish_all(
@@ -249,7 +250,7 @@ def test_held_out_prompts_are_scored_under_their_own_names_beside_those_of_train
     config, trained = EvaluationConfig(prompts=6), default_tasks()
     held_out = config.held_out(trained)
     scorer = Scorer([*trained, *held_out], 5)
-    evaluations = Evaluations(config, 5, PromptSource(held_out, 5), tokenize, 500, 10)
+    evaluations = Evaluations(config, 5, choose_prompts(6, PromptSource(held_out, 5), tokenize, 500), 10)
     for group in evaluations.begin(0, 0.0):
         assert group.task.startswith("eval-0/")
         assert scorer.score(group.task, "no number here", group.reward_input) == 0.0
