@@ -16,7 +16,7 @@ from streamrl.controller.group_pool import GroupPool
 
 
 class NoRounds:
-    """Stand-in for a run without rounds: the schedule alone decides."""
+    """Stand-in for a run without rounds, where the schedule alone decides: no round ever begins."""
 
     active = False
     number = 0
@@ -28,49 +28,48 @@ class NoRounds:
         return schedule
 
     def may_begin(self, version: int, step: int) -> bool:
-        """Return False: no round ever begins."""
+        """Return whether the next round may begin: the first under new weights, or another under the same weights."""
         return False
 
     def begin(self, version: int) -> Round:
-        """Refuse to begin a round.
-
-        Raises:
-            RuntimeError: always; `may_begin` never allows it.
-        """
+        """Begin the next round, which `may_begin` must have allowed."""
         raise RuntimeError("this run has no rounds")
 
     def end_if_over(self) -> list[str]:
-        """Return no groups to defer."""
+        """End the round if it is over; return the deferred groups, whose samples have to be parked."""
         return []
 
     def may_train(self, step: int, whole_batches: bool) -> bool:
-        """Return True: training waits for no round."""
+        """Return whether training may take complete groups now.
+
+        The round of the current version must have begun, and have ended if the schedule trains whole batches.
+        """
         return True
 
     def started(self, group_ids: Iterable[str]) -> None:
-        """Ignore new groups."""
+        """Report the groups of the round that has just begun."""
 
     def taken(self, group_id: str) -> None:
-        """Ignore a group that a step has taken."""
+        """Report that a step has taken a group."""
 
     def completed(self, group_id: str) -> None:
-        """Ignore a group that has all its rewards."""
+        """Report that a group has all its rewards."""
 
     def dropped(self, group_id: str) -> None:
-        """Ignore a group that is dropped and replaced."""
+        """Report that another group will replace this one."""
 
     def finished(self, group_id: str) -> None:
-        """Ignore a finished sample."""
+        """Report the group as parked if generation works on none of its samples any more."""
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        """Ignore a parked sample."""
+        """Record that a sample has used up its token budget; a no-op if its round has ended meanwhile."""
 
     def resting_samples(self) -> list[str]:
-        """Return no samples."""
+        """Return the ids of the resting samples."""
         return []
 
     def count_deferred(self) -> int:
-        """Return 0."""
+        """Return the number of samples deferred since the last call."""
         return 0
 
 
@@ -90,7 +89,6 @@ class LiveRounds(NoRounds):
         self._parked: defaultdict[str, set[str]] = defaultdict(set)
         """Samples that have used up their token budget in this round, by group."""
         self._deferred_groups: set[str] = set()
-        """Ids of the deferred groups."""
 
     @property
     def budget(self) -> int | None:  # type: ignore[override]
@@ -98,31 +96,24 @@ class LiveRounds(NoRounds):
         return self.planner.round.budget if self.planner.round is not None else None
 
     def taking(self, schedule: Schedule) -> Schedule:
-        """Return the schedule with the age bound of the rounds."""
         return taking(schedule, self.planner)
 
     def started(self, group_ids: Iterable[str]) -> None:
-        """Report the groups of the round that has just begun."""
         self.planner.started(group_ids)
 
     def taken(self, group_id: str) -> None:
-        """Report that a step has taken a group."""
         self.planner.taken(group_id)
 
     def completed(self, group_id: str) -> None:
-        """Report that a group has all its rewards."""
         self.planner.completed(group_id)
 
     def dropped(self, group_id: str) -> None:
-        """Report that another group will replace this one."""
         self.planner.dropped(group_id)
 
     def may_begin(self, version: int, step: int) -> bool:
-        """Return whether the next round may begin: the first under new weights, or another under the same weights."""
         return self.planner.round is None and (self.planner.again or self.version < version == step)
 
     def begin(self, version: int) -> Round:
-        """Begin the next round."""
         self.version = version
         self.number += 1
         self._parked.clear()
@@ -131,13 +122,11 @@ class LiveRounds(NoRounds):
         return begun
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        """Record that a sample has used up its token budget; a no-op if its round has ended meanwhile."""
         if number == self.number:
             self._parked[group_id].add(sample_id)
             self.finished(group_id)
 
     def finished(self, group_id: str) -> None:
-        """Report the group as parked if generation works on none of its samples any more."""
         if self.planner.round is None:
             return
         missing = self.pool.missing(group_id)
@@ -145,14 +134,9 @@ class LiveRounds(NoRounds):
             self.planner.parked(group_id)
 
     def may_train(self, step: int, whole_batches: bool) -> bool:
-        """Return whether training may take complete groups now.
-
-        The round of the current version must have begun, and have ended if the schedule trains whole batches.
-        """
         return self.version == step and not (whole_batches and self.planner.round is not None)
 
     def end_if_over(self) -> list[str]:
-        """End the round if it is over; return the deferred groups, whose samples have to be parked."""
         if not self.planner.over:
             return []
         groups = self.planner.end()
@@ -168,12 +152,10 @@ class LiveRounds(NoRounds):
         return off + sum(min(len(some), self.pool.missing(name)) for name, some in self._parked.items())
 
     def resting_samples(self) -> list[str]:
-        """Return the ids of the resting samples."""
         used_up = [sample_id for some in self._parked.values() for sample_id in some]
         return [*self.pool.unfinished(self._deferred_groups), *used_up]
 
     def count_deferred(self) -> int:
-        """Return the number of samples deferred since the last call."""
         count, self.deferred = self.deferred, 0
         return count
 

@@ -13,17 +13,16 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scheduler.capacity.elasticity import Change, Elasticity, PoolLimits, fleet_of, generation_time
-from scheduler.dispatch.policy import DispatchPolicy
-from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.atomic_files import replace_json
-from streamrl.config.cluster import ClusterConfig, GenerationPool
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller.schedule_tuner import group_lengths, policy_factory
 from streamrl.controller.site_services import Services
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
@@ -54,20 +53,6 @@ class Coming:
     """Arrival of its first sample."""
 
 
-@dataclass
-class _Pools:
-    """Pools by name: their configuration, target numbers and instances."""
-
-    configs: dict[str, GenerationPool]
-    wanted: dict[str, int]
-    instances: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
-
-    def ready(self) -> dict[str, int]:
-        """Return the number of instances of each pool that may get requests."""
-        return {key: sum(life == "ready" for life in self.instances.get(key, {}).values()) for key in self.configs}
-
-
 class Scaling:
     """The numbers of instances of a run's pools: scales them and keeps track of what is there."""
 
@@ -80,19 +65,13 @@ class Scaling:
         services: Services,
         times: StepTimes,
     ) -> None:
-        """
-        Args:
-            cluster: the cluster file.
-            run: the run file.
-            run_dir: the run's folder.
-            plan: the processes that the run begins with.
-            services: the generation services.
-            times: gets the instances that can work.
-        """
-        self.cluster, self.run, self.services, self.times = cluster, run, services, times
-        configs = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
+        """Begin with the processes of `plan`; `times` gets the instances that can work."""
+        self.run, self.services, self.times = run, services, times
+        self._pools = {f"{site}/{pool.name}": pool for site, s in cluster.sites.items() for pool in s.generation}
+        self._wanted = {key: pool.replicas for key, pool in self._pools.items()}
+        self._instances: dict[str, dict[str, str]] = {key: {} for key in self._pools}
+        """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
         self._file = run_dir / layout.REPLICAS
-        self.pools = _Pools(configs, {key: pool.replicas for key, pool in configs.items()})
         self.coming: list[Coming] = []
         """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
@@ -100,21 +79,19 @@ class Scaling:
         self._names: dict[str, str] = {spec.name: spec.role for spec in fixed}
         for spec in plan:
             if spec.role == "instance":
-                self.pools.instances.setdefault(f"{spec.site}/{spec.pool}", {})[spec.name] = "starting"
+                self._instances[f"{spec.site}/{spec.pool}"][spec.name] = "starting"
         times.set_instances(self._living(), time.time())
         self.spending = Spending(self._usd_per_hour())
-        self.elasticity = self._elasticity() if run.elasticity.enabled else None
+        self.elasticity: Elasticity | None = None
+        if (options := run.elasticity).enabled:
+            limits = {
+                key: PoolLimits(pool.min_replicas, pool.most_replicas, pool.price_per_hour)
+                for key, pool in self._pools.items()
+            }
+            self.elasticity = Elasticity(limits, options.patience, options.settle, options.margin, options.min_saving)
         self._kinds: dict[str, SimulatedInstance] = {}
         """One instance of each pool, as a model of the others."""
         self._choosing: asyncio.Task[Change | None] | None = None
-
-    def _elasticity(self) -> Elasticity:
-        limits = {
-            key: PoolLimits(pool.min_replicas, pool.most_replicas, pool.price_per_hour)
-            for key, pool in self.pools.configs.items()
-        }
-        options = self.run.elasticity
-        return Elasticity(limits, options.patience, options.settle, options.margin, options.min_saving)
 
     # -- targets of the operator
 
@@ -124,21 +101,18 @@ class Scaling:
         answer: TypedMessage
         try:
             key = self._find(order.pool, order.site)
-            before = self.pools.wanted[key]
-            await self._scale(key, self._checked_replicas(key, order.replicas))
-            answer = PoolScaled(pool=key, before=before, after=self.pools.wanted[key])
+            before = self._wanted[key]
+            self._check_replicas(key, order.replicas)
+            await self._scale(key, order.replicas)
+            answer = PoolScaled(pool=key, before=before, after=self._wanted[key])
         except UserError as error:
             answer = ScalingRefused(error=str(error))
         if delivery.peer in hub.peers:
             await hub.send(delivery.peer, *wire(answer))
 
     def _find(self, pool: str, site: str) -> str:
-        """Return the pool's full name, "site/pool".
-
-        Raises:
-            UserError: no pool matches, or more than one does.
-        """
-        keys = [(key, *key.split("/")) for key in self.pools.configs]
+        """Return the pool's full name, "site/pool"; raise `UserError` unless exactly one matches."""
+        keys = [(key, *key.split("/")) for key in self._pools]
         found = [key for key, its_site, name in keys if name == pool and site in ("", its_site)]
         if len(found) == 1:
             return found[0]
@@ -146,16 +120,12 @@ class Scaling:
             raise UserError(f"pool {pool!r} could be {' or '.join(found)}: name its --site")
         near = difflib.get_close_matches(pool, [name for _, _, name in keys], n=3)
         where = f" at a site {site!r}" if site else ""
-        hint = f"did you mean {' or '.join(near)}?" if near and not site else f"pools: {', '.join(self.pools.configs)}"
+        hint = f"did you mean {' or '.join(near)}?" if near and not site else f"pools: {', '.join(self._pools)}"
         raise UserError(f"no pool {pool!r}{where}; {hint}")
 
-    def _checked_replicas(self, key: str, replicas: int) -> int:
-        """Return `replicas` if the pool may have that many instances.
-
-        Raises:
-            UserError: the pool cannot have that many instances, or the run cannot be scaled.
-        """
-        pool = self.pools.configs[key]
+    def _check_replicas(self, key: str, replicas: int) -> None:
+        """Raise `UserError` if the pool cannot have that many instances, or the run cannot be scaled."""
+        pool = self._pools[key]
         if replicas < pool.min_replicas:
             raise UserError(f"pool {key} must keep {pool.min_replicas} or more, not {replicas} (min_replicas)")
         if replicas > pool.most_replicas:
@@ -165,7 +135,6 @@ class Scaling:
             )
         if (why := self.why_fixed()) is not None:
             raise UserError(why)
-        return replicas
 
     def why_fixed(self) -> str | None:
         """Return the reason why this run cannot be scaled; None: it can."""
@@ -180,12 +149,9 @@ class Scaling:
 
     async def _scale(self, key: str, replicas: int) -> None:
         site, _, pool = key.partition("/")
-        self.pools.wanted[key] = replicas
-        self._save()
+        self._wanted[key] = replicas
+        replace_json(self._file, self._wanted)
         await self.services.scale(site, pool, replicas)
-
-    def _save(self) -> None:
-        replace_json(self._file, self.pools.wanted)
 
     async def begin(self, resume: bool) -> None:
         """Set the targets of a run whose services have all connected.
@@ -196,31 +162,32 @@ class Scaling:
             self._file.unlink(missing_ok=True)
             return
         for key, replicas in json.loads(self._file.read_text()).items():
-            pool = self.pools.configs.get(key)
-            if pool is None or replicas == self.pools.wanted[key]:
+            pool = self._pools.get(key)
+            if pool is None or replicas == self._wanted[key]:
                 continue
             if pool.min_replicas <= replicas <= pool.most_replicas:
                 await self._scale(key, replicas)
 
     async def returned(self, service: str) -> None:
         """Send a restarted service the targets of its site; it has adopted the instances that it found."""
+        for key, pool in self._pools_of(service).items():
+            await self.services.scale(self.services.site_of(service), pool, self._wanted[key])
+
+    def _pools_of(self, service: str) -> dict[str, str]:
+        """Return the pools of a service's site: their own names by their full ones."""
         site = self.services.site_of(service)
-        for key, replicas in self.pools.wanted.items():
-            if key.partition("/")[0] == site:
-                await self.services.scale(site, key.partition("/")[2], replicas)
+        return {key: pool.name for key, pool in self._pools.items() if key == f"{site}/{pool.name}"}
 
     # -- present instances
 
     def fleet_changed(self, service: str, report: FleetChanged) -> None:
         """Record a service's report on its instances."""
-        now, site = time.time(), self.services.site_of(service)
-        before = set(self._living())
-        for key in [key for key in self.pools.configs if key.partition("/")[0] == site]:
-            pool = key.partition("/")[2]
-            self.pools.instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
+        now, before = time.time(), set(self._living())
+        for key, pool in self._pools_of(service).items():
+            self._instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
         self.services.fleet_changed(service, report.fleet)
         self.spending.change(now, self._usd_per_hour())
-        lives = {name: life for some in self.pools.instances.values() for name, life in some.items()}
+        lives = {name: life for some in self._instances.values() for name, life in some.items()}
         self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]
         for one in self.coming:
             if one.ready_at is None and lives.get(one.instance) == "ready":
@@ -234,11 +201,15 @@ class Scaling:
                 one.first_sample_at = now
 
     def _living(self) -> list[str]:
-        return [name for some in self.pools.instances.values() for name in some]
+        return [name for some in self._instances.values() for name in some]
+
+    def _ready(self) -> dict[str, int]:
+        """Return the number of instances of each pool that may get requests."""
+        return {key: sum(life == "ready" for life in self._instances[key].values()) for key in self._pools}
 
     def _usd_per_hour(self) -> float:
         """Return the price per hour of all processes, including those that start or leave."""
-        prices = ((self.pools.configs[key].price_per_hour, len(some)) for key, some in self.pools.instances.items())
+        prices = ((self._pools[key].price_per_hour, len(some)) for key, some in self._instances.items())
         return self._fixed_usd_per_hour + sum(price * count for price, count in prices)
 
     def roles(self) -> dict[str, str]:
@@ -248,9 +219,9 @@ class Scaling:
     def status(self) -> dict[str, Any]:
         """Return the scaling part of the run's status (`run_dir/status.py` ScalingStatus)."""
         return {
-            "wanted": self.pools.wanted,
-            "ready": self.pools.ready(),
-            "there": {key: len(some) for key, some in self.pools.instances.items()},
+            "wanted": self._wanted,
+            "ready": self._ready(),
+            "there": {key: len(some) for key, some in self._instances.items()},
             "coming": [asdict(one) for one in self.coming[-8:]],
             "note": self.elasticity.note if self.elasticity is not None else "",
         }
@@ -264,22 +235,19 @@ class Scaling:
         if self._choosing is not None:
             change = await self._choosing
             self._choosing = None
-            if change is not None and self.pools.wanted[change.pool] == change.before:
+            if change is not None and self._wanted[change.pool] == change.before:
                 log.info("elasticity: %s", change.why)
                 await self._scale(change.pool, change.after)
         self._kinds |= {self._pool_of(one.name): one for one in self.services.fleet()}
-        replicas = self.pools.ready()
-        if replicas != self.pools.wanted:
+        replicas = self._ready()
+        if replicas != self._wanted:
             return  # a change is in flight
         if (waiting := self.elasticity.waiting) is not None:
             if replicas[waiting.pool] == waiting.before:
                 self.elasticity.failed()  # the operator has changed the pool back
             else:
                 self.elasticity.changed(replicas)
-        groups, kinds, run = _group_lengths(batch), dict(self._kinds), self.run
-
-        def policy() -> DispatchPolicy:
-            return make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+        groups, kinds, policy = group_lengths(batch), dict(self._kinds), policy_factory(self.run)
 
         def predict(counts: Mapping[str, int]) -> float:
             return generation_time(groups, fleet_of(kinds, counts), policy)
@@ -288,11 +256,4 @@ class Scaling:
         self._choosing = asyncio.ensure_future(asyncio.to_thread(choose))
 
     def _pool_of(self, instance: str) -> str:
-        return next(key for key, some in self.pools.instances.items() if instance in some)
-
-
-def _group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
-    """Return (prompt tokens, output lengths) of each of a step's groups."""
-    return [
-        (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()
-    ]
+        return next(key for key, some in self._instances.items() if instance in some)

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
@@ -142,10 +142,7 @@ class Auto:
             times: the step's times.
             trainer: commands that the trainer worked on in the step: (command, start, end), unix seconds.
         """
-        groups = [
-            (len(group.prompt_tokens), [m.sample.output_length for m in group.members()])
-            for group in batch.groups.values()
-        ]
+        groups = group_lengths(batch)
         self._groups.append(groups)
         self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
         micro_batches_s = sum(end - start for command, start, end in trainer if command == "train")
@@ -183,11 +180,7 @@ class Auto:
         options = [self._option(setup) for setup in self.choices]
         if self._choice is None:
             self._choice = AutoSchedule(options)
-        run = self.run
-
-        def policy() -> DispatchPolicy:
-            return make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
-
+        run, policy = self.run, policy_factory(self.run)
         return partial(
             self._choice.choose, self._profile(), policy, run.batch.prompts_per_step, step, run.seed, options
         )
@@ -195,11 +188,9 @@ class Auto:
     def decided(self, decision: Decision) -> Setup | None:
         """Record a decision; return the setup to change to, or None if it runs already."""
         self.note = decision.why
-        chosen = next(setup for setup in self.choices if setup.label == decision.option.label)
-        if chosen == self.setup:
-            return None
-        self.setup = chosen
-        return chosen
+        before = self.setup
+        self.setup = next(setup for setup in self.choices if setup.label == decision.option.label)
+        return None if self.setup == before else self.setup
 
     def _division(self, setup: Setup) -> tuple[int, ...]:
         return (-1,) if setup.schedule.exclusive else setup.trainer_cores
@@ -222,16 +213,16 @@ class Auto:
         own = self._measured.get(division)
         split = [value for other, m in self._measured.items() if other != (-1,) for value in m.slowdowns]
         slowdown = statistics.median(own.slowdowns if own and own.slowdowns else split or [1.0])
-        instances = tuple(self._scaled(self.fleet[name], slowdown) for name in setup.instances)
+        fleet = (self.fleet[name] for name in setup.instances)
+        instances = tuple(replace(instance, curve=instance.curve.scaled(slowdown)) for instance in fleet)
         rate = statistics.median(own.rates) if own and own.rates else self._rate_of(len(setup.trainer_cores))
         return Option(setup.label, setup.schedule, instances, rate)
 
     def _rate_of(self, cores: int) -> float | None:
         """Return the trainer's rate on that many cores, on a line through the measured ones; None: none is measured."""
+        cores_of = {self._division(setup): len(setup.trainer_cores) for setup in self.choices}
         known = sorted(
-            (len(self._setup_of(division).trainer_cores), statistics.median(m.rates))
-            for division, m in self._measured.items()
-            if m.rates
+            (cores_of[division], statistics.median(m.rates)) for division, m in self._measured.items() if m.rates
         )
         if not known:
             return None
@@ -240,15 +231,7 @@ class Auto:
             return slow * cores / few if few and cores else slow
         return max(slow * 0.1, slow + (fast - slow) * (cores - few) / (many - few))
 
-    def _setup_of(self, division: tuple[int, ...]) -> Setup:
-        """Return a setup with that division of the devices."""
-        return next(setup for setup in self.choices if self._division(setup) == division)
-
-    @staticmethod
-    def _scaled(instance: SimulatedInstance, slowdown: float) -> SimulatedInstance:
-        return SimulatedInstance(instance.name, instance.curve.scaled(slowdown), instance.slots, instance.pool)
-
-    def _simulated(self, groups: Iterable[tuple[int, list[int]]], setup: Setup) -> float:
+    def _simulated(self, groups: Sequence[tuple[int, list[int]]], setup: Setup) -> float:
         """Return the seconds that the setup's instances need for these groups, simulated from their own step times."""
         requests = [
             SimulatedRequest(f"{g}.{n}", float(max(1, length)), f"{g}", prompt)
@@ -259,21 +242,16 @@ class Auto:
         return simulate(policy, requests, [self.fleet[name] for name in setup.instances]).makespan
 
 
-def make_auto(context: RoleContext, config: AutoScheduleConfig, fleet: Sequence[SimulatedInstance]) -> Auto:
-    """Make the tuner of a run that begins.
+def group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
+    """Return (prompt tokens, output lengths) of each of a step's groups."""
+    return [
+        (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()
+    ]
 
-    Args:
-        context: its cluster and run files.
-        config: the run file's schedule.
-        fleet: all instances with their step times.
-    """
-    specs = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-    cores = {instance.name: specs[instance.name].cores for instance in fleet}
-    own = specs["trainer"].cores
-    on_the_same = any(not some or not own or set(some) & set(own) for some in cores.values())
-    shareable = context.cluster.hardware == "cpu" and on_the_same
-    choices = setups(cores, own, shareable, config.max_staleness)
-    return Auto(context.run, choices, fleet, config.profile_steps)
+
+def policy_factory(run: RunConfig) -> Callable[[], DispatchPolicy]:
+    """Return a function that makes the run's dispatch policy, without requests."""
+    return partial(make_policy, run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
 
 
 class FixedSchedule:
@@ -333,6 +311,13 @@ def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> Fix
         context: its cluster and run files.
         fleet: all instances with their step times.
     """
-    if isinstance(context.run.schedule, AutoScheduleConfig):
-        return TunedSchedule(make_auto(context, context.run.schedule, fleet))
-    return FixedSchedule()
+    config = context.run.schedule
+    if not isinstance(config, AutoScheduleConfig):
+        return FixedSchedule()
+    specs = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    cores = {instance.name: specs[instance.name].cores for instance in fleet}
+    own = specs["trainer"].cores
+    on_the_same = any(not some or not own or set(some) & set(own) for some in cores.values())
+    shareable = context.cluster.hardware == "cpu" and on_the_same
+    choices = setups(cores, own, shareable, config.max_staleness)
+    return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps))

@@ -65,14 +65,7 @@ class Services:
     def __init__(
         self, hub: Hub, waits: WaitRegistry, sites: Mapping[str, str], cluster: ClusterConfig, run: RunConfig
     ) -> None:
-        """
-        Args:
-            hub: the hub that the services connect to.
-            waits: registry of the waits for them.
-            sites: the site of each service, by the service's name.
-            cluster: the cluster file.
-            run: the run file.
-        """
+        """Begin without any service connected; `sites` has the site of each service, by the service's name."""
         self.names = list(sites)
         self._sites, self._cluster = dict(sites), cluster
         self._hub, self._waits = hub, waits
@@ -177,7 +170,7 @@ class Services:
             await self._hub.send(name, *wire(message), arrays)
 
     def _site_load(self, name: str) -> SiteLoad:
-        site, fleet = self._sites[name], self._fleet(name)
+        site, fleet = self._sites[name], fleet_from_wire(self._fleets[name])
         link = self._cluster.link(site)
         prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
         return SiteLoad(
@@ -201,8 +194,9 @@ class Services:
 
     async def scale(self, site: str, pool: str, replicas: int) -> None:
         """Set the number of instances that a pool of a site should have."""
-        for name in (name for name, other in self._sites.items() if other == site):
-            await self._send(name, ScalePools(replicas={pool: replicas}))
+        for name, other in self._sites.items():
+            if other == site:
+                await self._send(name, ScalePools(replicas={pool: replicas}))
 
     async def tell(self, message: TypedMessage) -> None:
         """Send all services the same message."""
@@ -255,9 +249,6 @@ class Services:
     async def spread(self, made: PublishDone) -> bool:
         """Send a new version to every site; generation and training continue meanwhile.
 
-        Args:
-            made: the trainer's answer to `Publish`.
-
         Returns:
             Whether every site has it already: the trainer itself has delivered it (NCCL), or all sites got it before
             the controller heard of it.
@@ -301,40 +292,32 @@ class Services:
         parents = relay_tree(root, self._cluster.remote_sites, self._paths, able, self._version_bytes)
         return None if parents[site] == root else parents[site]
 
-    def _measure(self, name: str, report: WeightsReady) -> None:
-        """Update the bandwidth of the path of a finished transfer."""
-        nbytes, seconds = report.bytes, report.transfer_s
-        ends = frozenset((self._sites[name], report.source or self._cluster.trainer_site))
-        if nbytes >= MEASURED_BYTES and seconds > 0 and ends in self._paths:
-            self._paths[ends] = RelayPath(nbytes / seconds, self._paths[ends].rtt_s)
-            self._version_bytes = nbytes
-
     async def ready(self, name: str, report: WeightsReady) -> bool:
         """Record that a service's instances serve the version that was in flight to them, or a newer one.
-
-        Args:
-            name: the service.
-            report: its report on the transfer.
 
         Returns:
             Whether every site now serves the newest version.
         """
-        if self._in_flight.get(name) is None:
+        if name not in self._in_flight:
             return not self._in_flight  # report of a process that has been replaced since
         self._waits.end(f"{WEIGHTS} {name}")
         source = report.source or self._cluster.trainer_site
         link = self._cluster.link_between(self._sites[name], source)
         usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
         self._count(report.bytes, report.fetched - report.started, usd)
-        self._measure(name, report)
+        ends = frozenset((self._sites[name], source))
+        if report.bytes >= MEASURED_BYTES and report.transfer_s > 0 and ends in self._paths:
+            self._paths[ends] = RelayPath(report.bytes / report.transfer_s, self._paths[ends].rtt_s)
+            self._version_bytes = report.bytes
         del self._in_flight[name]
         self._serving[name] = report.number
-        self._served[name].append(self._serving[name])
+        self._served[name].append(report.number)
         self._asleep.discard(name)  # loading weights wakes instances up
-        if name in self._queued and self._queued[name].number <= self._serving[name]:
-            del self._queued[name]
-        if name in self._queued:
-            await self._announce(name)
+        if (queued := self._queued.get(name)) is not None:
+            if queued.number > report.number:
+                await self._announce(name)
+            else:
+                del self._queued[name]
         return not self._in_flight
 
     async def finish(self, state: str, error: str | None) -> None:
@@ -365,10 +348,7 @@ class Services:
         self._traffic = Traffic(before.nbytes + nbytes, longest, before.usd + usd)
 
     async def leave_devices(self) -> bool:
-        """Return whether all instances have left their devices to the trainer; if not, request it.
-
-        Nothing may be generating.
-        """
+        """Return whether all instances have left their devices; if not, request it. Nothing may be generating."""
         if self._asleep == set(self.names):
             return True
         if SLEEP not in self._waits.begun:
@@ -382,12 +362,9 @@ class Services:
         if self._asleep == set(self.names):
             self._waits.end(SLEEP)
 
-    def _fleet(self, name: str) -> list[SimulatedInstance]:
-        return fleet_from_wire(self._fleets[name])
-
     def fleet(self) -> list[SimulatedInstance]:
         """Return all instances, as their services last reported them."""
-        return [instance for name in self.names for instance in self._fleet(name)]
+        return [instance for name in self.names for instance in fleet_from_wire(self._fleets[name])]
 
     def instances(self) -> set[str]:
         """Return the names of all instances, as their services last reported them."""
@@ -417,8 +394,8 @@ class Services:
 
     def busy_since(self) -> dict[str, float]:
         """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
-        known = [self._hub.peers[name] for name in self.names if name in self._hub.peers]
-        states = [peer.state.get("instances", {}) for peer in known]
+        peers = self._hub.peers
+        states = [peers[name].state.get("instances", {}) for name in self.names if name in peers]
         return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}
 
     def since_token(self) -> float:

@@ -6,7 +6,7 @@ of steps; each step counts the part that lies in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]
@@ -109,16 +109,12 @@ class Interval:
         """
         lost = 0.0
         for name, spans in self.generating.items():
-            for start, end in self._clipped(self.syncs, self.present[name]):
+            first, last = self.present[name]
+            for start, end in ((max(start, first), min(end, last)) for start, end in self.syncs):
                 stood = covered((*self.publishing, *self.loading[name]), start, end)
                 anything = covered((*self.training, *spans, *self.publishing, *self.loading[name]), start, end)
-                lost += stood + (end - start) - anything
+                lost += stood + max(0.0, end - start) - anything
         return lost / self.instances
-
-    @staticmethod
-    def _clipped(spans: Sequence[Span], to: Span) -> list[Span]:
-        clipped = [(max(start, to[0]), min(end, to[1])) for start, end in spans]
-        return [(start, end) for start, end in clipped if end > start]
 
 
 @dataclass
