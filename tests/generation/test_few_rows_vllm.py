@@ -15,7 +15,6 @@ from streamrl.config.run import RunConfig
 from streamrl.generation.instance import engine_config, few_rows_vllm
 from streamrl.generation.instance.engine_config import _has_few_rows
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
-from streamrl.generation.instance.few_rows_vllm import PROVIDER
 from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, register
 from streamrl.machine.engine_settings import EngineSettings
 from tests.tiny_model import save_tiny_model
@@ -63,14 +62,14 @@ def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
     current_platform.import_kernels()
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     norm, both = ir.ops.rms_norm.impls, ir.ops.fused_add_rms_norm.impls
-    ours, native = norm[PROVIDER], norm["native"]
+    ours, native = norm[FEW_ROWS], norm["native"]
     torch.testing.assert_close(ours.impl_fn(x, weight, 1e-5), native.impl_fn(x, weight, 1e-5))
     expected = both["native"].impl_fn(x, residual, weight, 1e-5)
-    torch.testing.assert_close(both[PROVIDER].impl_fn(x.clone(), residual.clone(), weight, 1e-5), expected)
+    torch.testing.assert_close(both[FEW_ROWS].impl_fn(x.clone(), residual.clone(), weight, 1e-5), expected)
     assert ours.supports_args(x, weight, 1e-5) and not ours.supports_args(x, weight, 1e-5, 8)
     assert not ours.supports_args(x.bfloat16(), weight.bfloat16(), 1e-5)
     assert not ours.supports_args(x.transpose(0, 1), weight, 1e-5)
-    assert not both[PROVIDER].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
+    assert not both[FEW_ROWS].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
 
 
 def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, multiply, product
 from streamrl.generation.instance.vllm_plugin import FEW_ROWS
 
-PROVIDER = FEW_ROWS
-
 
 def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
     """Return whether the C functions support these arguments; they need contiguous rows."""
@@ -29,19 +27,18 @@ def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | Non
 
 
 @ir.ops.rms_norm.register_impl(
-    PROVIDER, supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+    FEW_ROWS, supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
 )
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """Implement `vllm.ir.ops.rms_norm`."""
     y = torch.empty_like(x)
     torch.ops._C.rms_norm(y, x, weight, epsilon)
     return y
 
 
 @ir.ops.fused_add_rms_norm.register_impl(
-    PROVIDER,
+    FEW_ROWS,
     supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
         _fits(x, weight, variance_size) and _fits(x_residual, None, None)
     ),
@@ -54,7 +51,6 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `vllm.ir.ops.fused_add_rms_norm`."""
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
 
@@ -62,9 +58,8 @@ def fused_add_rms_norm(
 def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """Return a layer's product if `x` has few rows; None: vLLM must compute it."""
     weight, function = getattr(layer, "few_rows_weight", None), product()
-    if weight is None or function is None or x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS:
-        return None
-    if x.dtype != torch.float32:
+    fits = x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS and x.dtype == torch.float32
+    if weight is None or function is None or not fits:
         return None
     y = multiply(function, x, weight)
     return y if bias is None else y.add_(bias)
@@ -116,26 +111,21 @@ class FewRows(QuantizationConfig):
         self._shelf = Shelf()
 
     def get_name(self) -> Any:
-        """Return the name of the method."""
         return FEW_ROWS
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the supported activation types."""
         return [torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the least compute capability of a GPU: none."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return the names of configuration files: none."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FewRows:
-        """Make the method from a model's configuration."""
         return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

@@ -46,12 +46,6 @@ class Dispatcher:
     """The requests of a site: which instance works on each, and which ones wait or are parked."""
 
     def __init__(self, policy: DispatchPolicy, send: Send, produced: ProducedTokens) -> None:
-        """
-        Args:
-            policy: chooses instances for requests.
-            send: sends a message to an instance.
-            produced: tokens that an instance's running request has produced, as last reported by the instance.
-        """
         self.policy = policy
         self.requests: dict[str, SampleRequest] = {}
         """Requests without a finished sample, parked ones included, by sample id."""
@@ -102,9 +96,9 @@ class Dispatcher:
             elif sample_id not in self._at:  # a policy may have planned it for this instance
                 waiting.append(sample_id)
         if requeue:
-            for sample_id in sorted(name for name, at in self._at.items() if at == instance):
+            for sample_id in sorted(self.works_on(instance)):
                 if sample_id not in self._moving and sample_id not in self.parked:  # those are being released already
-                    await self._send(instance, *wire(Release(sample_id=sample_id)), {})
+                    await self._release(instance, sample_id)
         await self._place(waiting)
 
     async def unhold(self, instance: str, why: str) -> None:
@@ -172,7 +166,7 @@ class Dispatcher:
         had = self.works_on(instance)
         self._handed_over.setdefault(instance, set()).update(had)
         for sample_id in had:
-            await self._send(instance, *wire(Release(sample_id=sample_id)), {})
+            await self._release(instance, sample_id)
         return await self._continue_elsewhere(had, kept)
 
     async def _continue_elsewhere(
@@ -186,9 +180,7 @@ class Dispatcher:
             self.requests[sample_id] = replace(request, kept=found)
             if sample_id in self.parked:
                 continue
-            if found is not None and request.pause_at is not None and len(found.completion_tokens) >= request.pause_at:
-                self.parked.add(sample_id)
-                self.policy.withdraw({sample_id})
+            if found is not None and self._used_up(found):
                 parked.append(found)
             elif target is not None:
                 await self._start(sample_id, *target)
@@ -224,12 +216,9 @@ class Dispatcher:
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Place groups together, each given by its requests and its forecast."""
-        new = []
-        for requests, forecast in groups:
-            for request in requests:
-                self.requests[request.sample_id] = request
-                self._forecasts[request.sample_id] = forecast
-                new.append(request.sample_id)
+        new = {request.sample_id: (request, forecast) for requests, forecast in groups for request in requests}
+        self.requests |= {sample_id: request for sample_id, (request, _) in new.items()}
+        self._forecasts |= {sample_id: forecast for sample_id, (_, forecast) in new.items()}
         await self._place(new)
 
     async def park(self, sample_ids: Iterable[str]) -> None:
@@ -239,7 +228,7 @@ class Dispatcher:
         self.policy.withdraw(wanted)
         for sample_id in sorted(wanted & self._at.keys()):
             self._moving.pop(sample_id, None)
-            await self._send(self._at[sample_id], *wire(Release(sample_id=sample_id)), {})
+            await self._release(self._at[sample_id], sample_id)
         await self._dispatch()
 
     async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
@@ -262,14 +251,12 @@ class Dispatcher:
         """Record a finished sample. If its instance had been given up, stop the one that continues the request."""
         self._handed_over.get(instance, set()).discard(sample_id)
         if (at := self._at.get(sample_id, instance)) != instance:
-            await self._send(at, *wire(Release(sample_id=sample_id)), {})
+            await self._release(at, sample_id)
         if sample_id not in self._at:  # it waits in the policy's queue
             self.policy.withdraw({sample_id})
-        self.requests.pop(sample_id, None)
-        self._forecasts.pop(sample_id, None)
+        for known in (self.requests, self._forecasts, self._moving, self._at):
+            known.pop(sample_id, None)
         self.parked.discard(sample_id)
-        self._moving.pop(sample_id, None)
-        self._at.pop(sample_id, None)
         self.policy.finished(sample_id, length)
         await self._dispatch()
 
@@ -288,18 +275,25 @@ class Dispatcher:
         self.requests[sample_id] = replace(request, kept=partial)
         if sample_id in self.parked:
             return False
-        if request.pause_at is not None and len(partial.completion_tokens) >= request.pause_at:
-            self._moving.pop(sample_id, None)
-            self.parked.add(sample_id)
-            self.policy.withdraw({sample_id})
+        target = self._moving.pop(sample_id, None)
+        if self._used_up(partial):
             await self._dispatch()
             return True
-        if (target := self._moving.pop(sample_id, None)) is not None:
+        if target is not None:
             self.moves += 1
             await self._start(sample_id, *target)
         else:
             await self._place([sample_id])
         return False
+
+    def _used_up(self, partial: PartialSample) -> bool:
+        """Park a request if its tokens use up its budget; return whether they do."""
+        pause_at = self.requests[partial.sample_id].pause_at
+        if pause_at is None or len(partial.completion_tokens) < pause_at:
+            return False
+        self.parked.add(partial.sample_id)
+        self.policy.withdraw({partial.sample_id})
+        return True
 
     async def _place(self, sample_ids: Iterable[str]) -> None:
         requests = [self.requests[sample_id] for sample_id in sample_ids]
@@ -319,7 +313,10 @@ class Dispatcher:
             already_moving = sample_id in self._moving
             self._moving[sample_id] = (decision.instance, decision.route)
             if not already_moving:
-                await self._send(self._at[sample_id], *wire(Release(sample_id=sample_id)), {})
+                await self._release(self._at[sample_id], sample_id)
+
+    async def _release(self, instance: str, sample_id: str) -> None:
+        await self._send(instance, *wire(Release(sample_id=sample_id)), {})
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
         self._at[sample_id] = instance

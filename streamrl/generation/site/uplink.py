@@ -19,8 +19,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +47,7 @@ MIN_MARK, MAX_MARK = 4 * 1000 * 1000, 256 * 1000 * 1000
 PackedSamples = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     body: dict[str, Any]
     arrays: Arrays
     nbytes: int
@@ -82,10 +80,7 @@ class Uplink:
         Raises:
             ValueError: the mark is not positive.
         """
-        self.link = link
-        self.batcher = batcher
-        self.choice = choice
-        self.limit_s = limit_s
+        self.link, self.batcher, self.choice, self.limit_s = link, batcher, choice, limit_s
         self.backlog_bytes = self.backlog_samples = 0
         """Backlog of samples that are not yet acknowledged; bytes as if packed raw."""
         self.samples = self.batches = 0
@@ -191,28 +186,24 @@ class Uplink:
     async def _send(self, batch: Sequence[_Waiting]) -> None:
         raw_bytes = sum(waiting.nbytes for waiting in batch)
         body, arrays = await self._pack(batch, raw_bytes)
-        acks = [waiting.on_ack for waiting in batch]
-        sent_bytes = sum(array.nbytes for array in arrays.values())
-        on_ack = functools.partial(self._acknowledged, acks, raw_bytes)
+        on_ack = functools.partial(self._acknowledged, [waiting.on_ack for waiting in batch], raw_bytes)
         await self.link.send(KIND, body, arrays, limit_s=self.limit_s, on_ack=on_ack)
         self.samples += len(batch)
         self.batches += 1
         self.raw_bytes += raw_bytes
-        self.sent_bytes += sent_bytes
+        self.sent_bytes += sum(array.nbytes for array in arrays.values())
 
     async def _pack(self, batch: Sequence[_Waiting], nbytes: int) -> PackedSamples:
         how = self.choice.next()
-        raw = small = None
         if how != "zstd":
             raw, seconds = await self._packed(batch, nbytes, False)
             self.choice.packed_raw(nbytes, seconds)
-        if how != "raw":
-            small, seconds = await self._packed(batch, nbytes, True)
-            self.choice.packed_small(nbytes, seconds, sum(array.nbytes for array in small[1].values()))
-            self.compress_s += seconds
-        chosen = small if raw is None or (small is not None and self.choice.compressing) else raw
-        assert chosen is not None
-        return chosen
+            if how == "raw":
+                return raw
+        small, seconds = await self._packed(batch, nbytes, True)
+        self.choice.packed_small(nbytes, seconds, sum(array.nbytes for array in small[1].values()))
+        self.compress_s += seconds
+        return small if how == "zstd" or self.choice.compressing else raw
 
     async def _packed(self, batch: Sequence[_Waiting], nbytes: int, compress: bool) -> tuple[PackedSamples, float]:
         """Return the packed batch, and the seconds that packing took."""
