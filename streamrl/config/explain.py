@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def _choices(allowed: list[str]) -> str:
-    return "one of: " + ", ".join(allowed) if len(allowed) > 1 else f"{allowed[0] if allowed else '?'}"
+    return "one of: " + ", ".join(allowed) if len(allowed) > 1 else (allowed or ["?"])[0]
 
 
 def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: KeyPath) -> str:
@@ -124,12 +124,9 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: K
         return text
     name, allowed = str(path[-1]), list(holder.model_fields)
     near = difflib.get_close_matches(name, allowed, n=1)
-    if near:
-        return f"{text}; did you mean '{near[0]}'? Allowed here: {', '.join(allowed)}"
-    elsewhere = [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name and key != path]
-    if elsewhere:
-        return f"{text}; did you mean '{elsewhere[0]}'? Allowed here: {', '.join(allowed)}"
-    return f"{text}; allowed here: {', '.join(allowed)}"
+    near += [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name and key != path]
+    hint = f"did you mean '{near[0]}'? Allowed" if near else "allowed"
+    return f"{text}; {hint} here: {', '.join(allowed)}"
 
 
 def dotted(path: KeyPath) -> str:
@@ -196,37 +193,30 @@ def _union_models(annotation: Any) -> list[type[BaseModel]]:
     return members if all(map(_is_model, members)) else []
 
 
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the models of a union of models, else the bare type itself."""
+    bare = _bare(annotation)
+    return _union_models(bare) or [bare]
+
+
 def _tags(model: type[BaseModel]) -> set[Any]:
     """Return the values of a model's literal fields, which include its discriminator."""
-    return {
-        value
-        for field in model.model_fields.values()
-        if get_origin(field.annotation) is Literal
-        for value in get_args(field.annotation)
-    }
+    types_here = [field.annotation for field in model.model_fields.values()]
+    return {value for one in types_here if get_origin(one) is Literal for value in get_args(one)}
 
 
 def _literals(model: type[BaseModel], path: KeyPath) -> list[Any]:
     """Return the allowed values of the literal at `path`, over all members of the unions on the way."""
     types_here: list[Any] = [model]
     for part in path:
-        below = []
-        for annotation in map(_bare, types_here):
-            below += [_below(member, part) for member in _union_models(annotation) or [annotation]]
-        types_here = below
-    values = (
-        value
-        for annotation in map(_bare, types_here)
-        if get_origin(annotation) is Literal
-        for value in get_args(annotation)
-    )
-    return list(dict.fromkeys(values))
+        types_here = [_below(member, part) for annotation in types_here for member in _alternatives(annotation)]
+    literals = [annotation for annotation in map(_bare, types_here) if get_origin(annotation) is Literal]
+    return list(dict.fromkeys(value for literal in literals for value in get_args(literal)))
 
 
 def _all_keys(annotation: Any, above: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield every key that is reachable without a list index or a user-chosen name."""
-    annotation = _bare(annotation)
-    for member in _union_models(annotation) or [annotation]:
+    for member in _alternatives(annotation):
         if _is_model(member):
             for name, field in member.model_fields.items():
                 yield (*above, name)

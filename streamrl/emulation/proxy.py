@@ -55,8 +55,7 @@ class Listener:
     """
 
     def __init__(self, forward: Forwarding, link: RelayLink) -> None:
-        self._forward = forward
-        self._link = link
+        self._forward, self._link = forward, link
         self._open = False
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)

@@ -151,8 +151,7 @@ class LengthAudit:
 
     def finished(self, sample_id: str, group_id: str, length: int) -> None:
         """Record that a sample has ended with `length` tokens; a repeated report counts once."""
-        group = self._groups.get(group_id)
-        if group is not None:
+        if (group := self._groups.get(group_id)) is not None:
             if sample_id in group.finished:
                 return
             group.finished[sample_id] = length
@@ -179,9 +178,8 @@ class LengthAudit:
 
     def end_step(self, step: int) -> StepAudit:
         """Return the account of optimizer step `step` (counts from 1), which has just been made."""
-        self._groups = {
-            name: group for name, group in self._groups.items() if group.number > step - REMEMBERED * self._window
-        }
+        oldest = step - REMEMBERED * self._window
+        self._groups = {name: group for name, group in self._groups.items() if group.number > oldest}
         own = [group for group in self._groups.values() if group.number == step]
         recent = [group for group in self._groups.values() if step - self._window < group.number <= step]
         sizes = sum(group.size for group in recent)
@@ -204,25 +202,19 @@ class LengthAudit:
         return audit
 
     def _compare(self, step: int) -> LengthComparison:
-        cohorts: dict[int, list[_Group]] = {}
-        for group in self._groups.values():
-            cohorts.setdefault(group.number, []).append(group)
-        settled = [
-            number
-            for number, groups in cohorts.items()
-            if number <= step and (step - number >= self._window or all(group.settled for group in groups))
-        ]
+        issued_by = {group.number for group in self._groups.values() if group.number <= step}
+        unsettled = {group.number for group in self._groups.values() if not group.settled}
+        settled = (number for number in issued_by if number not in unsettled or step - number >= self._window)
         chosen = sorted(settled)[-self._window :]
-        groups = [group for number in chosen for group in cohorts[number]]
+        groups = [group for group in self._groups.values() if group.number in chosen]
         issued = [length for group in groups for length in group.lengths]
         trained = [length for group in groups for length in group.trained]
         inside = [float(np.mean(group.trained)) for group in groups if group.trained]
         outside = [float(np.mean(rest)) for group in groups if (rest := group.left_out)]
         mean_issued = float(np.mean(issued)) if issued else None
         mean_trained = float(np.mean(trained)) if trained else None
-        statistic, p_value = (
-            ks_test(inside, outside) if min(len(inside), len(outside)) >= FEWEST_GROUPS else (None, None)
-        )
+        tested = min(len(inside), len(outside)) >= FEWEST_GROUPS
+        statistic, p_value = ks_test(inside, outside) if tested else (None, None)
         return LengthComparison(
             cohorts=len(chosen),
             groups_trained=len(inside),
