@@ -23,7 +23,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
 from scheduler.simulation.saving import Saving, saving
 from streamrl.config.run import RunConfig
-from streamrl.controller.group_source import samples_of
+from streamrl.controller.group_source import sample_ids
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, Sample
 
@@ -76,13 +76,12 @@ class LengthPredictor:
             [group.prompt for group in groups],
             [group.task for group in groups],
             [group.group_id for group in groups],
-            [[sample_id for sample_id, *_ in samples_of(group, self.run.seed)] for group in groups],
+            [sample_ids(group) for group in groups],
             groups[0].step,
         )
         if prediction is None:
             return
-        ranks = places(prediction.score)
-        for group, rank, quantiles in zip(groups, ranks, prediction.quantiles, strict=True):
+        for group, rank, quantiles in zip(groups, places(prediction.score), prediction.quantiles, strict=True):
             most = min(self.run.sampling.max_tokens, self.run.model.max_context - len(group.prompt_tokens))
             forecast = Forecast.from_quantiles(prediction.levels, np.minimum(quantiles, most))
             group.predicted_rank, group.predicted_length = float(rank), forecast.mean
@@ -90,7 +89,11 @@ class LengthPredictor:
 
     def observe(self, groups: Sequence[Group]) -> Trust | None:
         """Observe all samples of a step; return the accuracy of its predictions, which decides on trust."""
-        self.ranker.observe([row for group in groups for row in _rows(group)])
+        rows = []
+        for group in groups:
+            shared = {name: getattr(group, name) for name in _OF_GROUP}
+            rows += [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
+        self.ranker.observe(rows)
         measured = self.ranker.end_step()
         self._report_trust(groups[0].step)
         return measured
@@ -126,18 +129,9 @@ class LengthPredictor:
         trust = self.ranker.trust
         found = f" (recall@20 {trust.recall_at_20:.2f}, tau {trust.kendall_tau:.2f})" if trust else ""
         after = f"after step {step}" if step else "from the start"
-        self.note = (
-            f"length predictions are trusted {after}{found}: dispatch goes by them"
-            if self.ranker.trusted
-            else f"length predictions are not trusted any more {after}{found}: dispatch by load alone"
-        )
+        what, then = ("trusted", "goes by them") if self.ranker.trusted else ("not trusted any more", "by load alone")
+        self.note = f"length predictions are {what} {after}{found}: dispatch {then}"
         log.info(self.note)
-
-
-def _rows(group: Group) -> list[dict[str, Any]]:
-    """Return the rows of a group's finished samples, with the columns that the ranker learns from."""
-    shared = {name: getattr(group, name) for name in _OF_GROUP}
-    return [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
 
 
 def _simulated(group: Group, sample: Sample) -> SimulatedRequest:

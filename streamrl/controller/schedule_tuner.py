@@ -109,13 +109,7 @@ class Auto:
     def __init__(
         self, run: RunConfig, choices: Sequence[Setup], fleet: Sequence[SimulatedInstance], steps: int
     ) -> None:
-        """
-        Args:
-            run: the run file.
-            choices: the setups to choose from (`setups`).
-            fleet: all instances with their step times.
-            steps: number of steps for which each division of the devices is profiled, after one warm-up step.
-        """
+        """Begin to profile each division of the devices in `choices` for `steps` steps, after one warm-up step."""
         self.run, self.choices = run, list(choices)
         self.fleet = {instance.name: instance for instance in fleet}
         shared = [setup for setup in self.choices if setup.schedule.exclusive]
@@ -135,13 +129,7 @@ class Auto:
         self._review_in, self._patience = 0, FIRST_REVIEW
 
     def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
-        """Record the measurements of a finished step.
-
-        Args:
-            batch: the step's batch.
-            times: the step's times.
-            trainer: commands that the trainer worked on in the step: (command, start, end), unix seconds.
-        """
+        """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds."""
         groups = group_lengths(batch)
         self._groups.append(groups)
         self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
@@ -271,7 +259,7 @@ class FixedSchedule:
             step: number of optimizer steps done.
             batch: the step's batch.
             times: the step's times.
-            trainer: commands that the trainer worked on in the step: (command, start, end), unix seconds.
+            trainer: (command, start, end) of the trainer's work in the step, unix seconds.
         """
         return None
 
@@ -305,12 +293,7 @@ class TunedSchedule(FixedSchedule):
 
 
 def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> FixedSchedule:
-    """Make the schedule choice of a run that begins.
-
-    Args:
-        context: its cluster and run files.
-        fleet: all instances with their step times.
-    """
+    """Make the schedule choice of a run that begins, with all instances and their step times in `fleet`."""
     config = context.run.schedule
     if not isinstance(config, AutoScheduleConfig):
         return FixedSchedule()

@@ -49,11 +49,7 @@ class Stopwatch:
     """Timer for requests of an otherwise idle engine."""
 
     def __init__(self, engine: Engine, repeats: int) -> None:
-        """
-        Args:
-            engine: warm engine.
-            repeats: measurements over which each median is taken.
-        """
+        """Time a warm engine; each median is over `repeats` measurements."""
         self._engine, self._repeats = engine, repeats
         self._rng = np.random.default_rng(0)
         self._names = itertools.count()
@@ -132,12 +128,7 @@ class QuickPlan:
     """
 
     def __init__(self, largest: int, prompt: int, budget_s: float = BUDGET_S) -> None:
-        """
-        Args:
-            largest: largest batch size.
-            prompt: tokens of the timed prompt.
-            budget_s: seconds for all trials together.
-        """
+        """Plan batches of up to `largest` and a prompt of `prompt` tokens, in `budget_s` seconds altogether."""
         self.largest, self.prompt, self.budget_s = largest, prompt, budget_s
         self.sizes = list(dict.fromkeys((largest, 1, max(1, largest // 4))))
         """Batch sizes in the order of their measurement."""
@@ -175,7 +166,6 @@ class QuickPlan:
             self._first = None
 
     def _step(self, batch: int) -> float:
-        """Return the seconds of a step, by the measurements so far."""
         return float(StepCurve.measured(self.points).base(batch))
 
     def _is_too_long(self, trial: TimingTrial) -> bool:
@@ -217,19 +207,12 @@ class QuickPlan:
         return StepCurve.measured(self.points, per_prefill_token=per_prefill)
 
 
-async def measure_quickly(engine: Engine, largest: int, context: int, say: Callable[[str], None]) -> QuickPlan:
-    """Measure a starting engine within a time budget; see `QuickPlan`.
-
-    Args:
-        engine: warm engine.
-        largest: largest batch size.
-        context: most tokens of prompt and completion together.
-        say: called with a line about the progress.
-    """
+async def measure_quickly(engine: Engine, largest: int, context: int, progress: Callable[[str], None]) -> QuickPlan:
+    """Measure a starting engine within a time budget; see `QuickPlan`. Arguments are those of `measure`."""
     watch, plan = Stopwatch(engine, repeats=1), QuickPlan(largest, max(2, min(QUICK_PROMPT, context // 2)))
     said = ""
     while (trial := plan.next()) is not None:
         if plan.summary != said:
-            say(said := plan.summary)
+            progress(said := plan.summary)
         plan.took(await watch.trial(trial))
     return plan

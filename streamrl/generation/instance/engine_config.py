@@ -80,12 +80,7 @@ def engine_config(
     host, _, port = place.meeting.rpartition(":")
     several: dict[str, Any] = {"distributed_executor_backend": "mp"} if pool.gpus_per_replica > 1 else {}
     if place.meeting:
-        several |= {
-            "nnodes": pool.nodes,
-            "node_rank": place.node,
-            "master_addr": host,
-            "master_port": int(port),
-        }
+        several |= {"nnodes": pool.nodes, "node_rank": place.node, "master_addr": host, "master_port": int(port)}
     hardware: dict[str, Any] = (
         {"gpu_memory_utilization": pool.gpu_memory_fraction}
         if settings is None

@@ -85,10 +85,7 @@ class Shelf:
     """Huge pages for copies of weights: sequential reads are a third faster than from small pages."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        """
-        Args:
-            most: most bytes to allocate for all tensors together.
-        """
+        """Allow at most `most` bytes for all tensors together."""
         self._left = most
         self._free = torch.empty(0)
 

@@ -105,10 +105,7 @@ class HighMark:
     """High-water mark with hysteresis: passed from above `high` until below half of it."""
 
     def __init__(self, high: int) -> None:
-        """
-        Raises:
-            ValueError: the mark is below 1.
-        """
+        """Raise `ValueError` if the mark is below 1."""
         if high < 1:
             raise ValueError(f"a mark of {high} is always passed")
         self.high = high
@@ -287,11 +284,10 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
         raise ValueError(f"bodies are not msgpack: {type(error).__name__}") from error
     if not isinstance(bodies, list) or len(bodies) != len(lengths) or not all(isinstance(b, dict) for b in bodies):
         raise ValueError(f"bodies are not a list of {len(lengths)} maps")
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    spans = [slice(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
+    ends = np.cumsum(lengths, dtype=np.int64)
     return [
-        (sample, {name: columns[name][span] for name in TOKEN_ARRAYS})
-        for sample, span in zip(bodies, spans, strict=True)
+        (sample, {name: columns[name][end - length : end] for name in TOKEN_ARRAYS})
+        for sample, end, length in zip(bodies, ends.tolist(), lengths.tolist(), strict=True)
     ]
 
 
