@@ -55,13 +55,7 @@ class Evaluations:
     """The evaluations of a run."""
 
     def __init__(self, config: EvaluationConfig, run_seed: int, prompts: Sequence[Group], last_step: int) -> None:
-        """
-        Args:
-            config: the run file's `evaluation`.
-            run_seed: the run's seed.
-            prompts: those of `choose_prompts`.
-            last_step: optimizer steps of the whole run; the last one is evaluated.
-        """
+        """Evaluate on the prompts of `choose_prompts`, at the latest after `last_step`, the run's last step."""
         self.config = config
         self._seed, self._last_step, self._prompts = run_seed, last_step, prompts
         self._size = config.samples + config.greedy

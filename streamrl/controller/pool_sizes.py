@@ -133,19 +133,13 @@ class Scaling:
             raise UserError(
                 f"the cluster file gives pool {key} {pool.most_replicas} instances at most, not {replicas} ({key_set})"
             )
-        if (why := self.why_fixed()) is not None:
-            raise UserError(why)
-
-    def why_fixed(self) -> str | None:
-        """Return the reason why this run cannot be scaled; None: it can."""
         if self.run.schedule.name == "auto":
-            return "schedule: auto has divided the devices among the instances that the run began with"
+            raise UserError("schedule: auto has divided the devices among the instances that the run began with")
         if not weight_path(self.run).fetched:
-            return (
+            raise UserError(
                 "weights.backend: nccl joins trainer and instances in one group when the run begins; "
                 "start it with weights.backend: stream to scale it"
             )
-        return None
 
     async def _scale(self, key: str, replicas: int) -> None:
         site, _, pool = key.partition("/")

@@ -11,8 +11,8 @@ import contextlib
 import functools
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -69,8 +69,7 @@ class Services:
         self.names = list(sites)
         self._sites, self._cluster = dict(sites), cluster
         self._hub, self._waits = hub, waits
-        self._weights_s = run.deadlines.weights_s
-        self._update_s = self._weights_s
+        self._weights_s = self._update_s = run.deadlines.weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
         self._serving = dict.fromkeys(sites, -1)
@@ -149,7 +148,7 @@ class Services:
     async def resend(
         self, name: str, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None
     ) -> None:
-        """Send a restarted service the open groups of its site again; arguments as for `generate`."""
+        """Send a service groups of its site, first or again after its restart; arguments as for `generate`."""
         if groups:
             message, arrays = groups_to_wire(groups, samples, time.time(), budget)
             await self._send(name, message, arrays)
@@ -206,12 +205,9 @@ class Services:
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None
     ) -> None:
-        """Send groups to the sites that will generate them.
+        """Send groups, with the completions to generate of each, to the sites that will generate them.
 
-        Args:
-            groups: any number of groups.
-            samples: the completions to generate of each group.
-            budget: tokens after which a sample is parked; None: it runs to its end.
+        `budget`: tokens after which a sample is parked; None: it runs to its end.
         """
         self._hold_unreachable()
         self._dispatch.submit(
@@ -219,14 +215,9 @@ class Services:
             for group, some in zip(groups, samples, strict=True)
         )
         place = dict(self._dispatch.decide())
-        now = time.time()
-        dealt = defaultdict(list)
-        for number, group in enumerate(groups):
-            dealt[place[group.group_id]].append(number)
         for name, site in self._sites.items():
-            if mine := dealt[site]:
-                message, arrays = groups_to_wire([groups[n] for n in mine], [samples[n] for n in mine], now, budget)
-                await self._send(name, message, arrays)
+            mine = [number for number, group in enumerate(groups) if place[group.group_id] == site]
+            await self.resend(name, [groups[n] for n in mine], [samples[n] for n in mine], budget)
 
     def _hold_unreachable(self) -> None:
         """Hold sites that are silent or congested, as long as another site can work; release all others."""
@@ -237,10 +228,8 @@ class Services:
             if self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
         }
         for name, site in self._sites.items():
-            if able and name not in able:
-                self._dispatch.hold(site)
-            else:
-                self._dispatch.unhold(site)
+            held = able and name not in able
+            (self._dispatch.hold if held else self._dispatch.unhold)(site)
 
     def finished(self, group_id: str, length: int) -> None:
         """Record that a sample of a group has finished with `length` tokens."""
@@ -394,17 +383,20 @@ class Services:
 
     def busy_since(self) -> dict[str, float]:
         """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
-        peers = self._hub.peers
-        states = [peers[name].state.get("instances", {}) for name in self.names if name in peers]
-        return {name: s["busy_since"] for some in states for name, s in some.items() if s.get("busy_since")}
+        return {name: state["busy_since"] for _, name, state in self._instances() if state.get("busy_since")}
 
     def since_token(self) -> float:
         """Return the seconds since an instance has last produced a token, by the last heartbeats; inf: none is busy."""
-        ages = [
-            instance.get("stalled_s", 0.0) + self._hub.silent_for(name)
-            for name in self.names
-            if name in self._hub.peers
-            for instance in self._hub.peers[name].state.get("instances", {}).values()
-            if instance.get("running")
-        ]
+        ages = (
+            state.get("stalled_s", 0.0) + self._hub.silent_for(service)
+            for service, _, state in self._instances()
+            if state.get("running")
+        )
         return min(ages, default=math.inf)
+
+    def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield (service, instance, state in the last heartbeat) of the connected services."""
+        for service in self.names:
+            if (peer := self._hub.peers.get(service)) is not None:
+                for name, state in peer.state.get("instances", {}).items():
+                    yield service, name, state
