@@ -228,8 +228,10 @@ class Services:
             if self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
         }
         for name, site in self._sites.items():
-            held = able and name not in able
-            (self._dispatch.hold if held else self._dispatch.unhold)(site)
+            if able and name not in able:
+                self._dispatch.hold(site)
+            else:
+                self._dispatch.unhold(site)
 
     def finished(self, group_id: str, length: int) -> None:
         """Record that a sample of a group has finished with `length` tokens."""
@@ -361,25 +363,23 @@ class Services:
 
     def remote(self) -> dict[str, dict[str, Any]]:
         """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
-        return {
-            site: self._site_status(name)
-            for name, site in self._sites.items()
-            if site in self._cluster.remote_sites and name in self._hub.peers
-        }
-
-    def _site_status(self, name: str) -> dict[str, Any]:
-        state = self._hub.peers[name].state
-        uplink = state.get("uplink", {})
-        rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
-        return {
-            "silent_s": self._hub.silent_for(name),
-            "rtt_ms": None if rtt_s is None else rtt_s * 1e3,
-            "clock_offset_s": state.get("clock_offset_s"),
-            "samples_waiting": uplink.get("backlog_samples", 0),
-            "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
-            "congested": bool(state.get("congested")),
-            "weights_refetched": state.get("weights_refetched", 0),
-        }
+        found = {}
+        for name, site in self._sites.items():
+            peer = self._hub.peers.get(name)
+            if site not in self._cluster.remote_sites or peer is None:
+                continue
+            state, uplink = peer.state, peer.state.get("uplink", {})
+            rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
+            found[site] = {
+                "silent_s": self._hub.silent_for(name),
+                "rtt_ms": None if rtt_s is None else rtt_s * 1e3,
+                "clock_offset_s": state.get("clock_offset_s"),
+                "samples_waiting": uplink.get("backlog_samples", 0),
+                "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
+                "congested": bool(state.get("congested")),
+                "weights_refetched": state.get("weights_refetched", 0),
+            }
+        return found
 
     def busy_since(self) -> dict[str, float]:
         """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
@@ -387,11 +387,8 @@ class Services:
 
     def since_token(self) -> float:
         """Return the seconds since an instance has last produced a token, by the last heartbeats; inf: none is busy."""
-        ages = (
-            state.get("stalled_s", 0.0) + self._hub.silent_for(service)
-            for service, _, state in self._instances()
-            if state.get("running")
-        )
+        busy = ((service, state) for service, _, state in self._instances() if state.get("running"))
+        ages = (state.get("stalled_s", 0.0) + self._hub.silent_for(service) for service, state in busy)
         return min(ages, default=math.inf)
 
     def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
