@@ -96,7 +96,8 @@ def rollouts(run_dir: Path, step: int) -> list[Group]:
     table = pq.read_table(run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table:
-        groups.setdefault(row["group_id"], []).append(row)
+        if row["reward"] is not None:
+            groups.setdefault(row["group_id"], []).append(row)
     return [
         group(
             len(rows[0]["prompt_tokens"]),

@@ -28,8 +28,10 @@ import pytest
 import yaml
 
 from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
+from streamrl.controller.void_watch import VoidWatch
 from streamrl.errors import RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
@@ -40,6 +42,7 @@ from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import step_line
 from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -132,7 +135,7 @@ PROVOKED: dict[str, Provoke] = {
     "reward-timeout": lambda place: scored(place, "hang"),
     "reward-raised": lambda place: scored(place, "raise"),
     "reward-died": lambda place: scored(place, "die"),
-    "reward-errors": lambda place: step_line(make_row(3, reward_errors=7), None, 20, None),
+    "rewards-void": lambda place: step_line(make_row(3), None, 20, None),
     "last-words": lambda place: place.supervise({"controller": EXPIRES}),
     "killed": lambda place: place.supervise({"trainer": KILLED}, recovery={"restarts": 1, "pause_s": 0}),
     "given-up": lambda place: place.supervise({"trainer": KILLED}, recovery={"restarts": 1, "pause_s": 0}),
@@ -415,11 +418,26 @@ def scored(place: Place, completion: str) -> str:
         pool = RewardPool([task], 0, workers=1, timeout_s=0.5)
         try:
             await pool.start()
-            return str((await pool.score("mine", completion, {"prompt": "p", "answer": None})).error)
+            void = (await pool.score("mine", completion, {"prompt": "p", "answer": None})).void
+            return void.text if void else ""
         finally:
             pool.close()
 
     return asyncio.run(score())
+
+
+@provokes
+def reward_never_works(place: Place) -> str:
+    watch = VoidWatch(RunConfig.model_validate({}))
+    words = [watch.record("mine", Void(VoidCause.VERIFIER, "ValueError: not a number: 'x'")) for _ in range(32)]
+    return str(words[-1])
+
+
+@provokes
+def too_many_void(place: Place) -> str:
+    watch, late = VoidWatch(RunConfig.model_validate({})), Void(VoidCause.TIMEOUT, "timed out after 20 s")
+    words = [watch.record("mine", late if number else None) for number in range(128)]
+    return str(words[-1])
 
 
 # -- a run that goes on, or does not

@@ -14,7 +14,7 @@ and any other prompt is lost. The list is used up once a prompt has been issued 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class RolloutRow:
     group_id: str
     step: int
     trained: bool
-    """False: its group was dropped."""
+    """False: its group was dropped, or its reward is void."""
     output_length: int
     tokens: IntArray
     """Shape [C]."""
@@ -139,12 +139,10 @@ def _missing_prompts(account: Account, settled: set[int]) -> tuple[list[int], in
 
 def _missing_samples(account: Account, trained: Sequence[RolloutRow], size: int) -> list[str]:
     """Describe samples that trained groups lack, and samples that only one of ledger and rollouts has."""
-    groups: defaultdict[str, set[str]] = defaultdict(set)
-    for row in account.ledger:
-        if row.state == "trained":
-            groups[row.group_id].add(row.sample_id)
-    short = [f"{name} has {len(ids)} of {size}" for name, ids in sorted(groups.items()) if len(ids) < size]
-    in_ledger = {sample_id for ids in groups.values() for sample_id in ids}
+    settled = Counter(row.group_id for row in account.ledger if row.state in SETTLED)  # void ones are dropped
+    in_ledger = {row.sample_id for row in account.ledger if row.state == "trained"}
+    groups = {row.group_id for row in account.ledger if row.state == "trained"}
+    short = [f"{name} has {settled[name]} of {size}" for name in sorted(groups) if settled[name] < size]
     return [*short, *sorted(in_ledger ^ {row.sample_id for row in trained})]
 
 

@@ -141,7 +141,9 @@ class Algorithm(StrictModel):
         None, description="penalty on completions near the token limit; none: no penalty"
     )
     mask_truncated: bool = Field(False, description="exclude samples cut by the token limit from the loss")
-    dynamic_sampling: bool = Field(False, description="replace groups whose rewards are all equal by new prompts")
+    dynamic_sampling: bool = Field(
+        False, description="replace groups whose task rewards are all equal, before any penalty, by new prompts"
+    )
     max_replaced: float = Field(
         2.0,
         gt=0,
@@ -291,7 +293,9 @@ class DAPOConfig(Algorithm):
     overlong: OverlongConfig | None = Field(
         default_factory=OverlongConfig, description="penalty on completions near the token limit; null: no penalty"
     )
-    dynamic_sampling: bool = Field(True, description="replace groups whose rewards are all equal by new prompts")
+    dynamic_sampling: bool = Field(
+        True, description="replace groups whose task rewards are all equal, before any penalty, by new prompts"
+    )
 
 
 class GSPOConfig(Algorithm):

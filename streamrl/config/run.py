@@ -200,8 +200,29 @@ class DeadlineConfig(StrictModel):
     )
     training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
     weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
-    reward_s: float = Field(20, gt=0, description="for one reward; after that the sample gets reward 0 and an error")
+    reward_s: float = Field(20, gt=0, description="for one try of a reward; after that the try counts as a timeout")
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
+
+
+class RewardsConfig(StrictModel):
+    """Rewards that fail: how often they are tried, and when too many of them are void."""
+
+    attempts: int = Field(
+        2, ge=1, description="tries of a reward that times out, raises or dies; if the last one fails it is void"
+    )
+    retry_pause_s: float = Field(
+        1.0, ge=0, description="seconds before the second try; doubled before each further one"
+    )
+    max_void_rate: float | None = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of void rewards above which the run ends; it also ends if the first 32 rewards of a task "
+        "are all void. null: never",
+    )
+    void_window: int = Field(
+        2, ge=1, description="steps' worth of newest rewards, at least 32, over which max_void_rate is taken"
+    )
 
 
 class RunConfig(StrictModel):
@@ -230,6 +251,13 @@ class RunConfig(StrictModel):
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+
+    @property
+    def longest_reward_s(self) -> float:
+        """Seconds that all tries of one reward take at most, with the pauses between them."""
+        tries = self.rewards.attempts
+        return tries * self.deadlines.reward_s + self.rewards.retry_pause_s * (2 ** (tries - 1) - 1)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -243,6 +271,13 @@ class RunConfig(StrictModel):
                 "weights.backend nccl needs a GPU of its own for each member, and schedule colocated shares the "
                 "trainer's with instances; set backend: auto or stream"
             )
+        for task in self.tasks:
+            if task.kind != "reasoning_gym" and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:
+                raise ValueError(
+                    f"task {task.key!r}: sandbox.seconds ({task.sandbox.seconds:g}) must be less than "
+                    f"deadlines.reward_s ({self.deadlines.reward_s:g}): otherwise a program that never ends would make "
+                    "its reward void instead of 0"
+                )
         names = [task.key for task in self.tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"tasks need different names (set label), got {names}")

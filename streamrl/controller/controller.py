@@ -32,6 +32,7 @@ from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
+from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.machine.model_files import resolve_model
@@ -68,7 +69,7 @@ from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
-from streamrl.rollouts.types import Group, Sample
+from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.metrics import read_metrics
@@ -130,6 +131,7 @@ class Controller:
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.status)
         self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
+        self.void_watch = VoidWatch(context.run)
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.step = 0
@@ -425,7 +427,7 @@ class Controller:
     def _register_waits(self) -> None:
         """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token."""
         running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
-        rewards_s = self.limits.reward_s * 10 + self.limits.startup_s
+        rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
             ("samples", running, self.limits.generation_s, self.services.since_token),
             ("rewards", len(self.pool.received), rewards_s, None),
@@ -467,17 +469,24 @@ class Controller:
         return group
 
     def _rewards(self, deliveries: list[Delivery]) -> None:
-        """Record rewards; groups that have all of theirs are complete."""
-        scored = []
+        """Record rewards, also void ones; groups that have all of theirs are complete.
+
+        Raises:
+            RunFailed: too many rewards are void.
+        """
+        scored: list[Scored] = []
+        problems = []
         for delivery in deliveries:
             answer: ScoreAnswer = delivery.body
             sample_id = answer.sample_id
             self.rewarders.answered(delivery.peer, sample_id)
             if self.evaluator.awaits(sample_id):
-                self.evaluator.scored(sample_id, answer.reward, answer.error, time.time())
+                task = self.evaluator.scored(sample_id, answer.reward, time.time())
+                problems.append(self.void_watch.record(task, answer.void, answer.traceback))
             elif sample_id in self.pool.received:
-                one, group = self.pool.score(sample_id, answer.reward, answer.error)
+                one, group = self.pool.score(sample_id, answer.reward, answer.void)
                 scored.append(one)
+                problems.append(self.void_watch.record(group.task, answer.void, answer.traceback))
                 if group.complete:
                     self._complete(group)
             else:
@@ -487,10 +496,12 @@ class Controller:
             self.waits.end("rewards")
         for delivery in deliveries:
             delivery.ack()
+        for problem in filter(None, problems):
+            raise RunFailed(problem)
 
     def _complete(self, group: Group) -> None:
-        """Let a complete group wait to be taken into a step, or drop it if dynamic sampling replaces it."""
-        if self.batch.may_replace(group):
+        """Let a complete group wait to be taken into a step, or drop it if another one takes its place."""
+        if self.batch.replaces(group):
             self.batch.dropped.append(self.pool.drop(group.group_id))
             self.issuer.rounds.dropped(group.group_id)
         else:

@@ -34,8 +34,7 @@ PREFIX = "eval-"
 
 @dataclass(frozen=True)
 class _Outcome:
-    reward: float
-    error: str | None
+    reward: float | None
     length: int
     other_version_tokens: int
 
@@ -150,8 +149,7 @@ class Evaluations:
     def finish(
         self,
         sample_id: str,
-        reward: float,
-        error: str | None,
+        reward: float | None,
         length: int,
         token_versions: npt.NDArray[np.integer],
         now: float,
@@ -160,8 +158,7 @@ class Evaluations:
 
         Args:
             sample_id: an awaited sample.
-            reward: its reward (0 when it could not be scored).
-            error: reason why it could not be scored; None: it was.
+            reward: its reward; None: void.
             length: completion tokens.
             token_versions: weight version under which each token was sampled, shape [C].
             now: unix seconds.
@@ -173,7 +170,7 @@ class Evaluations:
         one = self._open[step]
         del one.waiting[sample_id]
         others = int(np.count_nonzero(np.asarray(token_versions) != step))
-        one.outcomes[sample_id] = _Outcome(reward, error, length, others)
+        one.outcomes[sample_id] = _Outcome(reward, length, others)
         if one.waiting:
             return None
         del self._open[step]
@@ -195,6 +192,7 @@ class Evaluations:
         )
 
     def _scores(self, groups: Sequence[Group], outcomes: dict[str, _Outcome]) -> Scores:
+        """Return the scores of the completions that have a reward; void ones are only counted."""
         greedy: list[float] = []
         sampled: list[list[float]] = []
         everything: list[_Outcome] = []
@@ -202,21 +200,30 @@ class Evaluations:
             own = [outcomes[sample_id] for sample_id, _, _ in self.samples(group)]
             everything += own
             rewards = [outcome.reward for outcome in own]
-            if self.config.greedy:
-                greedy.append(rewards.pop(0))
-            sampled.append(rewards)
-        count, threshold = self.config.samples, self.config.threshold
-        passed = [sum(reward >= threshold for reward in rewards) for rewards in sampled]
+            if self.config.greedy and (first := rewards.pop(0)) is not None:
+                greedy.append(first)
+            sampled.append([reward for reward in rewards if reward is not None])
+        threshold = self.config.threshold
         return Scores(
             prompts=len(groups),
             samples=len(everything),
             reward_greedy=_mean(greedy),
             pass_greedy=_mean([float(reward >= threshold) for reward in greedy]),
-            reward_sampled=_mean([reward for rewards in sampled for reward in rewards]),
-            pass_at=[math.fsum(pass_at(k, count, c) for c in passed) / len(passed) for k in range(1, count + 1)],
+            reward_sampled=_mean([math.fsum(rewards) / len(rewards) for rewards in sampled if rewards]),
+            pass_at=_pass_at_each_k(sampled, threshold),
             length_mean=math.fsum(outcome.length for outcome in everything) / len(everything),
-            reward_errors=sum(outcome.error is not None for outcome in everything),
+            rewards_void=sum(outcome.reward is None for outcome in everything),
         )
+
+
+def _pass_at_each_k(sampled: Sequence[Sequence[float]], threshold: float) -> list[float]:
+    """Return pass@1, pass@2, ...: each the mean over the prompts with as many rewards; up to the largest such k."""
+    found = []
+    for k in range(1, max(map(len, sampled), default=0) + 1):
+        enough = [rewards for rewards in sampled if len(rewards) >= k]
+        passes = [pass_at(k, len(rewards), sum(reward >= threshold for reward in rewards)) for rewards in enough]
+        found.append(math.fsum(passes) / len(passes))
+    return found
 
 
 def pass_at(k: int, n: int, c: int) -> float:

@@ -1,6 +1,6 @@
 """The pool of groups that were issued and that no optimizer step has taken yet. Pure: no I/O and no clock.
 
-    issue -> (finish, score of each sample) -> complete -> take     (dynamic sampling: drop instead of take)
+    issue -> (finish, score of each sample) -> complete -> take     (a group that is replaced: drop instead of take)
 
 Complete groups wait in the order in which they are due: those with the oldest policy version at issue first, and among
 them those that were complete first.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from scheduler.schedule.schedules import ScheduleState, due_within
 from streamrl.controller.group_source import sample_ids
 from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.rollouts.void import Void
 
 
 @dataclass
@@ -64,15 +65,15 @@ class GroupPool:
         self.generated += self._missing[group.group_id] == 0
         return group
 
-    def score(self, sample_id: str, reward: float, error: str | None) -> tuple[Scored, Group]:
-        """Record a sample's reward; the last one of a group completes it.
+    def score(self, sample_id: str, reward: float | None, void: Void | None) -> tuple[Scored, Group]:
+        """Record a sample's reward, or why it is void; the last one of a group completes it.
 
         Raises:
             KeyError: no such sample waits for a reward.
         """
         sample, received_at = self.received.pop(sample_id)
         group = self.groups[sample.group_id]
-        group.scored[sample_id] = scored = Scored(sample, reward, error, received_at)
+        group.scored[sample_id] = scored = Scored(sample, reward, void, received_at)
         if group.complete:
             heapq.heappush(self._complete, (group.issue_version, next(self._order), group.group_id))
         return scored, group

@@ -22,6 +22,9 @@ class StepBatch:
 
     A group without a gradient (all rewards equal, group-relative advantages, no KL term) is not sent to the trainer;
     only its tokens count, in the batch's normalisation.
+
+    A sample with a void reward is in no mean, deviation, loss or normalisation: the step is the one that it would be
+    had the sample never been drawn. A group with too few survivors is dropped, and another one takes its place.
     """
 
     run: RunConfig
@@ -30,7 +33,7 @@ class StepBatch:
     groups: dict[str, Group] = field(default_factory=dict)
     """Groups taken, by id."""
     dropped: list[Group] = field(default_factory=list)
-    """Groups of equal rewards that dynamic sampling has replaced."""
+    """Complete groups that others have replaced: of equal rewards (dynamic sampling), or with too few survivors."""
     not_finite: list[Group] = field(default_factory=list)
     """Groups left out because their loss or gradient is not finite; they are not replaced."""
     refusal: str | None = None
@@ -81,9 +84,9 @@ class StepBatch:
         )
 
     def counted(self, group: Group) -> list[Scored]:
-        """Return the samples of a group that have a loss."""
+        """Return the samples of a group that have a loss; void ones have none."""
         masked = self.run.algorithm.mask_truncated
-        return [m for m in group.members() if not (masked and m.sample.finish_reason == "length")]
+        return [m for m in group.survivors() if not (masked and m.sample.finish_reason == "length")]
 
     @property
     def normalizer(self) -> float:
@@ -100,17 +103,30 @@ class StepBatch:
         return bound is not None and tokens > 0 and sum(stats["ratio_sum"] for stats in self.stats) > bound * tokens
 
     def rewards(self, group: Group) -> list[float]:
-        """Return a group's rewards as training sees them, in the order of its members."""
+        """Return the survivors' rewards as training sees them, in their order."""
+        lengths = [m.sample.output_length for m in group.survivors()]
+        most, overlong = self.run.sampling.max_tokens, self.run.algorithm.overlong
         return [
-            shaped_reward(m.reward, m.sample.output_length, self.run.sampling.max_tokens, self.run.algorithm.overlong)
-            for m in group.members()
+            shaped_reward(reward, length, most, overlong)
+            for reward, length in zip(group.rewards(), lengths, strict=True)
         ]
 
-    def may_replace(self, group: Group) -> bool:
-        """Return whether dynamic sampling drops a complete group instead of training on it."""
+    def too_few_survivors(self, group: Group) -> bool:
+        """Return whether a complete group has too few rewards: under 2 if its samples are compared, else none."""
+        return len(group.survivors()) < (2 if self.run.algorithm.compares_siblings else 1)
+
+    def replaces(self, group: Group) -> bool:
+        """Return whether another group takes the place of a complete one, which is then never trained.
+
+        That is so if it has too few survivors; and, with dynamic sampling, if the task's own rewards are all equal
+        (before the overlong penalty: DAPO filters by correctness, arXiv 2503.14476, eq. 11), up to the limit of a step.
+        """
+        if self.too_few_survivors(group):
+            return True
         algorithm = self.run.algorithm
         limit = algorithm.max_replaced * self.run.batch.prompts_per_step
-        return algorithm.dynamic_sampling and len(self.dropped) < limit and is_flat(self.rewards(group))
+        equal = sum(not self.too_few_survivors(one) for one in self.dropped)
+        return algorithm.dynamic_sampling and equal < limit and is_flat(group.rewards())
 
     def take(self, group: Group) -> None:
         """Add a complete group to the step.
@@ -145,7 +161,7 @@ class StepBatch:
         return other
 
     def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
-        group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), advantages, strict=True)}
+        group.advantages = {m.sample.sample_id: a for m, a in zip(group.survivors(), advantages, strict=True)}
         counted = {m.sample.sample_id for m in self.counted(group)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
         if counted and not flat:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
+from streamrl.rollouts.types import Group
 from streamrl.run_dir.metrics import MetricsRow
 
 
@@ -46,10 +48,12 @@ def step_metrics(
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
         gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
-    scored = [m for g in batch.groups.values() for m in g.members()]
-    samples = [m.sample for m in scored]
-    lengths = np.array([s.output_length for s in samples])
-    rewards = np.array([m.reward for m in scored])
+    generated = [m.sample for g in batch.groups.values() for m in g.members()]
+    samples = [m.sample for g in batch.groups.values() for m in g.survivors()]
+    lengths = np.array([s.output_length for s in generated])
+    rewards = np.array([reward for g in batch.groups.values() for reward in g.rewards()])
+    everything = [m for g in (*batch.groups.values(), *batch.dropped) for m in g.members()]
+    void = Counter(m.void.cause for m in everything if m.void)
     stats: dict[str, float] = defaultdict(float)
     for micro in batch.stats:
         for key, value in micro.items():
@@ -62,9 +66,11 @@ def step_metrics(
     def per_token(key: str, count: float) -> float | None:
         return stats[key] / count if count else None
 
-    def by_task(values: np.ndarray) -> dict[str, float | None]:
-        tasks = np.array([g.task for g in batch.groups.values() for _ in g.members()])
-        return {str(task): float(values[tasks == task].mean()) for task in sorted(set(tasks))}
+    def by_task(values: Callable[[Group], list[float]]) -> dict[str, float | None]:
+        of_task: dict[str, list[float]] = {}
+        for group in batch.groups.values():
+            of_task.setdefault(group.task, []).extend(values(group))
+        return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
     return MetricsRow(
         step=batch.step,
@@ -99,9 +105,13 @@ def step_metrics(
         groups_total=len(batch.groups),
         groups_no_gradient=batch.no_gradient,
         samples_total=len(samples),
-        reward_errors=sum(m.error is not None for m in scored),
+        samples_judged=len(everything),
+        samples_void=void.total(),
+        void_rate=void.total() / len(everything),
+        void_rate_by_cause={cause.value: count / len(everything) for cause, count in sorted(void.items())},
+        groups_void=sum(map(batch.too_few_survivors, batch.dropped)),
         prompts_too_long=prompts_too_long,
-        truncated_fraction=float(np.mean([s.finish_reason == "length" for s in samples])),
+        truncated_fraction=float(np.mean([s.finish_reason == "length" for s in generated])),
         learning_rate=result.learning_rate,
         clip_fraction=per_token("clipped", tokens),
         kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
@@ -109,8 +119,8 @@ def step_metrics(
         train_tokens_per_s=stats["row_tokens"] / times.learn_s if times.learn_s else None,
         train_tflops=tflops,
         mfu=tflops / peak_tflops if tflops and peak_tflops else None,
-        reward_by_task=by_task(rewards),
-        output_length_by_task=by_task(lengths),
+        reward_by_task=by_task(Group.rewards),
+        output_length_by_task=by_task(lambda group: [float(m.sample.output_length) for m in group.members()]),
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.spending import Spending
@@ -102,12 +103,15 @@ class Recorder:
         """Report the step's lengths to the audit; return its result."""
         for group in batch.groups.values():
             counted = {m.sample.sample_id for m in batch.counted(group)}
-            lengths = {m.sample.sample_id: m.sample.output_length for m in group.members()}
-            masked = [length for sample_id, length in lengths.items() if sample_id not in counted]
-            self.audit.trained(batch.step, group.group_id, [lengths[sample_id] for sample_id in sorted(counted)])
-            self.audit.dropped(batch.step, group.group_id, masked, "truncated")
-        for cause, some in (("all rewards equal", batch.dropped), ("not finite", batch.not_finite)):
-            for group in some:
-                left_out = [m.sample.output_length for m in group.members()]
-                self.audit.dropped(batch.step, group.group_id, left_out, cause)
+            left: dict[str, list[int]] = defaultdict(list)
+            for m in group.members():
+                why = "void reward" if m.void else "truncated" if m.sample.sample_id not in counted else ""
+                left[why].append(m.sample.output_length)
+            self.audit.trained(batch.step, group.group_id, left.pop("", []))
+            for why, lengths in left.items():
+                self.audit.dropped(batch.step, group.group_id, lengths, why)
+        for group in [*batch.dropped, *batch.not_finite]:
+            lengths = [m.sample.output_length for m in group.members()]
+            why = "too few rewards" if batch.too_few_survivors(group) else "all rewards equal"
+            self.audit.dropped(batch.step, group.group_id, lengths, "not finite" if group in batch.not_finite else why)
         return self.audit.end_step(batch.step)

@@ -6,9 +6,11 @@ without an answer to a process that was restarted.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from streamrl.protocol.message import TypedMessage
+from streamrl.rollouts.void import Void, VoidCause
 
 
 class ScoreRequest(TypedMessage, frozen=True, tag="score"):
@@ -26,10 +28,32 @@ class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
     """A completion's reward."""
 
     sample_id: str
-    reward: float
-    error: str | None
-    """Reason for the scorer's failure; None: it did not fail."""
+    reward: float | None
+    """Finite number; None: void."""
     seconds: float
+    """Duration of the last try."""
+    void_cause: VoidCause | None = None
+    """What failed; None: there is a reward."""
+    error: str | None = None
+    """The failure in one line; None: there is a reward."""
+    traceback: str = ""
+    """End of the traceback of a reward function that raised."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number that is not finite, and a reward that is both void and not.
+
+        Raises:
+            ValueError: the reward is not finite, or a void one has no cause or no text.
+        """
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"the reward is {self.reward}, expected a finite number or null")
+        if {self.void_cause is None, self.error is None} != {self.reward is not None}:
+            raise ValueError("a void reward has a cause and a text, any other has neither")
+
+    @property
+    def void(self) -> Void | None:
+        """Why the reward is void; None: it is not."""
+        return None if self.void_cause is None else Void(self.void_cause, self.error or "")
 
 
 FROM_CONTROLLER = (ScoreRequest,)

@@ -29,7 +29,7 @@ def evaluation(data: RunData) -> str:
     )
     columns = ["version", "greedy reward", "greedy passes", "sampled reward", "pass@1"]
     columns += [f"pass@{k}"] if k > 1 else []
-    columns += ["tokens per completion", "reward errors", "seconds", "tokens by other weights"]
+    columns += ["tokens per completion", "void rewards", "seconds", "tokens by other weights"]
     cells = []
     for row in rows:
         figures = _figures(row.overall, k)
@@ -57,7 +57,7 @@ def _figures(scores: Scores, k: int) -> list[str]:
     found.append(fixed(scores.pass_at[0], 3) if scores.pass_at else NONE)
     if k > 1:
         found.append(fixed(scores.pass_at[-1], 3) if len(scores.pass_at) == k else NONE)
-    return [*found, f"{scores.length_mean:.0f}", str(scores.reward_errors)]
+    return [*found, f"{scores.length_mean:.0f}", str(scores.rewards_void)]
 
 
 def length_audit(data: RunData) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.report.start_lines import begun_at, present, with_stages
-from streamrl.report.summary import NONE, bars, duration, fixed, histogram, mean, number, percent
+from streamrl.report.summary import NONE, bars, duration, fixed, histogram, mean, number, percent, void_share
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
@@ -204,6 +204,8 @@ def run_notes(
         notes.append(("schedule", status.schedule_note, ""))
     if scaling := scaling_note(status):
         notes.append(("instances", scaling, ""))
+    if rows and rows[-1].samples_void:
+        notes.append(("rewards", f"{void_share(rows[-1:])} in the last step", "yellow"))
     if rows and (stale := off_policy(rows[-1])):
         notes.append(("off-policy", ", ".join(stale), ""))
     if evaluations:
@@ -333,8 +335,8 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         parts.append(f"{row.usd_per_1k_samples:.3g} USD/1k")
     if row.groups_no_gradient:
         parts.append(f"{row.groups_no_gradient} groups without gradient")
-    if row.reward_errors:
-        parts.append(f"{row.reward_errors} reward errors")
+    if row.samples_void:
+        parts.append(void_share([row]))
     if left_s is not None and row.step < steps:
         parts.append(f"left {duration(left_s)}")
     return "  ".join(parts)

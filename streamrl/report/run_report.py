@@ -27,8 +27,8 @@ from streamrl.report.summary import (
     mean,
     number,
     percent,
-    share_of,
     total,
+    void_share,
 )
 from streamrl.report.timeline import choose_windows, tracks
 from streamrl.run_dir import layout
@@ -220,11 +220,11 @@ def _tasks(rollouts: RunRollouts) -> str:
                 _mean(rollouts.reward[mask & (rollouts.step >= half)]),
                 f"{p50:.0f} / {p90:.0f} / {lengths.max()}",
                 percent(float(np.mean(rollouts.finish_reason[mask] == "length"))),
-                str(np.count_nonzero(rollouts.reward_error[mask])),
+                str(np.count_nonzero(np.isnan(rollouts.reward[mask]))),
             )
         )
     columns = ("task", "samples", "mean reward", "first half of the steps", "second half")
-    shown = table((*columns, "length p50 / p90 / max", "cut at limit", "reward errors"), rows)
+    shown = table((*columns, "length p50 / p90 / max", "cut at limit", "void rewards"), rows)
     return section("Tasks", shown, note("Over all recorded samples of the run."))
 
 
@@ -237,7 +237,7 @@ def _trouble(data: RunData) -> str:
     if not data.rows:
         return ""
     rows = data.rows
-    errors, samples = total(row.reward_errors for row in rows), total(row.samples_total for row in rows)
+    replaced = total(row.groups_void for row in rows)
     cut = [
         (row.truncated_fraction, n) for row in rows if (n := row.samples_total) and row.truncated_fraction is not None
     ]
@@ -246,7 +246,8 @@ def _trouble(data: RunData) -> str:
     too_long = highest(row.prompts_too_long for row in rows)  # each row counts from the run's start
     sent = total(row.weight_bytes_sent for row in rows)
     figures = [
-        ("reward errors", share_of(errors, samples), "scored 0, with the error recorded"),
+        ("void rewards", void_share(rows), "the reward failed: in no mean, and not trained"),
+        ("groups with too few rewards", fixed(replaced, 0), "replaced by other groups"),
         ("completions cut at the token limit", percent(share_cut), "share of all samples"),
         ("groups without gradient", groups_without_gradient(rows), no_gradient),
         ("prompts too long", fixed(too_long, 0), "left out: no room for a completion"),
@@ -254,7 +255,7 @@ def _trouble(data: RunData) -> str:
     ]
     parts = [table(("what", "how many", "meaning"), figures)]
     if data.rollouts is not None and (frequent := error_counts(data.rollouts)):
-        parts.append(table(("most frequent reward errors", "samples"), [(text, str(n)) for text, n in frequent]))
+        parts.append(table(("most frequent failures of rewards", "samples"), [(text, str(n)) for text, n in frequent]))
     return section("Counts to look at", *parts)
 
 
@@ -278,7 +279,7 @@ def _sample(rollouts: RunRollouts, index: int, prompt: str, completion: str) -> 
         f"{rollouts.output_length[index]} tokens, ended by {rollouts.finish_reason[index]}"
     )
     why = rollouts.reward_error[index]
-    error = f'<p class="bad">reward error: {escape(why)}</p>' if why else ""
+    error = f'<p class="bad">void reward: {escape(why)}</p>' if why else ""
     return (
         f"<details open><summary>{escape(facts)}</summary>{error}"
         f'<pre class="prompt">{prompt}</pre><pre>{completion}</pre></details>'

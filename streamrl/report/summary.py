@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from streamrl.run_dir.metrics import MetricsRow
@@ -154,6 +155,19 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
 def groups_without_gradient(rows: Sequence[MetricsRow]) -> str:
     """Describe how many of all groups had equal rewards."""
     return share_of(total(row.groups_no_gradient for row in rows), total(row.groups_total for row in rows))
+
+
+def void_share(rows: Sequence[MetricsRow]) -> str:
+    """Describe the void rewards of some steps: '7 of 140 rewards void (5%: timeout 4%, crash 1%)'; '-' if unknown."""
+    void, judged = total(row.samples_void for row in rows), total(row.samples_judged for row in rows)
+    if void is None or not judged:
+        return NONE
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for cause, share in row.void_rate_by_cause.items():
+            counts[cause] += round(share * (row.samples_judged or 0))
+    causes = ", ".join(f"{cause} {percent(count / judged)}" for cause, count in counts.most_common())
+    return f"{void} of {judged} rewards void ({percent(void / judged)}{': ' if causes else ''}{causes})"
 
 
 def trainer_speed(rows: Sequence[MetricsRow]) -> str:

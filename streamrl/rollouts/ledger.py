@@ -1,7 +1,11 @@
 """The ledger: a durable account (SQLite, WAL) of every sample from issue to training.
 
     issued -> finished -> scored -> trained          (a resumed run deletes everything after its checkpoint)
-                                 -> dropped          (dynamic sampling: another group took its place)
+                                 -> dropped          (another group took its place, or its reward is void)
+
+A void sample is scored with a NULL reward and its cause. When its step is made it becomes dropped, not trained: its
+group may have been trained without it. So trained + dropped are all samples of a step, and `counts_void` are those of
+them that nobody could score.
 
 The ledger holds a finished sample's tokens from its acknowledgement to the instance until its step's Parquet file is
 written. So an acknowledged sample is always on disk, whatever dies.
@@ -28,7 +32,8 @@ CREATE TABLE IF NOT EXISTS samples (
     state     TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'scored', 'trained', 'dropped')),
     reward    REAL,
     error     TEXT,
-    content   BLOB
+    content   BLOB,
+    void_cause TEXT
 );
 CREATE INDEX IF NOT EXISTS samples_step ON samples (step, state);
 CREATE TABLE IF NOT EXISTS steps (
@@ -49,6 +54,8 @@ class Ledger:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
         self._db.executescript(_SCHEMA)
+        if "void_cause" not in {row[1] for row in self._db.execute("PRAGMA table_info(samples)")}:  # an older run's
+            self._db.execute("ALTER TABLE samples ADD COLUMN void_cause TEXT")
 
     def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
         """Execute all statements in one transaction."""
@@ -90,9 +97,15 @@ class Ledger:
         return new
 
     def score(self, scored: list[Scored]) -> None:
-        """Commit rewards."""
-        rows = [(item.reward, item.error, item.sample.sample_id) for item in scored]
-        sql = "UPDATE samples SET state = 'scored', reward = ?, error = ? WHERE sample_id = ? AND state = 'finished'"
+        """Commit rewards, also void ones."""
+        rows = [
+            (one.reward, one.void and one.void.text, one.void and one.void.cause.value, one.sample.sample_id)
+            for one in scored
+        ]
+        sql = (
+            "UPDATE samples SET state = 'scored', reward = ?, error = ?, void_cause = ? "
+            "WHERE sample_id = ? AND state = 'finished'"
+        )
         self._write([(sql, rows)])
 
     def train(
@@ -100,11 +113,14 @@ class Ledger:
     ) -> None:
         """Commit that all samples of a step are trained, or dropped; their Parquet file must already be written.
 
+        Void samples of a trained group are dropped.
+
         Raises:
             RunFailed: a sample was not scored, or was trained before, so the account does not balance.
         """
-        trained = [(step, member.sample.sample_id) for group in groups for member in group.members()]
+        trained = [(step, member.sample.sample_id) for group in groups for member in group.survivors()]
         left_out = [(step, member.sample.sample_id) for group in dropped for member in group.members()]
+        left_out += [(step, member.sample.sample_id) for group in groups for member in group.members() if member.void]
         ready = sum(
             self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() == ("scored",)
             for sample_id in {sample_id for _, sample_id in (*trained, *left_out)}
@@ -143,6 +159,11 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Return the number of samples by state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())
+
+    def counts_void(self) -> dict[str, int]:
+        """Return the number of void samples by cause."""
+        sql = "SELECT void_cause, COUNT(*) FROM samples WHERE void_cause IS NOT NULL GROUP BY void_cause"
+        return dict(self._db.execute(sql).fetchall())
 
     def trained_ids(self) -> list[str]:
         """Return the ids of all trained samples, sorted."""

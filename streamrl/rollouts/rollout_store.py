@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         ("output_length", pa.int32()),
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
+        ("void_cause", pa.string()),
         ("reward_error", pa.string()),
         ("advantage", pa.float64()),
         ("weight_versions", pa.list_(pa.int32())),
@@ -42,7 +43,10 @@ SCHEMA = pa.schema(
         *[(name, pa.float64()) for name in ("t_received", "t_trained")],
     ]
 )
-"""Columns of a file; `weight_versions` has one version per completion token, times are unix seconds."""
+"""Columns of a file; `weight_versions` has one version per completion token, times are unix seconds.
+
+`reward` is null where it is void: `void_cause` and `reward_error` say why, and `advantage` and `t_trained` are null.
+"""
 
 
 class RolloutStore:
@@ -108,7 +112,8 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "output_length": sample.output_length,
         "finish_reason": sample.finish_reason,
         "reward": scored.reward,
-        "reward_error": scored.error,
+        "void_cause": scored.void and scored.void.cause.value,
+        "reward_error": scored.void and scored.void.text,
         "advantage": group.advantages.get(sample_id),
         "weight_versions": sample.token_versions,
         "site": sample.site,
@@ -122,5 +127,5 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "t_first_token": sample.t_first_token,
         "t_finished": sample.t_finished,
         "t_received": scored.t_received,
-        "t_trained": group.t_trained,
+        "t_trained": None if scored.void else group.t_trained,
     }

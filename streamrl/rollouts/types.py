@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.length_forecast import Forecast
+from streamrl.rollouts.void import Void
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -99,17 +100,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scored:
-    """A sample with its reward."""
+    """A sample with its reward, or with the reason why it has none."""
 
     sample: Sample
-    reward: float
-    error: str | None
+    reward: float | None
+    """Finite number; None: void."""
+    void: Void | None
+    """Why the reward is void; None: there is one."""
     t_received: float
 
 
 @dataclass
 class Group:
-    """All samples of one prompt; complete when every one is scored."""
+    """All samples of one prompt; complete when every one is scored or void."""
 
     group_id: str
     step: int
@@ -131,7 +134,9 @@ class Group:
     forecast: Forecast | None = None
     """Forecast of one completion's length, for dispatch; None: there is none, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)
+    """Samples whose reward is known, or known to be void, by id."""
     advantages: dict[str, float] = field(default_factory=dict)
+    """Advantage of each sample that has a reward, by id."""
     reference_logprobs: dict[str, FloatArray] = field(default_factory=dict)
     """Log-probabilities under the frozen reference at the sampling temperature, each [C].
 
@@ -141,12 +146,20 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample has its reward."""
+        """Whether every sample has its reward, or a void one."""
         return len(self.scored) == self.size
 
     def members(self) -> list[Scored]:
-        """Return the scored samples in the order of their ids, so that training does not depend on their arrival."""
+        """Return all finished samples in the order of their ids, so that training does not depend on their arrival."""
         return [self.scored[sample_id] for sample_id in sorted(self.scored)]
+
+    def survivors(self) -> list[Scored]:
+        """Return the samples that have a reward, in the order of their ids; void ones are left out."""
+        return [member for member in self.members() if member.void is None]
+
+    def rewards(self) -> list[float]:
+        """Return the task's rewards of the survivors, in their order."""
+        return [member.reward for member in self.members() if member.reward is not None]
 
     @property
     def completion_tokens(self) -> int:

@@ -15,18 +15,18 @@ class Scores(Row):
 
     prompts: int = Field(ge=1)
     samples: int = Field(ge=0, description="completions, including greedy ones")
-    reward_greedy: float | None = Field(None, description="mean reward of the greedy completions; None: there are none")
+    reward_greedy: float | None = Field(None, description="mean reward of the greedy completions; None: none has one")
     pass_greedy: float | None = Field(None, description="share of prompts whose greedy completion passes")
-    reward_sampled: float | None = Field(
-        None, description="mean reward of the sampled completions; None: there are none"
-    )
+    reward_sampled: float | None = Field(None, description="mean reward of the sampled completions; None: none has one")
     pass_at: list[float] = Field(
         default_factory=list,
         description="entry j - 1 is pass@j: the chance that one of j sampled completions passes (unbiased estimate, "
-        "mean over prompts)",
+        "mean over prompts with j or more rewards)",
     )
     length_mean: float = Field(description="tokens per completion, including greedy ones")
-    reward_errors: int = Field(ge=0, description="completions that could not be scored, counted as reward 0")
+    rewards_void: int = Field(
+        0, ge=0, description="completions that could not be scored; they are in no other score, but in length_mean"
+    )
 
 
 class EvaluationRow(StepRow):
@@ -49,8 +49,9 @@ class EvaluationRow(StepRow):
 
 
 def best(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
-    """Return the row with the highest score, the earliest version among equals; None without rows."""
-    return max(rows, key=lambda row: (row.score, -row.step), default=None)
+    """Return the row with the highest score, the earliest version among equals; None without a row that has one."""
+    rated = (row for row in rows if row.score > float("-inf"))  # where all is void there is no score
+    return max(rated, key=lambda row: (row.score, -row.step), default=None)
 
 
 def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> str:
@@ -63,8 +64,8 @@ def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> s
         parts.append(f"reward {overall.reward_sampled:.2f}")
     if overall.pass_at:
         parts.append(f"pass@{len(overall.pass_at)} {overall.pass_at[-1]:.2f}")
-    if overall.reward_errors:
-        parts.append(f"{overall.reward_errors} reward errors")
+    if overall.rewards_void:
+        parts.append(f"{overall.rewards_void} void rewards")
     if row.other_version_share >= 0.005:
         parts.append(f"{100 * row.other_version_share:.0f}% of tokens by other weights")
     if best(rows) == row:

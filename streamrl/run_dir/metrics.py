@@ -26,8 +26,8 @@ class MetricsRow(StepRow):
     bubble_fraction_training: float | None = Field(None, description="share of the step in which the trainer was idle")
     samples_per_s: float | None = Field(None, description="trained samples per second of the step")
     tokens_per_s: float | None = Field(None, description="generated tokens per second of the step")
-    reward_mean: float | None = None
-    reward_std: float | None = Field(None, description="standard deviation of the rewards over the step's samples")
+    reward_mean: float | None = Field(None, description="mean reward of the samples trained; void ones are left out")
+    reward_std: float | None = Field(None, description="standard deviation of the rewards over the same samples")
     loss: float | None = None
     grad_norm: float | None = Field(None, description="gradient norm before clipping")
     entropy: float | None = Field(None, description="entropy of the policy, nats per completion token")
@@ -78,8 +78,19 @@ class MetricsRow(StepRow):
     )
     groups_total: int | None = None
     groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
-    samples_total: int | None = None
-    reward_errors: int | None = None
+    samples_total: int | None = Field(
+        None, description="samples trained: those of the step's groups that have a reward"
+    )
+    samples_judged: int | None = Field(
+        None, description="samples of the step's groups, and of the groups that these replaced"
+    )
+    samples_void: int | None = Field(None, description="samples of samples_judged whose reward is void")
+    void_rate: float | None = Field(None, description="samples_void as a share of samples_judged")
+    void_rate_by_cause: dict[str, float] = Field(
+        default_factory=dict,
+        description="void_rate by cause: provider, verifier, sandbox, tool, environment, timeout, crash",
+    )
+    groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
     prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
     learning_rate: float | None = None

@@ -1,13 +1,16 @@
-"""The reward pool: scores completions in worker processes, so that a hang or crash costs one recorded error only.
+"""The reward pool: scores completions in worker processes, so that a hang or crash costs one reward only.
 
-Each worker builds the `Scorer` once, then takes one completion at a time. A scoring ends in one of these ways:
+Each worker builds the `Scorer` once, then takes one completion at a time. A try ends in one of these ways:
 
-    it returns               -> its reward
-    it raises                -> 0.0 and the exception as the error
-    it exceeds the limit     -> the worker is killed and replaced; 0.0 and 'timed out after 20 s'
-    its worker dies          -> the worker is replaced; 0.0 and how it died ('SIGSEGV', 'exit code 3')
-    the pool itself breaks   -> a new pool scores the completion again, at most `ATTEMPTS` times (pebble gives up
+    it returns a number      -> its reward
+    it returns another thing -> void, cause verifier; not tried again
+    it raises                -> void, with the cause that the exception stands for
+    it exceeds the limit     -> the worker is killed and replaced; void, 'timed out after 20 s'
+    its worker dies          -> the worker is replaced; void, how it died ('SIGSEGV', 'exit code 3')
+    the pool itself breaks   -> a new pool scores the completion again, at most `POOL_ATTEMPTS` times (pebble gives up
                                 when an idle worker dies, as at its start)
+
+A void try is repeated after a pause, in which it holds no worker, until there were `attempts` of them.
 
 The limit covers scoring alone: a worker takes a completion only after it has started, and a completion waits here, not
 in the pool, until a worker is free. Workers are spawned, not forked, because the parent has threads and sockets. They
@@ -27,7 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +38,19 @@ from pebble import ProcessExpired, ProcessPool
 
 from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent
+from streamrl.tasks.void_reward import VoidReward, cause_of
 
-ATTEMPTS = 3
+POOL_ATTEMPTS = 3
 RESTART_S = 60.0
 """Seconds that a replaced worker may take to start (importing a verifier takes 1-5)."""
 LONGEST_END_S = 10.0
 """Seconds for which `close` waits: pebble gives each worker that ignores SIGTERM 3 s before SIGKILL."""
 LONGEST_ERROR = 300
 """Most characters of an error in the rollout row; the traceback is in the log."""
+LONGEST_TRACEBACK = 2000
+"""Most characters of a traceback, its end, that a result has."""
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +59,29 @@ log = logging.getLogger(__name__)
 class RewardResult:
     """Outcome of scoring one completion."""
 
-    reward: float
-    """Finite reward; 0.0 if there is an error."""
-    error: str | None
-    """Cause of a missing reward, in one line; None: there is a reward."""
+    reward: float | None
+    """Finite reward; None: void."""
+    void: Void | None
+    """Why there is no reward; None: there is one."""
     seconds: float
-    """Seconds in the verifier; if its worker died, seconds until that was noticed."""
+    """Seconds of the last try in the verifier; if its worker died, seconds until that was noticed."""
+    traceback: str = ""
+    """End of the traceback from the reward function on; '': it did not raise."""
+    attempts: int = 1
+    """Number of tries."""
+
+
+@dataclass(frozen=True)
+class _Try:
+    """Outcome of one try."""
+
+    result: RewardResult
+    retry: bool = True
+    """Whether another try may end differently."""
+
+
+def _void(cause: VoidCause, text: str, seconds: float, retry: bool = True, trace: str = "") -> _Try:
+    return _Try(RewardResult(None, Void(cause, text), seconds, trace), retry)
 
 
 class RewardPool:
@@ -70,6 +94,8 @@ class RewardPool:
         workers: int,
         timeout_s: float = 20.0,
         log_file: Path | None = None,
+        attempts: int = 1,
+        pause_s: float = 0.0,
     ) -> None:
         """Prepare the pool; no worker starts yet.
 
@@ -77,13 +103,16 @@ class RewardPool:
             tasks: the run's tasks.
             seed: the run's seed.
             workers: number of worker processes.
-            timeout_s: time limit of one reward in seconds.
+            timeout_s: time limit of one try in seconds.
             log_file: file to which the workers' output is appended; None: discarded.
+            attempts: most tries of one reward.
+            pause_s: seconds before the second try; doubled before each further one.
         """
         self._log_file = str(log_file.absolute()) if log_file is not None else os.devnull
         self._initargs = (list(tasks), seed, self._log_file, os.getpid())
         self._workers = workers
         self._timeout_s = timeout_s
+        self._attempts, self._pause_s = attempts, pause_s
         self._slots = asyncio.Semaphore(workers)
         self._pool: ProcessPool | None = None
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -107,32 +136,41 @@ class RewardPool:
             raise UserError(problem)
 
     async def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> RewardResult:
-        """Score a completion; errors of the verifier become part of the result.
+        """Score a completion; whatever fails makes the reward void.
 
-        It waits for a free worker, then at most the time limit (and a worker's restart).
+        Each try waits for a free worker, then at most the time limit (and a worker's restart).
 
         Raises:
             RuntimeError: the pool is closed.
         """
+        for number in range(1, self._attempts + 1):
+            found = await self._try(task, completion, reward_input)
+            if found.result.void is None or not found.retry or number == self._attempts:
+                break
+            await asyncio.sleep(self._pause_s * 2 ** (number - 1))
+        return replace(found.result, attempts=number)
+
+    async def _try(self, task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
+        """Score a completion once."""
         async with self._slots:
             began = time.monotonic()
             cause = ""
-            for _ in range(ATTEMPTS):
+            for _ in range(POOL_ATTEMPTS):
                 try:
-                    reward, error, seconds = await self._run(
+                    outcome: _Try = await self._run(
                         _score, task, completion, reward_input, limit_s=self._timeout_s, restart_s=RESTART_S
                     )
-                    return RewardResult(reward, error, seconds)
+                    return outcome
                 except TimeoutError:
-                    return RewardResult(0.0, f"timed out after {self._timeout_s:g} s", self._timeout_s)
+                    return _void(VoidCause.TIMEOUT, f"timed out after {self._timeout_s:g} s", self._timeout_s)
                 except ProcessExpired as death:
-                    error = f"the reward's process died: {_how_it_died(death.exitcode)}"
-                    return RewardResult(0.0, error, time.monotonic() - began)
+                    text = f"the reward's process died: {_how_it_died(death.exitcode)}"
+                    return _void(VoidCause.CRASH, text, time.monotonic() - began)
                 except BrokenProcessPool as broken:
                     cause = str(broken) or "a worker died"
                     log.warning("reward workers are restarted: %s", cause)
-            error = f"no reward after {ATTEMPTS} restarts of the workers: {cause}"
-            return RewardResult(0.0, error, time.monotonic() - began)
+            text = f"no reward after {POOL_ATTEMPTS} restarts of the workers: {cause}"
+            return _void(VoidCause.CRASH, text, time.monotonic() - began)
 
     def close(self) -> None:
         """End all workers at once, even those that hang; every waiting `score` raises RuntimeError."""
@@ -251,26 +289,41 @@ def _startup_problem() -> str | None:
     return _worker.problem
 
 
-def _score(task: str, completion: str, reward_input: dict[str, Any]) -> tuple[float, str | None, float]:
-    """Return (reward, error, seconds); exceptions become text, as some cannot be sent to another process."""
+def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
+    """Score in the worker; exceptions become text, as some cannot be sent to another process."""
     began = time.perf_counter()
     try:
         if _worker.problem is not None:
             raise UserError(_worker.problem)
-        reward, error = _worker.scorer.score(task, completion, reward_input), None
+        reward = _worker.scorer.score(task, completion, reward_input)
+    except VoidReward as void:
+        return _void(void.cause, _text_of(void), time.perf_counter() - began, void.retry, _traceback_of(void))
     except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like any other
         seconds = time.perf_counter() - began
         traceback.print_exc()
-        return 0.0, _one_line(raised), seconds
-    return reward, error, time.perf_counter() - began
+        return _void(cause_of(raised), _one_line(raised), seconds, trace=_traceback_of(raised))
+    return _Try(RewardResult(reward, None, time.perf_counter() - began))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the end of an exception's traceback without the frames of this package; '': it has no others."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:]
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())[:LONGEST_ERROR]
+    except Exception:  # a user's exception whose __str__ fails
+        return ""
 
 
 def _one_line(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # a user's exception whose __str__ fails
-        text = ""
-    return f"{type(error).__name__}: {text}".removesuffix(": ")[:LONGEST_ERROR]
+    return f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
 
 
 def _die_with(parent: int) -> None:

@@ -10,6 +10,7 @@ import inspect
 import math
 import numbers
 import os
+import reprlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from streamrl.tasks.answers import EXTRACTORS, full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.sandbox import passes
+from streamrl.tasks.void_reward import VoidReward
 
 PYTHON_TESTS = "python_tests"
 Score = Callable[[str, dict[str, Any]], Any]
@@ -29,8 +31,10 @@ Score = Callable[[str, dict[str, Any]], Any]
 class RewardFunction(Protocol):
     """The signature of a user's reward, `reward: my_module:my_function` in the run file."""
 
-    def __call__(self, completion: str, *, prompt: str, answer: Any) -> float:
-        """Return the completion's reward: any finite number.
+    def __call__(self, completion: str, *, prompt: str, answer: Any) -> float | None:
+        """Return the completion's reward, any finite number; None: void, there is no reward.
+
+        A function that knows what failed raises a `VoidReward` with the cause, and is tried again.
 
         Args:
             completion: text of the completion, without special tokens.
@@ -59,15 +63,18 @@ class Scorer:
 
         Raises:
             KeyError: no such task.
-            TypeError, ValueError: the reward is not a finite number.
+            VoidReward: the reward is void, or what was returned is not a finite number.
             Exception: whatever the verifier raises.
         """
         reward = self._scores[task](completion, reward_input)
+        if reward is None:
+            raise VoidReward(text="the reward function returned None", retry=False)
         if not isinstance(reward, numbers.Real):
-            raise TypeError(f"the reward must be a number, got {type(reward).__name__}")
+            got = f"{type(reward).__name__} {reprlib.repr(reward)}"
+            raise VoidReward(text=f"the reward must be one number for one completion, got {got}", retry=False)
         value = float(reward)
         if not math.isfinite(value):
-            raise ValueError(f"the reward must be finite, got {value}")
+            raise VoidReward(text=f"the reward must be finite, got {value}", retry=False)
         return value
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from streamrl.protocol import controller_rewards
 from streamrl.protocol.controller_rewards import ScoreAnswer, ScoreRequest
 from streamrl.protocol.message import MessageReader, wire
+from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
@@ -26,13 +28,17 @@ class RewardWorker:
         held_out = run.evaluation.held_out(run.tasks) if run.evaluation else []
         self.pool = RewardPool(
             [*run.tasks, *held_out],
-            context.run.seed,
+            run.seed,
             workers=pool.workers if pool else 1,
-            timeout_s=context.run.deadlines.reward_s,
+            timeout_s=run.deadlines.reward_s,
             log_file=context.run_dir / layout.LOGS / f"{context.name}-workers.log",
+            attempts=run.rewards.attempts,
+            pause_s=run.rewards.retry_pause_s,
         )
         self.scoring = 0
         self.scored = 0
+        self.void: Counter[VoidCause] = Counter()
+        """Void rewards by cause."""
         self._life = 0
         """Number of controller restarts seen so far."""
 
@@ -48,7 +54,7 @@ class RewardWorker:
             link.state = lambda: {
                 "state": "scoring" if self.scoring else "idle",
                 "running": self.scoring,
-                "detail": f"{self.scored} scored",
+                "detail": self._detail(),
             }
             link.reads = MessageReader({"hub": controller_rewards.FROM_CONTROLLER})
             link.on_new_hub = lambda: self._new_controller(link)
@@ -66,6 +72,11 @@ class RewardWorker:
         finally:
             self.pool.close()
 
+    def _detail(self) -> str:
+        """Describe what has been done so far: '41 scored, 3 void (timeout 2, crash 1)'."""
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.void.most_common())
+        return f"{self.scored} scored" + (f", {self.void.total()} void ({causes})" if causes else "")
+
     def _new_controller(self, link: Link) -> None:
         """Drop rewards requested by an earlier controller: the new one may regenerate those samples differently."""
         self._life += 1
@@ -79,9 +90,16 @@ class RewardWorker:
         finally:
             self.scoring -= 1
         self.scored += 1
+        if (void := result.void) is not None:
+            self.void[void.cause] += 1
         if life != self._life:
             return
         answer = ScoreAnswer(
-            sample_id=order.sample_id, reward=result.reward, error=result.error, seconds=result.seconds
+            sample_id=order.sample_id,
+            reward=result.reward,
+            void_cause=void.cause if void else None,
+            error=void.text if void else None,
+            traceback=result.traceback,
+            seconds=result.seconds,
         )
         await link.send(*wire(answer))

@@ -111,3 +111,13 @@ def test_the_reward_curve_compares_its_ends() -> None:
     assert (curve.steps, curve.first, curve.last) == (2, pytest.approx(0.1), pytest.approx(0.5))
     assert curve.deviation == pytest.approx(np.std([0.0, 0.2, 0.4, 0.6]))
     assert reward_curve([0.5]) is None
+
+
+def test_void_samples_are_dropped_and_no_loss_while_their_siblings_are_trained() -> None:
+    whole = account()
+    gone = "00000003.001"
+    rows = [replace(row, state="dropped") if row.sample_id == gone else row for row in whole.ledger]
+    made = [replace(row, trained=False) if row.sample_id == gone else row for row in whole.rollouts]
+    void = replace(whole, ledger=rows, rollouts=made, step_sizes={1: 4, 2: 3})
+    assert audit(void).faults == () and audit(void).samples == 7
+    assert audit(replace(void, ledger=[row for row in rows if row.sample_id != gone])).lost == 1

@@ -52,7 +52,7 @@ def finish_all(
             assert row is None
             first = number - evaluations.config.greedy
             reward = greedy if temperature == 0 else float(first < passes.get(index, 0))
-            row = evaluations.finish(sample_id, reward, None, length, np.full(length, group.step), 120.0)
+            row = evaluations.finish(sample_id, reward, length, np.full(length, group.step), 120.0)
     assert row is not None
     return row
 
@@ -121,16 +121,15 @@ def test_the_row_has_the_figures_of_every_task_and_of_all_in_any_order_of_arriva
     for sample_id, reward, group in reversed(arriving):
         assert row is None and evaluations.awaits(sample_id) and evaluations.group_of(sample_id) is group
         versions = np.array([10, 10, 11, 12] if sample_id.endswith(".g") else [10] * 4)
-        error = "timed out" if group.task == "eval-0/words" else None
-        row = evaluations.finish(sample_id, reward, error, 4, versions, 130.0)
+        row = evaluations.finish(sample_id, reward, 4, versions, 130.0)
         assert not evaluations.awaits(sample_id)
     assert row is not None and evaluations.pending == []
     assert (row.step, row.seconds) == (10, 30.0)
     assert row.other_version_share == pytest.approx(6 / 36)
     assert list(row.by_task) == ["sums", "words"]
     overall, sums, words = row.overall, row.by_task["sums"], row.by_task["words"]
-    assert (overall.prompts, overall.samples, overall.reward_errors, overall.length_mean) == (3, 9, 3, 4.0)
-    assert (sums.prompts, sums.reward_errors, words.reward_errors) == (2, 0, 3)
+    assert (overall.prompts, overall.samples, overall.rewards_void, overall.length_mean) == (3, 9, 0, 4.0)
+    assert (sums.prompts, words.prompts) == (2, 1)
     assert sums.reward_greedy == 0.75 and sums.pass_greedy == 0.5 and sums.reward_sampled == 0.875
     assert sums.pass_at == pytest.approx([(0.5 + 1) / 2, 1.0])
     assert words.pass_at == [0.0, 0.0]
@@ -149,7 +148,7 @@ def test_the_threshold_decides_what_passes() -> None:
     evaluations = make(prompts=1, samples=1, threshold=0.5)
     (group,) = evaluations.begin(0, 0.0)
     for sample_id, _, _ in evaluations.samples(group):
-        row = evaluations.finish(sample_id, 0.5, None, 1, np.zeros(1, int), 1.0)
+        row = evaluations.finish(sample_id, 0.5, 1, np.zeros(1, int), 1.0)
     assert row is not None and row.overall.pass_greedy == 1.0 and row.overall.pass_at == [1.0]
 
 
@@ -167,11 +166,11 @@ def test_without_greedy_or_without_samples_the_rest_is_measured() -> None:
 def test_a_sample_counts_once_and_a_training_sample_not_at_all() -> None:
     evaluations = make()
     (group, *_) = evaluations.begin(0, 0.0)
-    evaluations.finish(f"{group.group_id}.g", 1.0, None, 1, np.zeros(1, int), 1.0)
+    evaluations.finish(f"{group.group_id}.g", 1.0, 1, np.zeros(1, int), 1.0)
     for sample_id in (f"{group.group_id}.g", "00000003.001"):
         assert not evaluations.awaits(sample_id)
         with pytest.raises(KeyError):
-            evaluations.finish(sample_id, 1.0, None, 1, np.zeros(1, int), 1.0)
+            evaluations.finish(sample_id, 1.0, 1, np.zeros(1, int), 1.0)
     assert evaluations.unfinished == 19
 
 
@@ -196,6 +195,8 @@ def test_the_best_is_the_highest_greedy_reward_and_of_equals_the_earliest() -> N
         for step, greedy in ((0, 0.25), (10, 0.5), (20, 0.5), (30, 0.25))
     ]
     assert best([]) is None
+    unrated = rows[0].overall.model_copy(update={"reward_greedy": None, "reward_sampled": None})
+    assert best([rows[0].model_copy(update={"overall": unrated})]) is None  # every answer was void
     assert best(rows) == best(reversed(rows)) == rows[1]
     assert evaluation_line(rows[1], rows[:2]) == "eval@10: greedy 0.50 pass@4 0.00 (best)"
     assert evaluation_line(rows[2], rows[:3]) == "eval@20: greedy 0.50 pass@4 0.00"
@@ -254,3 +255,21 @@ def test_held_out_prompts_are_scored_under_their_own_names_beside_those_of_train
     for group in evaluations.begin(0, 0.0):
         assert group.task.startswith("eval-0/")
         assert scorer.score(group.task, "no number here", group.reward_input) == 0.0
+
+
+def test_void_answers_are_in_no_score_and_are_counted_beside_them() -> None:
+    evaluations = make(prompts=3, samples=2)
+    rewards = {"eval-10-0": [None, 1.0, None], "eval-10-1": [0.0, None, None], "eval-10-2": [1.0, 1.0, 0.0]}
+    row = None
+    for group in evaluations.begin(10, 100.0):
+        for (sample_id, _, _), reward in zip(evaluations.samples(group), rewards[group.group_id], strict=True):
+            row = evaluations.finish(sample_id, reward, 4, np.full(4, 10), 130.0)
+    assert row is not None
+    found = row.overall
+    assert (found.prompts, found.samples, found.rewards_void, found.length_mean) == (3, 9, 4, 4.0)
+    assert (found.reward_greedy, found.pass_greedy) == (0.5, 0.5)  # of the two greedy answers with a reward
+    assert found.reward_sampled == 0.75  # mean of 1.0 and 0.5: each prompt counts alike
+    assert found.pass_at == pytest.approx([0.75, 1.0])  # pass@2 has one prompt with two rewards
+    words = row.by_task["words"]
+    assert (words.reward_sampled, words.pass_at, words.rewards_void) == (None, [], 2)
+    assert "4 void rewards" in evaluation_line(row)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from ranker.online import Trust
 from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
+from streamrl.config.algorithm import GROUP_ADVANTAGES, AdvantageKind
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of
@@ -26,7 +28,9 @@ from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
 from streamrl.tasks.source import PromptSource
-from tests.rollouts.test_rollouts import make_sample
+from tests.rollouts.test_rollouts import LATE, make_sample
+
+ADVANTAGES = get_args(AdvantageKind)
 
 
 def empty_group(group_id: str, size: int = 2) -> Group:
@@ -38,12 +42,12 @@ def config(prompts: int = 3, samples: int = 2, **algorithm: object) -> RunConfig
     return RunConfig.model_validate({"batch": batch, "algorithm": {"name": "grpo"} | algorithm})
 
 
-def finish(pool: GroupPool, group_id: str, rewards: Sequence[float], reason: str = "stop") -> Group:
-    """All samples of a group come with their rewards."""
+def finish(pool: GroupPool, group_id: str, rewards: Sequence[float | None], reason: str = "stop") -> Group:
+    """All samples of a group come with their rewards, or void ones."""
     for number, reward in enumerate(rewards):
         sample = replace(make_sample(f"{group_id}.{number}", length=2 + number), finish_reason=reason)
         pool.finish(sample, 5.0)
-        _, group = pool.score(sample.sample_id, reward, None)
+        _, group = pool.score(sample.sample_id, reward, LATE if reward is None else None)
     return group
 
 
@@ -53,7 +57,7 @@ def pool_of(names: Iterable[str], size: int = 2, batch: int = 3, steps: int = 9)
     return pool
 
 
-def taken(run: RunConfig, rewards: dict[str, Sequence[float]]) -> StepBatch:
+def taken(run: RunConfig, rewards: Mapping[str, Sequence[float | None]]) -> StepBatch:
     """A batch of groups with these rewards."""
     pool, batch = pool_of(rewards, len(next(iter(rewards.values())))), StepBatch(run, 1)
     for name, values in rewards.items():
@@ -70,8 +74,8 @@ def test_a_group_is_complete_with_its_last_reward_and_leaves_the_pool_when_it_is
     assert (pool.generated, pool.running, pool.complete, pool.first()) == (1, 2, 0, None)
     pool.score("a.1", 0.0, None)
     assert pool.first() is None
-    _, group = pool.score("a.0", 1.0, "late")
-    assert pool.first() is group and group.complete and group.scored["a.0"].error == "late"
+    _, group = pool.score("a.0", None, LATE)
+    assert pool.first() is group and group.complete and group.scored["a.0"].void == LATE
     assert pool.take() is group
     assert (list(pool.groups), pool.complete, pool.issued) == (["b"], 0, 2)
 
@@ -195,12 +199,78 @@ def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
 def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
     run = config(2, name="dapo", max_replaced=1.0)
     pool, batch = pool_of("abcde", batch=2), StepBatch(run, 1)
-    assert not batch.may_replace(finish(pool, "a", [1.0, 0.0]))
+    assert not batch.replaces(finish(pool, "a", [1.0, 0.0]))
     for name in "bc":
         group = finish(pool, name, [1.0, 1.0])
-        assert batch.may_replace(group)
+        assert batch.replaces(group)
         batch.dropped.append(pool.drop(name))
-    assert not batch.may_replace(finish(pool, "d", [1.0, 1.0]))  # as many as the batch has: it is kept
+    assert not batch.replaces(finish(pool, "d", [1.0, 1.0]))  # as many as the batch has: it is kept
+
+
+def test_dynamic_sampling_judges_the_task_reward_before_the_overlong_penalty() -> None:
+    run = config(2, name="dapo", overlong={"margin_tokens": 126, "penalty": 1.0})  # grows from 2 tokens on
+    pool, batch = pool_of("ab", batch=2), StepBatch(run, 1)
+    right = finish(pool, "a", [1.0, 1.0])
+    assert len(set(batch.rewards(right))) == 2  # their lengths differ, and so do their shaped rewards
+    assert batch.replaces(right)
+    assert not batch.replaces(finish(pool, "b", [1.0, 1.0 - 1e-9]))
+
+
+@pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "batch_group_baseline"])
+def test_a_group_goes_on_with_two_survivors_and_is_replaced_with_fewer(advantage: str) -> None:
+    pool, batch = pool_of("abc", 3), StepBatch(config(3, 3, advantage=advantage), 1)
+    assert not batch.replaces(finish(pool, "a", [1.0, None, 0.0]))
+    assert batch.replaces(finish(pool, "b", [None, 1.0, None]))
+    assert batch.replaces(finish(pool, "c", [None, None, None]))
+
+
+@pytest.mark.parametrize("algorithm", [{"advantage": "batch"}, {"name": "ppo", "advantage": "gae", "critic": {}}])
+def test_where_samples_are_not_compared_one_survivor_is_enough(algorithm: dict[str, object]) -> None:
+    pool, batch = pool_of("ab"), StepBatch(config(**algorithm), 1)
+    assert not batch.replaces(finish(pool, "a", [None, 1.0]))
+    assert batch.replaces(finish(pool, "b", [None, None]))
+
+
+def test_groups_replaced_for_their_void_rewards_do_not_use_up_the_limit_of_dynamic_sampling() -> None:
+    pool, batch = pool_of("abcd", batch=2), StepBatch(config(2, name="dapo", max_replaced=1.0), 1)
+    for name in "ab":
+        assert batch.replaces(finish(pool, name, [None, 1.0]))
+        batch.dropped.append(pool.drop(name))
+    assert batch.replaces(finish(pool, "c", [1.0, 1.0]))
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("share", [0.05, 0.15])
+def test_survivors_are_trained_as_if_the_void_had_never_been_drawn(kind: str, share: float) -> None:
+    """5 % and 15 % of rewards are void, at random: advantages, sequences sent and divisor are those of the rest."""
+    chance = random.Random(f"{kind}{share}")
+    algorithm: dict[str, object] = {"aggregation": "token", "advantage": kind, "overlong": {"margin_tokens": 126}}
+    run = config(40, 8, **algorithm, **({"name": "ppo", "critic": {}} if kind == "gae" else {}))
+    rewards = {f"g{n:02d}": [chance.gauss(0, 1) for _ in range(8)] for n in range(40)}
+    dead = {f"{name}.{n}" for name in rewards for n in range(8) if chance.random() < share}
+    assert 320 * share / 2 < len(dead) < 320 * share * 2
+    some = {name: [None if f"{name}.{n}" in dead else r for n, r in enumerate(row)] for name, row in rewards.items()}
+    with_dead = taken(run, some)
+    without = StepBatch(run, 1)
+    for name, row in rewards.items():  # groups that were never larger than their survivors
+        alive = [n for n in range(8) if f"{name}.{n}" not in dead]
+        pool = GroupPool(40, 9)
+        pool.issue([empty_group(name, len(alive))], 0)
+        for n in alive:
+            pool.finish(make_sample(f"{name}.{n}", length=2 + n), 5.0)
+            pool.score(f"{name}.{n}", row[n], None)
+        without.take(pool.take())
+    assert len(with_dead.groups) == 40  # none was lost
+    for name, group in with_dead.groups.items():
+        assert group.advantages == without.groups[name].advantages
+        assert group.advantages.keys().isdisjoint(dead)
+    assert with_dead.normalizer == without.normalizer
+    sent, expected = with_dead.next_micro_batch(10**6, 1), without.next_micro_batch(10**6, 1)
+    assert sent is not None and expected is not None
+    for ours, theirs in zip(*(groups[0][0] for groups in (sent, expected)), strict=True):
+        assert [(s.advantage, len(s.completion_tokens)) for s in ours.sequences] == [
+            (s.advantage, len(s.completion_tokens)) for s in theirs.sequences
+        ]
 
 
 def test_sample_ids_and_seeds_depend_on_the_run_and_the_prompt_only() -> None:
@@ -333,3 +403,18 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
     assert row.dispatch_by_prediction is False  # none of its groups has a forecast
     assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
+def test_step_metrics_leave_void_samples_out_of_means_and_count_them_by_cause() -> None:
+    batch = taken(config(2), {"a": (1.0, 0.0, None), "b": (None, 0.5, 0.5)})
+    batch.dropped.append(finish(pool_of("c", 3), "c", [None, 7.0, None]))
+    times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+    audit, nothing = LengthAudit(128).end_step(1), StepLengths(None, None)
+    row = step_metrics(batch, times, result, Traffic(0, 0.0), 0, None, nothing, audit)
+    assert (row.reward_mean, row.reward_std) == (0.5, pytest.approx(0.125**0.5))
+    assert row.reward_by_task == {"task": 0.5}
+    assert (row.samples_total, row.samples_judged, row.samples_void, row.groups_void) == (4, 9, 4, 1)
+    assert row.void_rate == pytest.approx(4 / 9) == row.void_rate_by_cause["timeout"]
+    assert row.output_length_mean == 3.0  # of all six: lengths are valid
+    assert row.samples_per_s == 0.4

@@ -69,7 +69,11 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
         "groups_total": 8,
         "groups_no_gradient": 2,
         "samples_total": 64,
-        "reward_errors": 1,
+        "samples_judged": 67,
+        "samples_void": 3,
+        "void_rate": 3 / 67,
+        "void_rate_by_cause": {"crash": 1 / 67, "timeout": 2 / 67},
+        "groups_void": 0,
         "prompts_too_long": 0,
         "truncated_fraction": 0.25,
         "learning_rate": 5e-6,
@@ -108,7 +112,7 @@ def make_evaluation(step: int, greedy: float) -> EvaluationRow:
             reward_sampled=reward - 0.05,
             pass_at=[reward - 0.05, reward, reward + 0.1, reward + 0.2],
             length_mean=30.0,
-            reward_errors=0,
+            rewards_void=0,
         )
 
     return EvaluationRow(

@@ -63,6 +63,7 @@ def test_the_picture_shows_roles_progress_lengths_and_steps_uncut(make_run: RunM
         "23/90/96",
         "45%/25%",
         "reward     ▁▂▃▄▅▆▇█  0.100 to 0.450 over 8 steps",
+        "3 of 67 rewards void (4%: timeout 3%, crash 1%) in the last step",
     ):
         assert part in shown
     assert "0.150" not in shown and "0.200" in shown  # the last six steps only
@@ -167,7 +168,7 @@ def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> N
             "step 1/20  reward 0.10  len p50 23 p90 90 max 96  loss 0.012  grad 1.6  gap 0.008  "
             "step 18.1 s (gen 9.1, train 12.4)  64 samples 3.5/s  recall@20 0.55  "
             "dispatch saved 8.0% (simulated)  2 groups without gradient  "
-            "1 reward errors  left 5m10s"
+            "3 of 67 rewards void (4%: timeout 3%, crash 1%)  left 5m10s"
         )
         metrics.append(make_row(2))
         view.refresh()

@@ -23,9 +23,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.errors import RunFailed
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir import layout
 
 GROUP_SIZE = 2
+VOID = "void_cause IS NOT NULL AND reward IS NULL"
 MOMENTS = ("before", "torn", "after")
 """Of a kill, by the transaction's COMMIT."""
 
@@ -91,8 +93,12 @@ def sample(sample_id: str) -> Sample:
     return Sample(sample_id, "g", *tokens, "stop", "here", "here-0", "pool", "regular", 1.0, 2.0, 3.0, 4.0)
 
 
-def group_of(group_id: str, sample_ids: list[str]) -> Group:
-    scored = {sample_id: Scored(sample(sample_id), 0.5, None, 5.0) for sample_id in sample_ids}
+def scored_as(sample_id: str, reward: float | None) -> Scored:
+    return Scored(sample(sample_id), reward, Void(VoidCause.TIMEOUT, "late") if reward is None else None, 5.0)
+
+
+def group_of(group_id: str, rewards: dict[str, float | None]) -> Group:
+    scored = {sample_id: scored_as(sample_id, reward) for sample_id, reward in rewards.items()}
     return Group(group_id, 1, 0, "p", "task", 0, "a prompt", np.zeros(3, np.int32), len(scored), scored=scored)
 
 
@@ -132,7 +138,7 @@ class LedgerMachine(RuleBasedStateMachine):
         scored = [name for name, ids in members.items() if {self.rows[i].state for i in ids} == {"scored"}]
         names = scored * 20 + list(members)
         chosen = list(dict.fromkeys(names[place % len(names)] for place in where)) if names else []
-        return [group_of(name, members[name]) for name in chosen]
+        return [group_of(name, {i: self.rows[i].reward for i in members[name]}) for name in chosen]
 
     # -- what a run does
 
@@ -166,10 +172,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def finish_all(self) -> None:
         self.finish(list(range(len(self.rows))))
 
-    @rule(where=places, reward=st.floats(-2, 2))
-    def score(self, where: list[int], reward: float) -> None:
+    @rule(where=places, reward=st.none() | st.floats(-2, 2))
+    def score(self, where: list[int], reward: float | None) -> None:
         ids = self._ids(where)
-        self.ledger.score([Scored(sample(sample_id), reward, None, 5.0) for sample_id in ids])
+        self.ledger.score([scored_as(sample_id, reward) for sample_id in ids])
         for sample_id in ids:
             if sample_id in self.rows and self.rows[sample_id].state == "finished":
                 self.rows[sample_id] = replace(self.rows[sample_id], state="scored", reward=reward)
@@ -183,6 +189,8 @@ class LedgerMachine(RuleBasedStateMachine):
         groups = self._groups(where)
         split = {"dropped": groups[:dropped], "trained": groups[dropped:]}
         ids = {state: [i for group in some for i in group.scored] for state, some in split.items()}
+        ids["dropped"] += [i for i in ids["trained"] if self.rows[i].reward is None]  # void
+        ids["trained"] = [i for i in ids["trained"] if self.rows[i].reward is not None]
         scored = all(self.rows[i].state == "scored" for some in ids.values() for i in some)
         if not scored or step in self.steps:
             with pytest.raises(RunFailed):
@@ -229,10 +237,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.rows |= {i: replace(self.rows[i], state="finished", content=b"x") for i in issued}
                 self.ledger.finish([(sample(i), b"x") for i in issued])
             elif act == "train" and scored and {self.rows[i].state for i in scored[0].scored} == {"scored"}:
-                self.rows |= {
-                    i: replace(self.rows[i], state="trained", step=step, content=None) for i in scored[0].scored
-                }
-                self.steps[step] = len(scored[0].scored)
+                for i, one in scored[0].scored.items():
+                    state = "dropped" if one.void else "trained"
+                    self.rows[i] = replace(self.rows[i], state=state, step=step, content=None)
+                self.steps[step] = len(scored[0].rewards())
                 self.ledger.train(step, step, scored, 9.0)
             elif act == "rewind":
                 self._forget(1)
@@ -256,6 +264,10 @@ class LedgerMachine(RuleBasedStateMachine):
             (i, row.group, row.state, row.step, row.reward, row.content) for i, row in self.rows.items()
         }
         assert self._read("step, samples FROM steps") == set(self.steps.items())
+        scored = [row for row in self.rows.values() if row.state not in ("issued", "finished")]
+        void = {("timeout", "late", sum(row.reward is None for row in scored))} - {("timeout", "late", 0)}
+        assert self._read(f"void_cause, error, COUNT(*) FROM samples WHERE {VOID} GROUP BY 1, 2") == void
+        assert self.ledger.counts_void() == {cause: count for cause, _, count in void}
 
     def _read(self, what: str) -> set[tuple[Any, ...]]:
         """As another process sees it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from ranker.data import read_rollouts
 from scheduler.cost.length_forecast import Forecast
+from streamrl.controller.length_predictor import COLUMNS
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Generate
 from streamrl.protocol.message import parse, wire
@@ -26,6 +30,7 @@ from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
 from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_group
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.wire import Message, decode, encode
 from tests.training.conftest import random_groups
 
@@ -58,6 +63,10 @@ CONTRACT_COLUMNS = [
 ]
 
 
+LATE = Void(VoidCause.TIMEOUT, "timed out after 20 s")
+"""Why a reward of None is void."""
+
+
 def make_sample(sample_id: str, step: int = 1, length: int = 3) -> Sample:
     return Sample(
         sample_id=sample_id,
@@ -78,13 +87,13 @@ def make_sample(sample_id: str, step: int = 1, length: int = 3) -> Sample:
     )
 
 
-def make_group(group_id: str = "g", rewards: tuple[float, ...] = (0.0, 1.0), step: int = 1) -> Group:
+def make_group(group_id: str = "g", rewards: tuple[float | None, ...] = (0.0, 1.0), step: int = 1) -> Group:
     group = Group(group_id, step, 0, "task/0", "task", 0, "a prompt", np.arange(4, dtype=np.int32), len(rewards))
     for number, reward in enumerate(rewards):
         sample = make_sample(f"{group_id}.{number}", step, length=2 + number)
-        group.scored[sample.sample_id] = Scored(sample, reward, None, 5.0)
-    values = group_advantages(list(rewards), "group_std")
-    group.advantages = {m.sample.sample_id: a for m, a in zip(group.members(), values, strict=True)}
+        group.scored[sample.sample_id] = Scored(sample, reward, LATE if reward is None else None, 5.0)
+    values = group_advantages(group.rewards(), "group_std")
+    group.advantages = {m.sample.sample_id: a for m, a in zip(group.survivors(), values, strict=True)}
     return group
 
 
@@ -138,6 +147,50 @@ def test_dropped_samples_are_accounted_for_with_the_step_that_dropped_them(tmp_p
     assert ledger.counts() == {"trained": 2, "dropped": 2}
     assert ledger.rewind(1) == 2
     assert ledger.counts() == {}
+
+
+def test_void_samples_are_dropped_while_their_group_is_trained_and_the_account_balances(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    group, gone = make_group("g1", (1.0, None, 0.0)), make_group("g2", (None, 1.0, None))
+    for one in (group, gone):
+        finish_and_score(ledger, one)
+    assert ledger.counts() == {"scored": 6}
+    ledger.train(1, 1, [group], 0.0, [gone])
+    assert ledger.counts() == {"trained": 2, "dropped": 4}
+    assert ledger.counts_void() == {"timeout": 3}
+    assert ledger.trained_ids() == ["g1.0", "g1.2"]
+    with pytest.raises(RunFailed, match="of which 0 are scored and untrained"):
+        ledger.train(2, 2, [group], 0.0)  # not even the void one again
+
+
+def test_a_ledger_of_an_older_run_gets_the_column_for_causes(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as older:
+        older.execute("ALTER TABLE samples DROP COLUMN void_cause")
+    ledger = Ledger(path)
+    finish_and_score(ledger, make_group("g", (1.0, None)))
+    assert ledger.counts_void() == {"timeout": 1}
+
+
+def test_a_void_sample_keeps_its_length_and_its_cause_on_disk_and_has_no_reward(tmp_path: Path) -> None:
+    group = make_group("g", (1.0, None, 0.0))
+    group.t_trained = 10.0
+    rows = pq.read_table(RolloutStore(tmp_path).write(1, [group])).to_pylist()
+    assert [row["reward"] for row in rows] == [1.0, None, 0.0]
+    assert [row["void_cause"] for row in rows] == [None, "timeout", None]
+    assert [row["reward_error"] for row in rows] == [None, "timed out after 20 s", None]
+    assert [row["output_length"] for row in rows] == [2, 3, 4]
+    assert (rows[1]["advantage"], rows[1]["t_trained"], rows[0]["t_trained"]) == (None, None, 10.0)
+
+
+def test_rollouts_of_before_there_were_causes_are_still_read(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    older = pq.read_table(store.write(1, [make_group("g0")])).drop_columns(["void_cause"])
+    pq.write_table(older, store.directory / "step_000001.parquet")
+    store.write(2, [make_group("g1", (None, 1.0, 0.0))])
+    assert [row["output_length"] for row in store.newest(COLUMNS, 99)] == [2, 3, 2, 3, 4]
+    assert read_rollouts([store.directory]).output_length.tolist() == [2, 3, 2, 3, 4]  # what `train-ranker` reads
 
 
 def test_committed_content_can_be_read_back() -> None:

@@ -1,4 +1,4 @@
-"""Reward workers: whatever one reward does costs one recorded error, and no worker outlives the pool."""
+"""Reward workers: whatever one reward does makes one reward void, and no worker outlives the pool."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.waiting import scaled, settled, until, wait_for
@@ -26,6 +27,7 @@ LOADED_S = 3.0
 """CPU time by which a worker has imported what it needs, and works."""
 MISCHIEF = """
 import ctypes, itertools, os, signal, sys, time
+from streamrl.tasks.void_reward import VoidReward
 
 class Unprintable(Exception):
     def __reduce__(self): raise TypeError("cannot be sent")
@@ -48,6 +50,10 @@ def reward(completion, *, prompt, answer):
         case "raise": raise RuntimeError("first line\\nsecond")
         case "unprintable": raise Unprintable()
         case "deep": return reward_deep()
+        case "busy": raise VoidReward("provider", "429")
+        case _ if completion.startswith("once ") and not os.path.exists(completion):
+            open(completion, "w").close()
+            return reward(completion.removeprefix("once ") + " 3" * (completion == "once exit"), prompt="", answer=None)
         case "nan": return float("nan")
         case "text": return "1"
         case "noise":
@@ -111,21 +117,22 @@ def stderr_of(process: psutil.Process) -> Path | None:
     return None
 
 
-def test_each_kind_of_failure_costs_one_error_and_the_others_get_their_reward(
+def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_get_theirs(
     tasks: list[Task], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = {
-        "hang": "timed out after 1.5 s",
-        "hang in C": "timed out after 1.5 s",
-        "exit 3": "the reward's process died: exit code 3",
-        "exit 0": "the reward's process died: exit code 70",
-        "segfault": "the reward's process died: SIGSEGV",
-        "sys.exit": "SystemExit: 4",
-        "raise": "RuntimeError: first line second",
-        "unprintable": "Unprintable",
-        "deep": "RecursionError: maximum recursion depth exceeded",
-        "nan": "ValueError: the reward must be finite, got nan",
-        "text": "TypeError: the reward must be a number, got str",
+        "hang": Void(VoidCause.TIMEOUT, "timed out after 1.5 s"),
+        "hang in C": Void(VoidCause.TIMEOUT, "timed out after 1.5 s"),
+        "exit 3": Void(VoidCause.CRASH, "the reward's process died: exit code 3"),
+        "exit 0": Void(VoidCause.CRASH, "the reward's process died: exit code 70"),
+        "segfault": Void(VoidCause.CRASH, "the reward's process died: SIGSEGV"),
+        "sys.exit": Void(VoidCause.VERIFIER, "SystemExit: 4"),
+        "raise": Void(VoidCause.VERIFIER, "RuntimeError: first line second"),
+        "unprintable": Void(VoidCause.VERIFIER, "Unprintable"),
+        "deep": Void(VoidCause.VERIFIER, "RecursionError: maximum recursion depth exceeded"),
+        "nan": Void(VoidCause.VERIFIER, "the reward must be finite, got nan"),
+        "text": Void(VoidCause.VERIFIER, "the reward must be one number for one completion, got str '1'"),
+        "busy": Void(VoidCause.PROVIDER, "429"),
         "noise": None,
     }
 
@@ -135,33 +142,58 @@ def test_each_kind_of_failure_costs_one_error_and_the_others_get_their_reward(
         async with started(pool):
             bad = {name: ask(pool, name) for name in expected}
             good = [ask(pool, "fine") for _ in range(30)]
-            for name, error in expected.items():
+            for name, void in expected.items():
                 result = await bad[name]
-                assert result.error == error, name
-                assert result.reward == (1.0 if error is None else 0.0)
+                assert result.void == void, name
+                assert result.reward == (1.0 if void is None else None)
+                assert result.attempts == 1
                 assert 0 <= result.seconds < scaled(10)
             rewards = await asyncio.gather(*good)
             # one that starts has its parent's
             await until(lambda: [stderr_of(one) for one in workers()] == 2 * [log_file])
             return rewards
 
-    assert [(result.reward, result.error) for result in asyncio.run(run())] == [(1.0, None)] * 30
+    assert [(result.reward, result.void) for result in asyncio.run(run())] == [(1.0, None)] * 30
     logged = (tmp_path / "workers.log").read_text()
     for text in ("noise in Python", "noise from a child", "to its stderr", "RuntimeError: first line"):
         assert text in logged
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_failed_reward_is_tried_again_unless_it_would_fail_in_the_same_way(tasks: list[Task]) -> None:
+    async def run() -> dict[str, RewardResult]:
+        pool = RewardPool(tasks, 0, workers=1, timeout_s=TIMEOUT_S, attempts=3)
+        async with started(pool):
+            names = ["once hang", "once exit", "once raise", "once busy", "raise", "exit 3", "text", "nan"]
+            return {name: await ask(pool, name) for name in names}
+
+    found = asyncio.run(run())
+    assert {name: (result.reward, result.attempts) for name, result in found.items()} == {
+        "once hang": (1.0, 2),
+        "once exit": (1.0, 2),
+        "once raise": (1.0, 2),
+        "once busy": (1.0, 2),
+        "raise": (None, 3),
+        "exit 3": (None, 3),
+        "text": (None, 1),
+        "nan": (None, 1),
+    }
+    trace = found["raise"].traceback.splitlines()
+    assert trace[0] == "Traceback (most recent call last):" and trace[-2:] == ["RuntimeError: first line", "second"]
+    assert "mischief.py" in trace[1] and not any("streamrl" in line for line in trace)
+    assert found["text"].traceback == ""  # nothing was raised: the text says it all
+
+
 def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
     async def run() -> None:
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=TIMEOUT_S)) as pool:
             for _ in range(2):
-                pid = int((await ask(pool, "pid")).reward)
+                pid = int((await ask(pool, "pid")).reward or 0)
                 os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
                 await until(lambda pid=pid: pid not in [one.pid for one in workers()])
                 await asyncio.to_thread(settled, lambda: [one.pid for one in workers()], 0.5)  # it has been noticed
             result = await ask(pool, "fine")
-            assert (result.reward, result.error) == (1.0, None)
+            assert (result.reward, result.void) == (1.0, None)
 
     asyncio.run(run())
 
@@ -179,9 +211,9 @@ def test_real_verifiers_score_in_workers(tmp_path: Path) -> None:
                 right, given = items.entry(index)["answer"], items.reward_input(index)
                 assert (await pool.score("chain_sum", f"It is {right}.", given)).reward == 1.0
             verified = await pool.score("math", "$\\frac{2}{4}$", {"prompt": "", "answer": "0.5"})
-            assert (verified.reward, verified.error) == (1.0, None)
+            assert (verified.reward, verified.void) == (1.0, None)
             unknown = await pool.score("typo", "1", {})
-            assert (unknown.reward, unknown.error) == (0.0, "KeyError: 'typo'")
+            assert (unknown.reward, unknown.void) == (None, Void(VoidCause.VERIFIER, "KeyError: 'typo'"))
 
     asyncio.run(run())
 
@@ -191,9 +223,9 @@ def test_time_waiting_for_a_worker_does_not_count(tasks: list[Task]) -> None:
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=TIMEOUT_S)) as pool:
             hanging = [ask(pool, "hang"), ask(pool, "hang")]
             last = await ask(pool, "fine")  # waits out both, and the restarts of the worker
-            assert (last.reward, last.error) == (1.0, None)
+            assert (last.reward, last.void) == (1.0, None)
             assert last.seconds < TIMEOUT_S
-            assert [(await task).error for task in hanging] == ["timed out after 1.5 s"] * 2
+            assert [(await task).void for task in hanging] == [Void(VoidCause.TIMEOUT, "timed out after 1.5 s")] * 2
 
     asyncio.run(run())
 
@@ -206,7 +238,7 @@ def test_a_backlog_is_no_sign_of_a_broken_pool(tasks: list[Task], monkeypatch: p
             return await asyncio.gather(*[ask(pool, "nap") for _ in range(15)])  # longer than both limits
 
     results = asyncio.run(run())
-    assert len({(result.reward, result.error) for result in results}) == 1  # one worker, never restarted
+    assert len({(result.reward, result.void) for result in results}) == 1  # one worker, never restarted
 
 
 def test_close_ends_hanging_workers_at_once_and_those_who_wait_are_told(tasks: list[Task]) -> None:
@@ -237,7 +269,7 @@ def test_a_cancelled_caller_frees_its_worker(tasks: list[Task]) -> None:
             await until(Path("hangs").exists)
             hanging.cancel()
             result = await asyncio.wait_for(ask(pool, "fine"), scaled(30))
-            assert (result.reward, result.error) == (1.0, None)
+            assert (result.reward, result.void) == (1.0, None)
 
     asyncio.run(run())
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
+import urllib.error
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ import pytest
 
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
+from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.rewards import Scorer, exact_match_score, math_verify_score
 from streamrl.tasks.source import PromptSource
+from streamrl.tasks.void_reward import VoidReward, cause_of
 
 SEED = 9
 GYM = """
@@ -141,6 +147,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def text(completion, **_): return '1.0'\n"
         "def none(completion, **_): pass\n"
         "def nan(completion, **_): return float('nan')\n"
+        "def many(completion, **_): return [1.0, 0.0]\n"
         "def infinite(completion, **_): return float('inf')\n"
         "def no_prompt(completion, answer): return 0.0\n"
         "async def later(completion, **_): return 0.0\n"
@@ -164,12 +171,48 @@ def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answe
 @pytest.mark.usefixtures("my_rewards")
 @pytest.mark.parametrize(
     ("function", "says"),
-    [("text", "got str"), ("none", "got NoneType"), ("nan", "finite"), ("infinite", "finite")],
+    [
+        ("text", "must be one number for one completion, got str '1.0'"),
+        ("many", r"must be one number for one completion, got list \[1.0, 0.0\]"),
+        ("none", "returned None"),
+        ("nan", "must be finite, got nan"),
+        ("infinite", "must be finite, got inf"),
+    ],
 )
-def test_only_finite_numbers_are_rewards(function: str, says: str) -> None:
+def test_what_is_not_one_finite_number_is_void_with_the_text_of_what_came(function: str, says: str) -> None:
     scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
-    with pytest.raises((TypeError, ValueError), match=says):
+    with pytest.raises(VoidReward, match=says) as raised:
         scorer.score("mine", "abc", {"prompt": "de", "answer": 3})
+    assert raised.value.cause is VoidCause.VERIFIER and not raised.value.retry
+
+
+def test_a_function_names_the_cause_of_its_void_reward() -> None:
+    void = VoidReward("tool", "the compiler is missing")
+    assert (void.cause, void.retry, str(void)) == (VoidCause.TOOL, True, "the compiler is missing")
+    assert str(VoidReward("sandbox")) == "void: sandbox"
+    with pytest.raises(ValueError, match="'weather' is not a valid VoidCause"):
+        VoidReward("weather")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (VoidReward("environment"), "environment"),
+        (TimeoutError(), "timeout"),
+        (subprocess.TimeoutExpired("x", 1), "timeout"),
+        (ConnectionRefusedError(), "provider"),
+        (urllib.error.HTTPError("http://judge", 503, "busy", Message(), None), "provider"),
+        (type("ReadTimeout", (Exception,), {"__module__": "httpx._exceptions"})(), "provider"),
+        (socket.gaierror(), "provider"),
+        (MemoryError(), "environment"),
+        (OSError(28, "No space left on device"), "environment"),
+        (ModuleNotFoundError("no module"), "environment"),
+        (ValueError(), "verifier"),
+        (SystemExit(4), "verifier"),
+    ],
+)
+def test_an_exception_stands_for_a_cause(error: BaseException, cause: str) -> None:
+    assert cause_of(error) == cause
 
 
 @pytest.mark.usefixtures("my_rewards")

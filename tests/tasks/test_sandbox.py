@@ -7,10 +7,13 @@ import time
 import pytest
 from pydantic import ValidationError
 
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask, Sandbox
 from streamrl.errors import UserError
+from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import code_of, passes
+from streamrl.tasks.void_reward import VoidReward
 from tests.waiting import scaled
 
 NOTHING = Sandbox(command=["env"], seconds=20)
@@ -71,6 +74,52 @@ def test_memory_files_and_environment_are_limited(monkeypatch: pytest.MonkeyPatc
     assert not passes("x = bytearray(1 << 30)", "", Sandbox(command=["env"], seconds=20, memory_mb=512))
     assert not passes("open('large', 'wb').write(bytes(1 << 26))", "", NOTHING)
     assert passes("import os", "assert 'HF_TOKEN' not in os.environ\nassert os.listdir() == []", NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "says"),
+    [
+        (["env", "--chdir=/nowhere"], "env ended with 125 and never started the program: env: cannot change directory"),
+        (["sh", "-c", "kill -9 $$"], "sh ended with -9 and never started the program: it said nothing"),
+        (["sleep", "60"], "sleep ended with 1 and never started"),
+        (["sh", "-c", "sleep 60"], "sh did not end within 0.3 s and never started"),
+        (["no-such-sandbox"], "no-such-sandbox did not start: "),
+    ],
+)
+def test_a_sandbox_that_never_starts_the_program_makes_the_reward_void(sandbox: list[str], says: str) -> None:
+    with pytest.raises(VoidReward, match=says) as raised:
+        passes(RIGHT, TESTS, Sandbox(command=sandbox, seconds=0.3 if "0.3" in says else 20))
+    assert raised.value.cause is VoidCause.SANDBOX
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os; os.ftruncate(1, 0); os._exit(0)",  # what was printed cannot be taken back
+        "print('x' * (1 << 20)); raise SystemExit(1)",
+        "this is no Python",
+    ],
+)
+def test_failures_of_the_program_itself_are_not_void(program: str) -> None:
+    assert not passes(program, TESTS, Sandbox(command=["env"], seconds=scaled(1)))
+
+
+def test_a_program_may_print_much_before_it_passes() -> None:
+    assert passes("def add(a, b): return a + b\nprint('x\\n' * (1 << 20))", TESTS, NOTHING)
+
+
+def test_tests_that_are_no_python_are_an_error_and_no_failure_of_the_program() -> None:
+    with pytest.raises(SyntaxError):
+        passes(RIGHT, "assert add(1, 2 ==", NOTHING)
+
+
+def test_a_sandbox_may_not_take_as_long_as_a_reward() -> None:
+    programs = task(reward="python_tests", sandbox={"command": ["env"], "seconds": 20}).model_dump()
+    with pytest.raises(ValidationError, match=r"sandbox.seconds \(20\) must be less than deadlines.reward_s \(20\)"):
+        RunConfig.model_validate({"tasks": [programs]})
+    RunConfig.model_validate({"tasks": [programs], "deadlines": {"reward_s": 21}})
 
 
 def test_the_last_block_is_the_program() -> None:

@@ -23,6 +23,7 @@ from streamrl.protocol.controller_site import Park, Use
 from streamrl.protocol.message import MessageReader, TypedMessage, kind_of, parse, wire
 from streamrl.protocol.site_instance import FinishedSample, GenerateSample, KeptTokens, ReleasedSample
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.wire import MalformedMessage
@@ -81,6 +82,26 @@ def test_a_body_that_does_not_fit_is_refused_by_the_fields_name(body: dict[str, 
     assert parse(Park, {"sample_ids": ["a"]}) == Park(sample_ids=["a"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"reward": float("nan")}, "the reward is nan, expected a finite number or null"),
+        ({"reward": None}, "a void reward has a cause and a text"),
+        ({"reward": None, "error": "late"}, "a void reward has a cause and a text"),
+        ({"reward": None, "void_cause": "timeout"}, "a void reward has a cause and a text"),
+        ({"void_cause": "timeout", "error": "late"}, "a void reward has a cause and a text"),
+        ({"reward": None, "void_cause": "weather", "error": "rain"}, "weather"),
+    ],
+)
+def test_a_reward_is_a_finite_number_or_void_with_its_cause(changes: dict[str, Any], says: str) -> None:
+    whole = {"sample_id": "a", "reward": 1.0, "seconds": 0.5}
+    with pytest.raises(MalformedMessage, match=says):
+        parse(ScoreAnswer, whole | changes)
+    void = parse(ScoreAnswer, whole | {"reward": None, "void_cause": "timeout", "error": "late"})
+    assert void.void == Void(VoidCause.TIMEOUT, "late") and parse(ScoreAnswer, whole).void is None
+    assert parse(ScoreAnswer, wire(void)[1]) == void
+
+
 def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -90,7 +111,7 @@ def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
         hub.reads = MessageReader({"rewards": controller_rewards.FROM_REWARDS})
         link = await Link("rewards-home", "rewards", WaitRegistry("rewards")).connect(address, 10)
         link.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
-        answer = ScoreAnswer(sample_id="a", reward=1.0, error=None, seconds=0.5)
+        answer = ScoreAnswer(sample_id="a", reward=1.0, seconds=0.5)
         kind, fields = wire(answer)
         await link.send(kind, fields | {"reward": "high"})
         await link.send("scale", {"pool": "regular", "site": "", "replicas": 9})  # an operator's

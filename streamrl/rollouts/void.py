@@ -1,0 +1,39 @@
+"""Void rewards: a sample whose reward could not be determined has none; it is not given a 0 that nobody has judged.
+
+A void sample keeps its place in the ledger and the rollouts, but is in no mean, deviation, advantage or loss. A failure
+that the policy itself has caused is no void: a program that a completion contains and that loops, crashes or uses too
+much memory in its sandbox is scored as the task says (usually 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class VoidCause(StrEnum):
+    """What failed, so that a reward is void."""
+
+    PROVIDER = "provider"
+    """A service that the reward asked (a judge model, an API) refused, failed, or could not be reached."""
+    VERIFIER = "verifier"
+    """The reward function raised, or returned something other than a finite number."""
+    SANDBOX = "sandbox"
+    """The sandbox did not start the program that it was to run."""
+    TOOL = "tool"
+    """A tool that the reward uses failed; only a reward function can name this cause."""
+    ENVIRONMENT = "environment"
+    """The machine failed (memory, disk, a missing package), or the environment that the completion acts in."""
+    TIMEOUT = "timeout"
+    """The reward took longer than `deadlines.reward_s`, or a wait inside of it expired."""
+    CRASH = "crash"
+    """The process that computed the reward died."""
+
+
+@dataclass(frozen=True)
+class Void:
+    """Why a reward is void."""
+
+    cause: VoidCause
+    text: str
+    """The failure in one line."""

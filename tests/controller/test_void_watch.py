@@ -1,0 +1,75 @@
+"""The watch over void rewards: which runs it ends, when, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.config.run import RunConfig
+from streamrl.controller.void_watch import FEWEST, VoidWatch
+from streamrl.rollouts.void import Void, VoidCause
+
+LATE = Void(VoidCause.TIMEOUT, "timed out after 20 s")
+RAISED = Void(VoidCause.VERIFIER, "KeyError: 'answer'")
+TRACE = 'Traceback (most recent call last):\n  File "mine.py", line 3, in reward'
+
+
+def watch(**rewards: object) -> VoidWatch:
+    """A run with 20 samples in a step, so that the window is two steps: 40 rewards."""
+    batch = {"prompts_per_step": 5, "samples_per_prompt": 4}
+    return VoidWatch(RunConfig.model_validate({"batch": batch, "rewards": rewards}))
+
+
+def play(watched: VoidWatch, rewards: Sequence[Void | None], task: str = "mine") -> tuple[int, str] | None:
+    """The number of rewards after which the run ends, and why; None: it continues."""
+    for number, void in enumerate(rewards, 1):
+        if (problem := watched.record(task, void, TRACE if void == RAISED else "")) is not None:
+            return number, problem
+    return None
+
+
+def test_a_reward_that_never_works_ends_the_run_early_with_its_own_traceback() -> None:
+    ended = play(watch(), [RAISED] * 100)
+    assert ended is not None
+    assert ended[0] == FEWEST == 32
+    assert ended[1] == (
+        "the reward of task 'mine' does not work: all 32 are void. Most frequent cause: verifier (32 of 32); see "
+        f"logs/rewards-*-workers.log. The last one: KeyError: 'answer'\n{TRACE}"
+    )
+
+
+def test_so_does_one_of_several_tasks_whose_reward_never_works() -> None:
+    watched = watch()
+    for number in range(1, FEWEST):
+        assert play(watched, [None] * 3, "good") is None
+        assert play(watched, [RAISED], "bad") is None, number
+    assert play(watched, [RAISED], "bad") is not None
+
+
+def test_a_reward_that_has_worked_once_is_judged_by_the_rate_over_the_whole_window() -> None:
+    half = [None, *[LATE] * 20, *[None] * 19]
+    assert play(watch(), half * 3) is None  # 20 of any 40 are not more than half
+    ended = play(watch(), [*[None] * 100, *[LATE] * 40])
+    assert ended is not None and ended[0] == 121
+    assert "21 of the newest 40 rewards are void, and rewards.max_void_rate allows 0.5." in ended[1]
+    assert ended[1].endswith("The last one: timed out after 20 s")
+    assert play(watch(), [None, *[LATE] * 38]) is None  # as long as there is no whole window
+    assert play(watch(), [None, *[LATE] * 39]) is not None
+    assert play(watch(void_window=4), [None, *[LATE] * 39]) is None
+
+
+def test_the_words_are_of_the_most_frequent_cause_not_of_the_last() -> None:
+    ended = play(watch(), [None, *[RAISED] * 30, *[LATE] * 20])
+    assert ended is not None and "Most frequent cause: verifier (30 of 39)" in ended[1]
+    assert "KeyError" in ended[1] and "timed out" not in ended[1]
+
+
+def test_the_bound_is_the_run_files_and_null_never_ends_a_run() -> None:
+    assert play(watch(max_void_rate=None), [RAISED] * 1000) is None
+    assert play(watch(max_void_rate=0), [None] * 39 + [LATE]) is not None
+    assert play(watch(max_void_rate=0.9), [None, *[LATE] * 34, *[None] * 5, *[LATE] * 34]) is None
+
+
+def test_a_small_batch_is_judged_over_as_many_rewards_as_tell_something() -> None:
+    tiny = RunConfig.model_validate({"batch": {"prompts_per_step": 1, "samples_per_prompt": 2}})
+    ended = play(VoidWatch(tiny), [None, *[LATE] * 100])
+    assert ended is not None and ended[0] == FEWEST
