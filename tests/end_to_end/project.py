@@ -29,13 +29,17 @@ sites:
 TAIL = "      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}\n"
 
 REWARDS = '''
-import os, time
+import os, time, zlib
 def reward(completion, *, prompt, answer):
-    """More of the letter e is better; one prompt crashes the worker, one never ends."""
+    """More of the letter e is better; one prompt crashes the worker, one hangs at first, some answers are void."""
+    digest = zlib.crc32(completion.encode())
     if prompt == "crash":
         os._exit(3)
-    if prompt == "hang":
+    if prompt == "hang" and not os.path.exists(marker := os.path.join(os.path.dirname(__file__), f"hung-{digest}")):
+        open(marker, "w").close()
         time.sleep(1000)
+    if prompt.startswith("what is") and digest % 5 == 0:
+        return None
     return completion.count("e") / 10 + len(completion) % 3
 '''
 
@@ -85,6 +89,7 @@ class Project:
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 1, "keep": 2},
             "deadlines": {"reward_s": 2},
+            "rewards": {"retry_pause_s": 0},
         } | changes
         run["model"] = {"dtype": self.dtype, **run["model"]}  # type: ignore[dict-item]
         (self.folder / "run.yaml").write_text(json.dumps(run))

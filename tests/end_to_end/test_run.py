@@ -6,7 +6,9 @@ import json
 import re
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.metrics import read_metrics
@@ -32,12 +35,31 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     return project, project.launch()
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, list[list[str]], int, str]:
+    """The same run in fp32 with one instance, resumed after a SIGKILL of its launcher.
+
+    With it: command lines of processes that outlived their launcher, steps then done, and the resumed run's output.
+    """
+    project = Project(tmp_path_factory.mktemp("resumed"), tail=False)
+    process = project.start("--steps", "3")
+    run_dir = project.run_dir()
+    wait_for(lambda: (run_dir / "checkpoints" / "step_1").exists(), 400, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
+    left, done = [p.cmdline() for p in alive], read_status(run_dir).step
+    return project, left, done, project.launch("--resume", str(run_dir))
+
+
 def test_every_sample_is_trained_once_and_accounted_for(finished: tuple[Project, str]) -> None:
     run_dir = finished[0].run_dir()
-    rows = trained_rows(run_dir)
+    every = trained_rows(run_dir)
+    rows = [row for row in every if row["t_trained"] is not None]
     assert len(rows) == 3 * 6 * 3
     ledger = Ledger(run_dir / "ledger.sqlite")
-    assert ledger.counts() == {"trained": 54}
+    assert ledger.counts() == {"trained": 54, "dropped": len(every) - 54}
     assert ledger.trained_ids() == sorted(str(row["sample_id"]) for row in rows)
     assert {row["instance"] for row in rows} == {"here-regular-0", "here-tail-0"}
     for row in rows:
@@ -76,17 +98,57 @@ def test_a_ranker_that_is_wrong_here_is_used_and_then_distrusted(tmp_path: Path)
     metrics = read_metrics(project.run_dir() / "metrics.jsonl")
     assert metrics[0].dispatch_by_prediction and metrics[0].ranker_recall_at_20 is not None
     assert not metrics[-1].dispatch_by_prediction
-    assert Ledger(project.run_dir() / "ledger.sqlite").counts() == {"trained": 3 * 36}
+    assert_void_rewards_cost_their_samples_only(project.run_dir(), groups=36)
 
 
-def test_a_crashing_and_a_hanging_reward_cost_their_samples_only(finished: tuple[Project, str]) -> None:
-    rows = trained_rows(finished[0].run_dir())
-    by_prompt = {row["prompt"]: row for row in rows}
-    assert "70" in by_prompt["crash"]["reward_error"] or "exit" in by_prompt["crash"]["reward_error"]
-    assert "timed out" in by_prompt["hang"]["reward_error"]
-    assert all(row["reward_error"] is None for row in rows if row["prompt"] not in ("crash", "hang"))
-    metrics = read_metrics(finished[0].run_dir() / "metrics.jsonl")
-    assert sum(row.reward_errors or 0 for row in metrics) == sum(row["reward_error"] is not None for row in rows) >= 6
+def assert_void_rewards_cost_their_samples_only(run_dir: Path, groups: int) -> None:
+    """A fifth of the answers is void, by a hash: the account balances, and no group with two survivors is lost."""
+    by_group: defaultdict[object, list[dict[str, Any]]] = defaultdict(list)
+    for row in trained_rows(run_dir):
+        by_group[row["group_id"]].append(row)
+    trained = 0
+    for rows in by_group.values():
+        alive = [row for row in rows if row["reward"] is not None]
+        dead = [row for row in rows if row["reward"] is None]
+        assert {(row["void_cause"], row["reward_error"]) for row in dead} <= {
+            ("verifier", "the reward function returned None")
+        }
+        assert len(rows) == 3 and all(row["output_length"] > 0 for row in rows)
+        assert all((row["t_trained"], row["advantage"]) == (None, None) for row in dead)
+        assert [row["t_trained"] is not None for row in alive] == [len(alive) >= 2] * len(alive)
+        if len(alive) >= 2:
+            trained += len(alive)
+            expected = group_advantages([row["reward"] for row in alive], "group_std")
+            assert [row["advantage"] for row in alive] == pytest.approx(expected)
+    kept = [rows for rows in by_group.values() if any(row["t_trained"] is not None for row in rows)]
+    assert len(kept) == groups
+    assert any(row["reward"] is None for rows in kept for row in rows)  # some of them have lost one
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.counts() == {"trained": trained, "dropped": 3 * len(by_group) - trained}
+    void = sum(row["reward"] is None for rows in by_group.values() for row in rows)
+    assert ledger.counts_void() == {"verifier": void}
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert sum(row.samples_void or 0 for row in metrics) == void
+    assert sum(row.groups_void or 0 for row in metrics) == len(by_group) - groups
+    assert sum(row.samples_total or 0 for row in metrics) == trained
+
+
+def test_a_crashing_reward_is_void_and_a_hanging_one_is_tried_again(finished: tuple[Project, str]) -> None:
+    project, output = finished
+    rows = trained_rows(project.run_dir())
+    void = [row for row in rows if row["reward"] is None]
+    assert {row["prompt"] for row in void} == {"crash"}
+    assert {(row["void_cause"], row["reward_error"]) for row in void} == {
+        ("crash", "the reward's process died: exit code 3")
+    }
+    assert all((row["t_trained"], row["advantage"]) == (None, None) for row in void)  # its groups were replaced
+    assert len(list(project.folder.glob("hung-*"))) > 0
+    assert all(row["reward"] is not None for row in rows if row["prompt"] == "hang")
+    metrics = read_metrics(project.run_dir() / "metrics.jsonl")
+    assert (
+        sum(row.samples_void or 0 for row in metrics) == len(void) == 3 * sum(row.groups_void or 0 for row in metrics)
+    )
+    assert "rewards void (" in output and ": crash " in output
 
 
 def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]) -> None:
@@ -173,46 +235,36 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
     assert not layout.weights_folder(finished[0].run_dir()).exists()
 
 
-def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_a_seed_repeats_them(
-    finished: tuple[Project, str], tmp_path: Path
+def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_gives_the_same_gradient(
+    resumed: tuple[Project, list[list[str]], int, str], tmp_path: Path
 ) -> None:
-    other = Project(tmp_path, tail=False, dtype="bfloat16")
+    """In fp32: with bf16's rounding a rare token differs at other batch sizes, and gradients could not be compared."""
+    other = Project(tmp_path, tail=False)
     other.launch("--steps", "1", ranks=2, schedule={"name": "sync"})
 
     def first_step(project: Project) -> dict[str, list[int]]:
         rows = [row for row in trained_rows(project.run_dir()) if row["step"] == 1]
         return {str(row["sample_id"]): row["completion_tokens"] for row in rows}
 
-    streamed, synced = first_step(finished[0]), first_step(other)
-    assert streamed.keys() == synced.keys()
-    same = sum(streamed[key] == synced[key] for key in streamed)
-    assert same >= 0.9 * len(streamed)  # bf16 kernels round differently at other batch sizes: a rare token differs
-    stream = read_metrics(finished[0].run_dir() / "metrics.jsonl")[0]
+    assert first_step(other) == first_step(resumed[0])
+    stream = read_metrics(resumed[0].run_dir() / "metrics.jsonl")[0]
     sync = read_metrics(other.run_dir() / "metrics.jsonl")[0]
-    if same == len(streamed):
-        assert sync.grad_norm == pytest.approx(stream.grad_norm, rel=0.05)
+    assert sync.grad_norm == pytest.approx(stream.grad_norm, rel=1e-4)
+    assert sync.loss == pytest.approx(stream.loss, rel=1e-4, abs=1e-6)
 
 
 def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_data(
-    finished: tuple[Project, str], tmp_path: Path
+    finished: tuple[Project, str], resumed: tuple[Project, list[list[str]], int, str]
 ) -> None:
-    project = Project(tmp_path, tail=False)
-    process = project.start("--steps", "3")
+    project, left, done, output = resumed
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "checkpoints" / "step_1").exists(), 400, process)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
-    assert [p.cmdline() for p in alive] == []
-    done = read_status(run_dir).step
-    output = project.launch("--resume", str(run_dir))
+    assert left == []
     assert "step 3/3" in output
     rows = trained_rows(run_dir)
     reference = trained_rows(finished[0].run_dir())
     key = lambda row: (row["step"], row["sample_id"], row["prompt"])  # noqa: E731
     assert sorted(map(key, rows)) == sorted(map(key, reference))
-    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 54}
+    assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 54, "dropped": len(rows) - 54}
     assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
     assert done >= 1
 
