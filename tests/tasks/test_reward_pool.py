@@ -91,8 +91,12 @@ def ask(pool: RewardPool, completion: str) -> asyncio.Task[RewardResult]:
 
 def workers() -> list[psutil.Process]:
     """Worker processes of pools in this process (not multiprocessing's resource tracker, which stays)."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if alive(child) and "spawn_main" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if alive(child) and "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def alive(process: psutil.Process) -> bool:
