@@ -127,7 +127,7 @@ def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
     tokens, predicting = batch.input_ids.numel(), batch.loss_tokens
     flops = {
         "matrix products": 3 * shape.forward_flops(tokens, 0, 0),
-        "attention": 3 * shape.forward_flops(0, batch.squares, 0),
+        "attention": 3 * shape.forward_flops(0, batch.squares(separate=False), 0),
         "head": 3 * shape.forward_flops(0, 0, predicting),
     }
     found = by_kind(profiled.events())

@@ -37,6 +37,12 @@ class BatchConfig(StrictModel):
     micro_batch_tokens: int = Field(
         2048, ge=64, description="most tokens in one forward/backward pass of a rank (a larger group runs alone)"
     )
+    packing: Literal["auto", "shared", "separate"] = Field(
+        "auto",
+        description="shared: a prompt is computed once for all its completions; separate: every completion with its "
+        "prompt by the model's own attention, slower; auto: shared where it is proven for the model's architecture "
+        "(see `streamrl verify`), else separate",
+    )
 
 
 class SamplingConfig(StrictModel):

@@ -208,7 +208,8 @@ class Telemetry:
                 self._states[name] = (state, time.time())
             numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
             if known.get("dtype"):
-                self._types[name] = {key: str(known.get(key, "")) for key in ("dtype", "dtype_why")}
+                decided = ("dtype", "dtype_why", "packing", "packing_why")
+                self._types[name] = {key: str(known.get(key, "")) for key in decided}
             roles[name] = (
                 {
                     "role": role,

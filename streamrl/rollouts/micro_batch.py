@@ -139,6 +139,27 @@ def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
     return parts
 
 
+def split_into_rows(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
+    """Cut groups into runs whose completions, each in a padded row with its prompt, take at most `max_tokens`.
+
+    Their order is kept, every sequence appears exactly once, and one that is longer has a run of its own.
+    """
+    batches: list[list[TrainGroup]] = []
+    longest = rows = 0
+    for group in groups:
+        for position, seq in enumerate(group.sequences):
+            length = len(group.prompt_tokens) + len(seq.completion_tokens)
+            begins = not batches or (rows + 1) * max(longest, length) > max_tokens
+            if begins:
+                batches.append([])
+                longest = rows = 0
+            if begins or position == 0:
+                batches[-1].append(TrainGroup(group.group_id, group.prompt_tokens, []))
+            batches[-1][-1].sequences.append(seq)
+            longest, rows = max(longest, length), rows + 1
+    return batches
+
+
 def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
     """Deal groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank."""
     shares: list[list[TrainGroup]] = [[] for _ in range(ranks)]

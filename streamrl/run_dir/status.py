@@ -49,6 +49,8 @@ class RoleStatus(StatusModel):
     weight_version: int | None = None
     dtype: str = Field("", description="its compute type; '': it does not compute, or has not reported it yet")
     dtype_why: str = ""
+    packing: str = Field("", description="a trainer's packing, shared or separate; '': no trainer, or not decided yet")
+    packing_why: str = ""
 
 
 class StepProgress(StatusModel):

@@ -6,19 +6,26 @@ runs packed without a patch. The cost is sum_i C_i (P + C_i) per group instead o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from streamrl.training.packing import GroupLayout
-from streamrl.training.plain_attention import PlainAttention, visible
+from streamrl.training.plain_attention import PlainAttention, ScoreRule, seen_prefix, visible
 
 SHARED_PREFIX = "streamrl_shared_prefix"
+SHARED_PREFIX_LONG = "streamrl_shared_prefix_long"
+"""The same attention as GPUs and long rows compute it, on any device: to compare the formulas."""
 
 PLAIN_SCORES = 2**23
 """Most attention scores of a group (32 MB in fp32, for a moment) for which a CPU uses `PlainAttention`."""
+
+CHUNK_SCORES = 2**25
+"""Most scores (128 MB in fp32) that the formula for soft caps and sinks keeps at once for a long sequence."""
 
 RowLengths = tuple[int, ...]
 
@@ -31,6 +38,10 @@ def shared_prefix_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    plain_scores: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a packed row, with the signature of transformers' attention functions.
@@ -39,63 +50,140 @@ def shared_prefix_attention(
         module: the attention layer.
         query: [1, H, T, D].
         key: [1, H_kv, T, D]; H is a multiple of H_kv (grouped-query attention).
-        value: [1, H_kv, T, D].
-        attention_mask: unused; the layout replaces it.
+        value: [1, H_kv, T, D_v].
+        attention_mask: must be None; the layout replaces it.
         scaling: softmax scale (default 1 / sqrt(D)).
         dropout: must be 0; RL training evaluates the policy that generated.
+        sliding_window: positions that a query sees, its own included; None: all before it.
+        softcap: bound of the scores, cap tanh(s / cap); None: none.
+        s_aux: attention sinks, one score per query head, [H]; None: none.
+        plain_scores: replaces `PLAIN_SCORES`.
         kwargs: must hold `layout`, the `GroupLayout`s of the row.
 
     Returns:
-        ([1, T, H, D], None).
+        ([1, T, H, D_v], None).
+
+    Raises:
+        ValueError: the layer asks for a mask of its own, or for attention that is not causal.
     """
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} brings a mask or a bias of its own, which a packed row cannot use")
+    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
+        raise ValueError(f"{type(module).__name__} is not causal: its queries see later tokens")
     layout: tuple[GroupLayout, ...] = kwargs["layout"]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    longest = max(group.prompt_length + max(group.completion_lengths, default=0) for group in layout)
+    rule = ScoreRule(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window if sliding_window and sliding_window < longest else None,
+        softcap=softcap,
+    )
     q, k, v = query[0], key[0], value[0]
-    if query.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= PLAIN_SCORES:
-        plain: torch.Tensor = PlainAttention.apply(q, k, v, layout, scale)
+    if query.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= (
+        PLAIN_SCORES if plain_scores is None else plain_scores
+    ):
+        plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)
         return plain.transpose(0, 1)[None], None
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
         answers = slice(prompt.stop, group.stop)
         # a prompt is treated as a completion without a prompt
-        outputs.append(_prefix_attention(q[:, prompt], k[:, prompt], v[:, prompt], 0, (group.prompt_length,), scale))
+        alone = q[:, prompt], k[:, prompt], v[:, prompt]
+        outputs.append(_prefix_attention(*alone, s_aux, 0, (group.prompt_length,), rule))
         if group.completion_lengths:
-            whole = slice(prompt.start, answers.stop)
-            outputs.append(
-                _prefix_attention(
-                    q[:, answers], k[:, whole], v[:, whole], group.prompt_length, group.completion_lengths, scale
-                )
-            )
+            prefix = seen_prefix(group.prompt_length, rule.window)
+            whole = slice(answers.start - prefix, answers.stop)
+            parts = q[:, answers], k[:, whole], v[:, whole]
+            outputs.append(_prefix_attention(*parts, s_aux, prefix, group.completion_lengths, rule))
     return torch.cat(outputs)[None], None
 
 
 def _prefix_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: int, lengths: RowLengths, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    prefix: int,
+    lengths: RowLengths,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """Compute the attention of consecutive sequences that share a prefix.
 
     Args:
         query: [H, T, D], T = sum(lengths).
         key: [H_kv, prefix + T, D].
-        value: [H_kv, prefix + T, D].
-        prefix: number of tokens that every sequence sees.
+        value: [H_kv, prefix + T, D_v].
+        sinks: [H], or None.
+        prefix: number of tokens that every sequence sees, if its window allows.
         lengths: lengths of the sequences.
-        scale: scale of the scores.
+        rule: rule of the scores.
 
     Returns:
-        [T, H, D].
+        [T, H, D_v].
     """
-    out = F.scaled_dot_product_attention(
-        Padded.apply(query, 0, lengths),
-        Padded.apply(key, prefix, lengths),
-        Padded.apply(value, prefix, lengths),
-        attn_mask=visible(prefix, max(lengths), query.device),
-        scale=scale,
-        enable_gqa=True,
-    )
+    padded = Padded.apply(query, 0, lengths), Padded.apply(key, prefix, lengths), Padded.apply(value, prefix, lengths)
+    seen = visible(prefix, max(lengths), query.device, rule.window)
+    if sinks is None and rule.softcap is None:
+        out = F.scaled_dot_product_attention(*padded, attn_mask=seen, scale=rule.scale, enable_gqa=True)
+    else:  # torch's kernels know neither
+        out = _in_chunks(*padded, sinks, seen, rule)
     rows: torch.Tensor = Unpadded.apply(out, lengths)
     return rows.transpose(0, 1)
+
+
+def _in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seen: torch.Tensor,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """Compute attention with a soft cap or sinks by its formula, a chunk of queries at a time.
+
+    The backward pass computes each chunk's scores again, so no more than one chunk's are ever kept.
+
+    Args:
+        query: [G, H, C, D].
+        key: [G, H_kv, K, D].
+        value: [G, H_kv, K, D_v].
+        sinks: [H], or None.
+        seen: [C, K], the keys that a query sees.
+        rule: rule of the scores.
+
+    Returns:
+        [G, H, C, D_v].
+    """
+    count, heads, queries, _ = query.shape
+    rows = max(1, CHUNK_SCORES // (count * heads * key.shape[2]))
+    chunks = [
+        checkpoint(_by_formula, query[:, :, at : at + rows], key, value, sinks, seen[at : at + rows], rule,
+                   use_reentrant=False)
+        for at in range(0, queries, rows)
+    ]  # fmt: skip
+    return torch.cat(chunks, dim=2)
+
+
+def _by_formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seen: torch.Tensor,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """Compute softmax(s) V with all its scores in fp32; the arguments and the result are those of `_in_chunks`."""
+    kv_heads = key.shape[1]
+    grouped = query.unflatten(1, (kv_heads, -1)).float()  # [G, H_kv, g, C, D]
+    scores = torch.einsum("bhgcd,bhkd->bhgck", grouped, key.float()) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return torch.einsum("bhgck,bhkd->bhgcd", weights, value).flatten(1, 2)
 
 
 def _scores(group: GroupLayout) -> int:
@@ -157,3 +245,4 @@ class Unpadded(torch.autograd.Function):
 
 
 AttentionInterface.register(SHARED_PREFIX, shared_prefix_attention)
+AttentionInterface.register(SHARED_PREFIX_LONG, functools.partial(shared_prefix_attention, plain_scores=0))

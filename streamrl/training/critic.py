@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
+from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
-from streamrl.training.policy_model import packed_model
+from streamrl.training.policy_model import load_model
 from streamrl.training.tensor_parallel import whole
 
 
@@ -18,27 +20,29 @@ class Critic(nn.Module):
     0, so a fresh critic gives 0 everywhere and the first advantages come from the rewards alone.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, separate: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.separate = separate
+        """Whether every completion runs in a row of its own (`hidden_states.py`)."""
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the values [N], fp32."""
-        hidden = self.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
-        ).last_hidden_state[0]
+        hidden = predicting_states(self.model, batch, self.separate)
         # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
-        values: torch.Tensor = (hidden[batch.source_index] @ whole(self.head.weight)[0]).float()
+        values: torch.Tensor = (hidden @ whole(self.head.weight)[0]).float()
         return values
 
 
-def load_critic(path: str, gradient_checkpointing: bool = False) -> Critic:
+def load_critic(path: str, gradient_checkpointing: bool = False, attention: str = SHARED_PREFIX) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
     Args:
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
+        attention: see `load_model`.
     """
-    return Critic(packed_model(AutoModel, path, gradient_checkpointing))
+    model = load_model(AutoModel, path, gradient_checkpointing, attention)
+    return Critic(model, attention != SHARED_PREFIX)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -68,6 +69,14 @@ class MicroStats:
     """Squared error (return - value)^2: explained variance = 1 - mean of this / variance of the returns."""
     return_sum: float = 0.0
     return_sq_sum: float = 0.0
+
+
+def merged(parts: Sequence[MicroStats]) -> MicroStats:
+    """Return the statistics of all parts together."""
+    values = [asdict(part) for part in parts]
+    return MicroStats(
+        **{name: (max if name.endswith("_max") else sum)(value[name] for value in values) for name in values[0]}
+    )
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,21 @@ class PackedBatch:
         """Completion tokens in the batch (N)."""
         return int(self.targets.numel())
 
-    @property
-    def squares(self) -> int:
-        """Twice the token pairs that causal attention multiplies: P^2 for a prompt, C^2 + 2 P C for each completion."""
+    def row_tokens(self, separate: bool) -> int:
+        """Tokens that a pass computes: those of the packed row, or of a row per completion without its last token."""
+        if not separate:
+            return self.input_ids.numel()
+        return sum(one.prompt_length + length - 1 for one in self.layout for length in one.completion_lengths)
+
+    def squares(self, separate: bool) -> int:
+        """Twice the token pairs that causal attention multiplies.
+
+        Packed: P^2 for a prompt, C^2 + 2 P C for each completion; separate: (P + C - 1)^2 for each completion.
+        """
+        if separate:
+            return sum(
+                (one.prompt_length + length - 1) ** 2 for one in self.layout for length in one.completion_lengths
+            )
         return sum(
             one.prompt_length**2 + sum(length * (length + 2 * one.prompt_length) for length in one.completion_lengths)
             for one in self.layout

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
 from streamrl.training.tensor_parallel import whole
 
@@ -93,49 +95,58 @@ def _softmax_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torc
 class Policy(nn.Module):
     """A causal LM behind one forward: packed batch in, log-probabilities of its completion tokens out."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, separate: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.separate = separate
+        """Whether every completion runs in a row of its own (`hidden_states.py`)."""
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logprobs [N], entropy of every 8th token), both fp32, at the sampling temperature."""
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            layout=batch.layout,
-        ).last_hidden_state[0]
+        hidden = predicting_states(self.model.base_model, batch, self.separate)
         head = self.model.get_output_embeddings()
         out: tuple[torch.Tensor, torch.Tensor] = TokenLogprobs.apply(
-            hidden[batch.source_index], whole(head.weight), batch.targets, temperature
+            hidden, whole(head.weight), batch.targets, temperature
         )
         return out
 
 
-def load_policy(path: str, gradient_checkpointing: bool = False) -> Policy:
-    """Load a Hugging Face model in fp32 (the master weights), with packed attention.
+def load_policy(path: str, gradient_checkpointing: bool = False, attention: str = SHARED_PREFIX) -> Policy:
+    """Load a Hugging Face model in fp32 (the master weights).
 
     Args:
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
+        attention: see `load_model`.
     """
-    return Policy(packed_model(AutoModelForCausalLM, path, gradient_checkpointing))
+    model = load_model(AutoModelForCausalLM, path, gradient_checkpointing, attention)
+    return Policy(model, attention != SHARED_PREFIX)
 
 
-def packed_model(kind: type[Any], path: str, gradient_checkpointing: bool) -> PreTrainedModel:
-    """Load a Hugging Face model in fp32, in training mode, with packed attention and without dropout.
+def load_model(kind: type[Any], path: str, gradient_checkpointing: bool, attention: str) -> PreTrainedModel:
+    """Load a Hugging Face model in fp32, prepared for training (`in_training`).
 
     Args:
         kind: AutoModelForCausalLM, or AutoModel for the trunk alone.
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
+        attention: transformers' name of the attention: `SHARED_PREFIX` for packed rows, else one of the model's own,
+            for separate ones (`packing_proof.Packing.attention`).
     """
-    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=SHARED_PREFIX)
+    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+    return in_training(model, gradient_checkpointing)
+
+
+def in_training(model: PreTrainedModel, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """Prepare a model for training: it computes as in evaluation, because the policy must be the one that generated.
+
+    So there is neither dropout nor a router's noise, whatever the family names them. Layers that checkpoint are in
+    training mode themselves, not the modules inside, as they ask for it.
+    """
+    model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # train() is only for checkpointing. Dropout is disabled, because the policy must be the one that generated.
-    for name, value in model.config.to_dict().items():
-        if name.endswith("dropout") and isinstance(value, float) and value > 0:
-            setattr(model.config, name, 0.0)
-    model.train()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
     return model

@@ -34,17 +34,18 @@ from transformers import PretrainedConfig
 from scheduler.cost.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import OptimizerConfig, RunConfig
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, UserError
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
-from streamrl.training.critic import load_critic
+from streamrl.training.critic import Critic, load_critic
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, shard
 from streamrl.training.losses import kl_estimate
-from streamrl.training.objective import MicroStats, Objective, policy_objective, value_objective
+from streamrl.training.objective import MicroStats, Objective, merged, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
+from streamrl.training.packing_choice import Packing, decide_packing
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.step_guard import refusal
 from streamrl.weights.finite import first_not_finite
@@ -98,6 +99,24 @@ def _shape(config: PretrainedConfig) -> Transformer | None:
         return None
 
 
+def agreed_packing(run: RunConfig, model_path: str) -> Packing:
+    """Return how a model is packed (`packing_choice.py`): rank 0 decides for all. A collective.
+
+    Raises:
+        RunFailed: on every rank, if nothing is proven right.
+    """
+    found: list[Packing | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide_packing(run, model_path)
+        except UserError as error:
+            found[0] = str(error)
+    dist.broadcast_object_list(found)
+    if not isinstance(found[0], Packing):
+        raise RunFailed(str(found[0]))
+    return found[0]
+
+
 class Trainer:
     """One trainer rank; torch.distributed must be initialised."""
 
@@ -109,6 +128,7 @@ class Trainer:
         critic_path: str | None = None,
         division: Division | None = None,
         published: torch.dtype | None = None,
+        packing: Packing | None = None,
     ) -> None:
         """Load and shard the models that the run's algorithm needs.
 
@@ -119,27 +139,30 @@ class Trainer:
             critic_path: HF folder or id of the critic's initial weights; None: `model_path`.
             division: division of each model among the ranks, see `learner.shard`.
             published: type of the published weights; None: the compute type.
+            packing: packing of the model (`agreed_packing`); None: decided here.
         """
         self.run, self.device = run, device
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
-        policy = load_policy(model_path, checkpointing)
+        self.packing = packing or agreed_packing(run, model_path)
+        policy = load_policy(model_path, checkpointing, self.packing.attention)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
         self._shape = _shape(self.policy.model.config)
 
         def frozen() -> Policy:
-            return shard(load_policy(model_path), run, device, False, division)
+            return shard(load_policy(model_path, attention=self.packing.attention), run, device, False, division)
 
         self.reference = frozen() if algorithm.needs_reference else None
         self.proximal = frozen() if algorithm.needs_proximal(run.schedule.sync_every) else None
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
-        self.critic = (
-            Learner(load_critic(critic_path or model_path, checkpointing), self.ppo.critic.lr, run, device, division)
-            if self.ppo
-            else None
-        )
+        self.critic: Learner[Critic] | None = None
+        if self.ppo:
+            own = agreed_packing(run, critic_path) if critic_path else self.packing
+            critic = load_critic(critic_path or model_path, checkpointing, own.attention)
+            self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
+        self._separate = self.policy.separate or (self.critic is not None and self.critic.model.separate)
         self._micro_batches = 0
         """Micro-batches accumulated for the next step."""
         self._bad_losses: list[str] = []
@@ -158,11 +181,13 @@ class Trainer:
         """
         if self.reference is None:
             raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to prepare with")
-        batch = pack(groups or [NOTHING]).to(self.device)
-        with torch.no_grad():
-            logprobs = self.reference(batch, self.run.sampling.temperature)[0]
-        values: FloatArray = logprobs.cpu().numpy()
-        return values if groups else values[:0]
+        found: list[FloatArray] = []
+        for part in self._parts(groups):
+            batch = pack(part or [NOTHING]).to(self.device)
+            with torch.no_grad():
+                logprobs = self.reference(batch, self.run.sampling.temperature)[0]
+            found.append(logprobs.cpu().numpy()[: None if part else 0])
+        return np.concatenate(found)
 
     def accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool = False) -> MicroStats:
         """Run one micro-batch forward and backward; add the gradients of the *summed* losses of policy and critic.
@@ -176,6 +201,27 @@ class Trainer:
         Raises:
             ValueError: `reference_given` is True and a sequence lacks them.
         """
+        self._micro_batches += 1
+        parts = self._parts(groups)
+        last = len(parts) - 1
+        return merged(
+            [self._accumulate(part, is_last and at == last, reference_given) for at, part in enumerate(parts)]
+        )
+
+    def _parts(self, groups: list[TrainGroup]) -> list[list[TrainGroup]]:
+        """Cut a share, in its order, into what one pass takes; every rank has as many parts, some of them empty.
+
+        A share fits into one packed row. Separate rows repeat their prompts, so that more tokens come of it.
+        """
+        if not self._separate:
+            return [groups]
+        parts = split_into_rows(groups, self.run.batch.micro_batch_tokens)
+        count = torch.tensor(max(1, len(parts)), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return parts + [[]] * (int(count) - len(parts))
+
+    def _accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool) -> MicroStats:
+        """Run one pass; see `accumulate`."""
         batch = pack(groups or [NOTHING]).to(self.device)
         temperature = self.run.sampling.temperature
         with torch.no_grad():
@@ -198,7 +244,6 @@ class Trainer:
             reference,
         )
         self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
-        self._micro_batches += 1
         if not groups:
             return MicroStats()
         sums |= objective.sums | {"entropy_sum": entropy.sum()}
@@ -207,7 +252,7 @@ class Trainer:
             self._bad_losses.append(f"micro-batch {self._micro_batches}")
         return MicroStats(
             tokens=batch.loss_tokens,
-            row_tokens=batch.input_ids.numel(),
+            row_tokens=batch.row_tokens(self.policy.separate),
             flops=self._flops(batch, reference_given),
             sequences=batch.sequences,
             entropy_tokens=len(entropy),
@@ -221,7 +266,8 @@ class Trainer:
         """
         if self._shape is None:
             return 0.0
-        tokens, squares = batch.input_ids.numel(), batch.squares
+        separate = self.policy.separate
+        tokens, squares = batch.row_tokens(separate), batch.squares(separate)
         extra = (self.reference is not None and not reference_given) + (self.proximal is not None)
         policy = self._shape.forward_flops(tokens, squares, batch.loss_tokens)
         critic = self._shape.forward_flops(tokens, squares, 0) if self.critic else 0.0

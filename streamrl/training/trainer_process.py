@@ -58,7 +58,7 @@ from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub
 from streamrl.training.learner import Division, agreed_type
-from streamrl.training.trainer import Trainer
+from streamrl.training.trainer import Trainer, agreed_packing
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
@@ -88,6 +88,8 @@ class TrainerWorker:
         self.version = 0
         self.canary: Canary | None = None
         """The run's canary, from its first measurement on."""
+        self.packing: dict[str, str] = {}
+        """How the trainer packs, and why; for heartbeats. Empty: not decided yet."""
         self.threads = 1
         """Number of CPU threads for computing."""
         self.computing = ThreadPoolExecutor(1, "compute")
@@ -113,6 +115,7 @@ class TrainerWorker:
                 "state": self.state,
                 "weight_version": self.version,
                 **self.context.compute_type_status,
+                **self.packing,
             }
             self._say(waiting_for(["the controller"]))
             await link.connect(self.context.addresses.controller, self.limits.startup_s)
@@ -153,8 +156,12 @@ class TrainerWorker:
         division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
         model = resolve_model(self.run_config.model.path)
         published = getattr(torch, self.context.wire_type)
+        self._say("deciding how to pack groups")
+        packing = agreed_packing(self.run_config, model)
+        self.packing = {"packing": packing.kind, "packing_why": packing.why}
+        log.info("packs groups: %s", packing)
         self._say("loading the model")
-        self.trainer = Trainer(self.run_config, model, device, critic_path, division, published)
+        self.trainer = Trainer(self.run_config, model, device, critic_path, division, published, packing)
         if self.context.resume and (step := self.checkpoints.latest()) is not None:
             self._say(f"loading the checkpoint of step {step}")
             self.trainer.load(self.checkpoints.path(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention
 from streamrl.training.attention import PLAIN_SCORES
 from streamrl.training.packing import pack
@@ -103,7 +104,7 @@ def test_squares_count_the_pairs_that_attention_multiplies() -> None:
         pairs += sum(place + 0.5 for place in range(len(group.prompt_tokens)))
     batch = pack(groups)
     filler = batch.input_ids.numel() - sum(group.tokens for group in groups)  # sees itself only
-    assert batch.squares == 2 * pairs + filler
+    assert batch.squares(separate=False) == 2 * pairs + filler
 
 
 def test_a_row_is_even_and_what_fills_it_up_changes_nothing(tiny_model: Path) -> None:
@@ -117,3 +118,20 @@ def test_a_row_is_even_and_what_fills_it_up_changes_nothing(tiny_model: Path) ->
         assert batch.input_ids.numel() % 2 == 0 and len(batch.layout) - 1 == sum(g.tokens for g in groups) % 2
         expected = separate_logprobs(plain, groups, 1.0)
         torch.testing.assert_close(policy(batch, 1.0)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_their_own_are_cut_by_their_padded_tokens() -> None:
+    groups = random_groups(9, samples=5)
+    parts = split_into_rows(groups, max_tokens=40)
+    lengths = [[len(g.prompt_tokens) + len(s.completion_tokens) for g in part for s in g.sequences] for part in parts]
+    assert all(len(part) * max(part) <= 40 or len(part) == 1 for part in lengths)
+    assert all((len(one) + 1) * max(two[0], *one) > 40 for one, two in itertools.pairwise(lengths))
+    seen = [(g.group_id, id(s)) for part in parts for g in part for s in g.sequences]
+    assert seen == [(g.group_id, id(s)) for g in groups for s in g.sequences]
+
+
+def test_dropout_and_noise_of_training_are_off(tiny_model: Path) -> None:
+    for checkpointing in (False, True):
+        modules = list(load_policy(str(tiny_model), checkpointing).model.modules())
+        training = [type(module).__name__ for module in modules if module.training]
+        assert training == (["LlamaDecoderLayer"] * 2 if checkpointing else [])

@@ -103,6 +103,29 @@ def test_closing_a_batch_with_an_empty_micro_batch_adds_nothing(
     assert torch.equal(accumulated_gradient(trainer, [groups, []]), accumulated_gradient(trainer, [groups]))
 
 
+def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one_rank: None) -> None:
+    groups = random_groups(4)
+    found = []
+    for packing, rows in (("shared", 2048), ("separate", 2048), ("separate", 64)):
+        batch = {"packing": packing, "micro_batch_tokens": rows}
+        trainer = Trainer(run_config(tiny_model, algorithm=PPO, batch=batch), str(tiny_model), CPU)
+        assert trainer.packing.kind == packing and trainer.policy.separate == (packing == "separate")
+        reference = trainer.prepare(groups)
+        stats = trainer.accumulate(prepared(groups, reference), is_last=True, reference_given=True)
+        assert trainer.critic is not None
+        gradients = [p.grad for model in (trainer.policy, trainer.critic.model) for p in model.parameters()]
+        found.append((reference, stats, torch.cat([gradient.flatten() for gradient in gradients])))
+    shared, whole, parts = found
+    for reference, stats, gradient in (whole, parts):
+        np.testing.assert_allclose(reference, shared[0], rtol=1e-5, atol=1e-5)
+        assert relative_error(gradient, shared[2]) < 1e-5
+        assert (stats.tokens, stats.sequences) == (shared[1].tokens, shared[1].sequences)
+        assert stats.loss_sum == pytest.approx(shared[1].loss_sum, rel=1e-4)
+        assert stats.ratio_max == pytest.approx(shared[1].ratio_max, rel=1e-4)
+    prompts = sum(len(group.prompt_tokens) - 1 for group in groups for _ in group.sequences)
+    assert whole[1].row_tokens == parts[1].row_tokens == prompts + whole[1].tokens
+
+
 def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: None) -> None:
     trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
     groups = random_groups(2)
@@ -342,10 +365,12 @@ def _rank(
     resume: str | None,
     algorithm: dict[str, Any],
     division: Division,
+    batch: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    config = run_config(Path(model), algorithm=algorithm, schedule={"name": "stream", "sync_every": 2})
+    schedule = {"name": "stream", "sync_every": 2}
+    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch)
     trainer = Trainer(config, model, CPU, division=division)
     if resume:
         trainer.load(Path(resume))
@@ -385,6 +410,7 @@ def _spawn(
     algorithm: dict[str, Any],
     resume: Path | None = None,
     division: Division | None = None,
+    batch: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     arguments = (
         ranks,
@@ -394,6 +420,7 @@ def _spawn(
         str(resume) if resume else None,
         algorithm,
         division or Division(),
+        batch or {},
     )
     run_ranks(ranks, _rank, *arguments)
     return torch.load(out / "weights.pt")
@@ -429,6 +456,11 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     two = _spawn(2, tiny_model, tmp_path / "two", algorithm)
     assert relative_error(gradient_of(tmp_path / "two"), gradient_of(tmp_path / "one")) < 1e-5
     same_updates(two, one, start)
+    # every completion in a row of its own, in small parts, of which one rank has more than the other
+    rows = {"packing": "separate", "micro_batch_tokens": 64}
+    separate = _spawn(2, tiny_model, tmp_path / "separate", algorithm, batch=rows)
+    assert relative_error(gradient_of(tmp_path / "separate"), gradient_of(tmp_path / "one")) < 1e-5
+    same_updates(separate, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
     again_one = _spawn(1, tiny_model, tmp_path / "again-one", algorithm, tmp_path / "two")
     again_two = _spawn(2, tiny_model, tmp_path / "again-two", algorithm, tmp_path / "two")
@@ -497,6 +529,6 @@ def test_operations_are_counted_as_torch_counts_them(tiny_model: Path, one_rank:
         batch = pack(groups)
         models = 4 + (3 if trainer.critic else 0)
         assert trainer._shape is not None
-        attention = models * trainer._shape.forward_flops(0, batch.squares)
+        attention = models * trainer._shape.forward_flops(0, batch.squares(separate=False))
         assert stats.flops - attention == pytest.approx(products, rel=0.02)
         assert stats.row_tokens == batch.input_ids.shape[1]

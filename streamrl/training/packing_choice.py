@@ -1,0 +1,206 @@
+"""The packing of a run: `batch.packing`, with `auto` decided by the proof of `packing_proof.py`. No torch.
+
+The proof is made once for an architecture, these versions of torch and transformers, and this code; then its result is
+read from the cache. It runs in a process of its own (`python -m streamrl.training.packing_choice FOLDER`) unless the
+caller has imported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from streamrl.atomic_files import replace_json
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.machine.model_files import cache_directory
+
+LIMIT_S = 300.0
+"""Seconds that the proving process may take; importing torch and transformers takes nearly all of them."""
+
+PackingKind = Literal["shared", "separate"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to compute a batch, against the model's definition."""
+
+    kind: PackingKind
+    attention: str
+    """transformers' name of its attention."""
+    logprob_error: float = math.inf
+    """Largest difference of a log-probability, in nats."""
+    gradient_error: float = math.inf
+    """Largest relative difference of a parameter's gradient (L2 norms)."""
+    differs: str = ""
+    """What differs and where; '': nothing beyond rounding."""
+
+
+@dataclass(frozen=True)
+class PackingProof:
+    """What was found for an architecture."""
+
+    model_type: str
+    """transformers' name of the architecture."""
+    ways: tuple[Comparison, ...]
+    """All ways to compute a batch, the fastest first; a kind of packing may have several."""
+    longest: int | None = None
+    """Longest row for which it holds (`small_config.longest_exact`); None: any."""
+    unproven: str = ""
+    """Why there is no proof: its small model could not be built and run; '': there is one."""
+    refuted: str = ""
+    """Why no packing can be right: it is no causal language model; '': it is one."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The way in which the trainer computes a batch."""
+
+    kind: PackingKind
+    attention: str
+    """transformers' name of the attention."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.why})"
+
+
+def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, max_context: int) -> Packing:
+    """Decide how a model is packed.
+
+    Args:
+        asked: `batch.packing`.
+        proof: what was found for the model's architecture.
+        max_context: `model.max_context`.
+
+    Raises:
+        UserError: nothing is proven right, or what was asked for is proven wrong.
+    """
+    name = proof.model_type
+    if proof.refuted:
+        raise UserError(f"model.path: {name} cannot be trained: {proof.refuted}")
+    if proof.longest is not None and max_context > proof.longest:
+        raise UserError(
+            f"model.max_context: {max_context} is more than the {proof.longest} tokens up to which the rotations of "
+            f"{name} do not depend on the other rows of a batch; beyond, trainer and generator differ. "
+            f"Set at most {proof.longest}"
+        )
+    if proof.unproven:
+        if asked == "separate":
+            return Packing("separate", "eager", f"set by hand; not proven: {proof.unproven}")
+        raise UserError(
+            f"batch.packing: {asked}: nothing is proven for {name}, because its architecture {proof.unproven}. "
+            "batch.packing: separate trains it with its own attention, unproven"
+        )
+    shared = [way for way in proof.ways if way.kind == "shared"]
+    separate = next((way for way in proof.ways if way.kind == "separate" and not way.differs), None)
+    wrong = next((way.differs for way in shared if way.differs), "")
+    if asked != "separate" and not wrong:
+        figures = max(way.logprob_error for way in shared), max(way.gradient_error for way in shared)
+        return Packing("shared", shared[0].attention, f"proven for {name}, {_figures(*figures)}")
+    if asked == "shared":
+        raise UserError(f"batch.packing: shared is wrong for {name}: {wrong}. Set batch.packing: auto")
+    if separate is None:
+        differs = [way.differs for way in proof.ways if way.kind == "separate"]
+        raise UserError(f"model.path: {name} cannot be trained: with its own attention, {differs[-1]}")
+    own = f"{separate.attention}, {_figures(separate.logprob_error, separate.gradient_error)}"
+    reason = "set by hand" if asked == "separate" else f"shared is wrong for {name}: {wrong}"
+    return Packing("separate", separate.attention, f"{reason}; {own}")
+
+
+def decide_packing(run: RunConfig, folder: str) -> Packing | None:
+    """Decide how a run packs the model of a folder; None: this machine has no torch, so the trainer decides.
+
+    Raises:
+        UserError: nothing is proven right, or what was asked for is proven wrong.
+    """
+    proof = packing_proof(Path(folder))
+    return None if proof is None else choose_packing(run.batch.packing, proof, run.model.max_context)
+
+
+def packing_proof(folder: Path) -> PackingProof | None:
+    """Return the proof for the model of a folder, made now or cached; None: torch is not installed.
+
+    Raises:
+        UserError: the proof could not be made, for a reason that is not the model's.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    path = cache_directory() / "machine" / f"packing-{_key(folder)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return _read(path.read_text())
+    text = _prove_here(folder) if "torch" in sys.modules else _prove_apart(folder)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_json(path, json.loads(text))
+    return _read(text)
+
+
+def _read(text: str) -> PackingProof:
+    values = json.loads(text)
+    return PackingProof(**values | {"ways": tuple(Comparison(**way) for way in values["ways"])})
+
+
+def _figures(logprobs: float, gradient: float) -> str:
+    return f"log-probabilities within {logprobs:.0e} nats, gradients within {gradient:.0e}"
+
+
+def _key(folder: Path) -> str:
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    config = (folder / "config.json").read_bytes().decode(errors="replace")
+    return hashlib.blake2b(json.dumps([versions, _code(), config]).encode(), digest_size=8).hexdigest()
+
+
+@lru_cache
+def _code() -> str:
+    """Return a hash of the code that computes a batch and proves it: all of this package."""
+    parts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+
+
+def _prove_here(folder: Path) -> str:
+    from transformers import AutoConfig
+
+    from streamrl.training.packing_proof import prove
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: transformers cannot read {folder / 'config.json'}: {error}") from error
+    return json.dumps(asdict(prove(config)))
+
+
+def _prove_apart(folder: Path) -> str:
+    command = [sys.executable, "-m", "streamrl.training.packing_choice", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"the packing of {folder} could not be proven: {error}") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise UserError(f"the packing of {folder} could not be proven: {last}")
+    return done.stdout.splitlines()[-1]
+
+
+def main() -> None:
+    """Prove the packing of the model in a folder, and print what was found as JSON."""
+    try:
+        print(_prove_here(Path(sys.argv[1])))
+    except UserError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The proof of a model's packing: its own architecture, small and random, run packed and run alone.
+
+    reference   every sequence alone, through transformers' eager attention and its own head: the model's definition
+    shared      packed groups with shared prompts, by both formulas of `attention.py`
+    separate    a padded row per completion, with transformers' `sdpa` or, where that leaves something out, `eager`
+
+All in fp32. Log-probabilities and gradients must agree to rounding, else the reason names the layer where they part.
+`packing_choice.py` keeps the result and decides by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG
+from streamrl.training.hidden_states import padded_rows
+from streamrl.training.packing import PackedBatch, pack
+from streamrl.training.packing_choice import Comparison, PackingKind, PackingProof
+from streamrl.training.policy_model import Policy, in_training
+from streamrl.training.small_config import longest_exact, small_config
+
+LOGPROB_BOUND = 2e-4
+"""Largest difference of a log-probability, in nats, that counts as rounding; wrong masks give 0.1 and more."""
+GRADIENT_BOUND = 2e-3
+"""Largest relative difference of a parameter's gradient that counts as rounding."""
+TEMPERATURE = 0.8
+"""Temperature of the proof; not 1, so that its order with the head's scaling matters."""
+WAYS: tuple[tuple[PackingKind, str], ...] = (
+    ("shared", SHARED_PREFIX),
+    ("shared", SHARED_PREFIX_LONG),
+    ("separate", "sdpa"),
+    ("separate", "eager"),
+)
+"""Packings and transformers' names of their attention, the fastest first."""
+LARGEST_MODEL = 50_000_000
+"""Parameters of a small model above which it is not small: its configuration has keys that are not known here."""
+
+
+def prove(config: PretrainedConfig) -> PackingProof:
+    """Build the architecture small and random, and compare all ways to compute it; takes one or two seconds."""
+    kind = config.get_text_config().model_type
+    try:
+        model = small_model(config)
+        reference = _reference(model, proof_groups())
+        if later := _seen_later(model):
+            return PackingProof(kind, (), refuted=f"it is no causal language model: {later}")
+    except Exception as error:  # whatever a family's own code raises is the reason
+        return PackingProof(kind, (), unproven=f"cannot be built and run small: {_first_line(error)}")
+    return PackingProof(kind, tuple(_compare(model, *way, reference) for way in WAYS), longest_exact(config))
+
+
+def small_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Build a model's architecture small, in fp32, with random weights that make every part count.
+
+    Args:
+        config: configuration of the full model.
+        seed: seed of the weights.
+
+    Raises:
+        ValueError: its configuration has sizes under names that are not known here.
+    """
+    small = small_config(config)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
+    if size > LARGEST_MODEL:
+        raise ValueError(f"its small model has {size / 1e6:.0f} million parameters")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            small, attn_implementation="eager", dtype=torch.float32
+        )
+    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if id(parameter) in embeddings:
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim > 1:  # activations and scores of about 1
+                parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+            else:  # scales, biases and sinks, which families start at 0 or 1
+                parameter.add_(0.3 * noise)
+    return in_training(model)
+
+
+def proof_groups(seed: int = 0) -> list[TrainGroup]:
+    """Return groups whose prompts and completions are shorter and longer than a window, and as short as 1."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(count: int) -> Any:
+        return rng.integers(3, 250, count).astype(np.int32)
+
+    return [
+        TrainGroup(
+            f"group-{number}",
+            tokens(prompt),
+            [TrainSequence(tokens(n), np.zeros(n, np.float32), float(rng.normal())) for n in completions],
+        )
+        for number, (prompt, completions) in enumerate([(11, (9, 1, 14, 6)), (1, (3, 12)), (5, (20, 4))])
+    ]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The batch computed by the model's definition."""
+
+    batch: PackedBatch
+    weights: torch.Tensor
+    """Weight of each token in the loss whose gradient is compared, [N]."""
+    logprobs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    states: list[torch.Tensor]
+    """Each layer's output before each completion token, [N, d]."""
+
+
+def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Reference:
+    batch = pack(list(groups))
+    weights = torch.randn(batch.loss_tokens, generator=torch.Generator().manual_seed(1))
+    parts, states = [], []
+    for group in groups:
+        for seq in group.sequences:
+            ids = torch.from_numpy(np.concatenate([group.prompt_tokens, seq.completion_tokens]).astype(np.int64))[None]
+            with _LayerOutputs(model) as layers:
+                logits = model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE
+            rows = slice(len(group.prompt_tokens) - 1, ids.shape[1] - 1)
+            parts.append(torch.log_softmax(logits[rows], -1).gather(-1, ids[0, rows.start + 1 :, None])[:, 0])
+            states.append([output[0, rows] for output in layers.outputs])
+    logprobs = torch.cat(parts)
+    gradients = _gradients(model, logprobs, weights)
+    return _Reference(
+        batch, weights, logprobs.detach(), gradients, [torch.cat(list(layer)) for layer in zip(*states, strict=True)]
+    )
+
+
+def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, reference: _Reference) -> Comparison:
+    separate = kind == "separate"
+    try:
+        model.set_attn_implementation(attention)
+        policy = Policy(model, separate)
+        with _LayerOutputs(model) as layers:
+            logprobs = policy(reference.batch, TEMPERATURE)[0]
+        gradients = _gradients(model, logprobs, reference.weights)
+    except Exception as error:
+        return Comparison(kind, attention, differs=_first_line(error))
+    finally:
+        model.set_attn_implementation("eager")
+    largest = float((logprobs.detach() - reference.logprobs).abs().max())
+    name, worst = _worst_gradient(gradients, reference.gradients)
+    differs = ""
+    if not largest <= LOGPROB_BOUND:
+        where = _first_layer_that_differs(model, layers.outputs, reference, separate)
+        differs = f"{where}; log-probabilities differ by up to {largest:.2g} nats"
+    elif not worst <= GRADIENT_BOUND:
+        differs = f"the gradient of {name} differs by {worst:.1%}"
+    return Comparison(kind, attention, largest, worst, differs)
+
+
+def _gradients(model: nn.Module, logprobs: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (logprobs * weights).sum().backward()
+    found = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad()
+    return found
+
+
+def _worst_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[str, float]:
+    """Return the parameter with the largest relative difference, and that; tiny gradients count by the largest."""
+    norms = {name: float(gradient.norm()) for name, gradient in theirs.items()}
+    floor = 1e-3 * max(norms.values())
+    errors = {name: float((ours[name] - theirs[name]).norm()) / (norms[name] + floor) for name in theirs}
+    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
+    return worst, errors[worst]
+
+
+def _first_layer_that_differs(
+    model: PreTrainedModel, outputs: Sequence[torch.Tensor], reference: _Reference, separate: bool
+) -> str:
+    """Name the first layer whose output differs, by its type in the configuration, else the head."""
+    rows = padded_rows(reference.batch.layout).sources if separate else reference.batch.source_index
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    layers = _layers(model)
+    for number, (ours, theirs) in enumerate(zip(outputs, reference.states, strict=False)):
+        difference = float((ours.flatten(0, 1)[rows] - theirs).norm() / theirs.norm())
+        if not difference <= GRADIENT_BOUND:
+            kind = f"{types[number]}, " if number < len(types) else ""
+            return f"layer {number} ({kind}{type(layers[number]).__name__}) differs by {difference:.0%}"
+    return "all layers agree, the output head differs"
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    found = getattr(model.base_model, "layers", None)
+    return list(found) if isinstance(found, nn.ModuleList) else []
+
+
+class _LayerOutputs:
+    """Collects the outputs of the decoder layers, [B, L, d] each, during one forward pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.outputs: list[torch.Tensor] = []
+        self._modules = _layers(model)
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _LayerOutputs:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self.outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        self._hooks = [module.register_forward_hook(keep) for module in self._modules]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _seen_later(model: PreTrainedModel) -> str:
+    """Return how much a token's prediction changes with the tokens after it; '': not at all."""
+    ids = torch.arange(5, 21)[None]
+    other = ids.clone()
+    other[0, 12:] += 100
+    ours, theirs = (model(input_ids=x, use_cache=False).logits[0, :12].log_softmax(-1) for x in (ids, other))
+    change = float((ours - theirs).abs().max())
+    return "" if change <= LOGPROB_BOUND else f"later tokens change a log-probability by {change:.2g} nats"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

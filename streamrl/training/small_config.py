@@ -1,0 +1,153 @@
+"""A model's architecture made small: the same layers, masks and scalings, with few of everything else.
+
+Every kind of layer stays, because the first layers are kept until each kind has appeared. Windows, chunks and soft caps
+shrink with the lengths and scores of a test, so that they bite there. Ratios that choose a code path stay: grouped
+heads, tied embeddings, the shared experts, the partial rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+HEAD_SIZE = 32
+"""Size of a head: the smallest that vLLM's attention for CPUs has."""
+WINDOW = 7
+"""Tokens that a windowed layer sees; the sequences of the proof have up to 25."""
+
+LARGEST: Mapping[str, float] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": HEAD_SIZE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW + 1,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 2.0,
+}
+"""Largest value of each size; smaller ones stay, and so do those that are switched off."""
+
+PERIODS = ("_period", "_interval", "_pattern", "sparse_step")
+"""Ends of the names of keys that say after how many layers a kind comes again."""
+
+
+def kept_layers(values: Mapping[str, Any]) -> int:
+    """Return how many of the first layers have every kind of layer between them; at least 2.
+
+    Args:
+        values: a model's configuration.
+    """
+    count = int(values.get("num_hidden_layers") or 0)
+    lists = [value for value in values.values() if isinstance(value, (list, tuple)) and len(value) == count]
+    dense = values.get("first_k_dense_replace") or 0
+    only = values.get("mlp_only_layers") or ()
+    kinds = [(str([value[layer] for value in lists]), layer < dense, layer in only) for layer in range(count)]
+    needed = max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
+    if not lists:
+        periods = [value for key, value in values.items() if isinstance(value, int) and key.endswith(PERIODS)]
+        needed = max(needed, *periods, 1) if periods else needed
+    return min(count, max(needed, 2))
+
+
+def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values, and those of its parts (`text_config`), made small."""
+    small = dict(values)
+    small.pop("quantization_config", None)  # the trainer's weights are never quantized
+    layers, count = kept_layers(values), values.get("num_hidden_layers")
+    for key, value in values.items():
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            small[key] = list(value[:layers])
+        elif key == "mlp_only_layers" and value:
+            small[key] = [layer for layer in value if layer < layers]
+        elif isinstance(value, dict) and key.endswith("_config"):
+            small[key] = small_values(value)
+        elif key in LARGEST and isinstance(value, (int, float)) and not isinstance(value, bool):
+            small[key] = min(value, type(value)(LARGEST[key]))
+    if count:
+        small["num_hidden_layers"] = layers
+    if values.get("qk_rope_head_dim") is not None and values.get("head_dim") == values["qk_rope_head_dim"]:
+        small["head_dim"] = small["qk_rope_head_dim"]  # of the rotated part alone (DeepSeek)
+    _shrink_heads(small)
+    size = _rotated_size(small)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(key), dict):
+            small[key] = _small_rope(values[key], size)
+    vocabulary = small.get("vocab_size")
+    for key, value in values.items():  # all at the end, so that the first tokens stay ordinary
+        if vocabulary and key.endswith("_token_id") and isinstance(value, (int, list)):
+            small[key] = min(value, vocabulary - 1) if isinstance(value, int) else [vocabulary - 1]
+    return small
+
+
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the same architecture made small; the model is built from it at random."""
+    values = small_values(config.to_dict())
+    values |= {"dtype": "float32", "use_cache": False}
+    return type(config).from_dict(values)
+
+
+def longest_exact(config: PretrainedConfig) -> int | None:
+    """Return the length from which on a token's rotation depends on the length of its whole row; None: it never does.
+
+    Frequencies of the kinds `longrope` and `dynamic` change as a row grows beyond the original context, in transformers
+    with the longest row of a batch, and in vLLM with the longest that it may ever serve.
+    """
+    text = config.get_text_config().to_dict()
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = []
+    for one in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        if one.get("rope_type", one.get("type")) in ("longrope", "dynamic"):
+            original = one.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+            found.append(int(original or text.get("max_position_embeddings") or 0))
+    return min(found, default=None)
+
+
+def _shrink_heads(small: dict[str, Any]) -> None:
+    heads, groups = small.get("num_attention_heads"), small.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return
+    groups = groups if isinstance(groups, int) else heads
+    few = min(groups, 2 if groups < heads else 4)
+    small["num_attention_heads"] = few if groups == heads else 2 * few
+    if small.get("num_key_value_heads") is not None:
+        small["num_key_value_heads"] = few
+    if small.get("head_dim") is None and isinstance(small.get("hidden_size"), int):
+        small["hidden_size"] = small["num_attention_heads"] * HEAD_SIZE
+
+
+def _rotated_size(small: Mapping[str, Any]) -> int:
+    """Return how many components of a head are rotated."""
+    rope = small.get("rope_parameters") or {}
+    share = small.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    size = small.get("qk_rope_head_dim") or small.get("head_dim") or HEAD_SIZE
+    return int(size * share)
+
+
+def _small_rope(values: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Cut the factors of each frequency to the rotated size; nested for families with several kinds of layers."""
+    small: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            small[key] = _small_rope(value, size)
+        else:
+            small[key] = list(value)[: size // 2] if key in ("short_factor", "long_factor") else value
+    return small

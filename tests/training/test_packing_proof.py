@@ -1,0 +1,121 @@
+"""Every family's packing is proven or refused, and `batch.packing` is decided by that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config
+
+from streamrl.errors import UserError
+from streamrl.training import packing_choice, packing_proof
+from streamrl.training.packing_choice import Comparison, PackingProof, choose_packing
+from streamrl.training.packing_choice import packing_proof as proof_of
+from streamrl.training.packing_proof import prove
+from streamrl.training.small_config import kept_layers, small_config
+from streamrl.verify.families import FAMILIES
+from tests.tiny_model import save_tiny_model
+
+SEPARATE = {"Qwen3-Next"}
+"""Families with layers that packed rows cannot serve."""
+EAGER = {"Gemma 2", "gpt-oss"}
+"""Families whose soft caps or sinks transformers' sdpa leaves out."""
+
+
+HEAD = {"Gemma 2", "Granite", "Cohere 2"}
+"""Families whose head scales or caps its logits."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.xfail(reason="the head is not the model's", strict=True)])
+        if family in HEAD
+        else family
+        for family in FAMILIES
+    ],
+)
+def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
+    proof = prove(FAMILIES[family]())
+    assert not proof.unproven and not proof.refuted
+    wrong = {(way.kind, way.attention): way.differs for way in proof.ways if way.differs}
+    expected = {(kind, name) for kind, name in packing_proof.WAYS if kind == "shared" and family in SEPARATE}
+    expected |= {("separate", "sdpa")} if family in EAGER else set()
+    assert set(wrong) == expected, wrong
+    choice = choose_packing("auto", proof, 512)
+    assert choice.kind == ("separate" if family in SEPARATE else "shared")
+    separate = choose_packing("separate", proof, 512)
+    assert separate.attention == ("eager" if family in EAGER else "sdpa") and "set by hand" in separate.why
+
+
+def test_the_layer_type_that_a_packed_row_cannot_serve_is_named() -> None:
+    proof = prove(FAMILIES["Qwen3-Next"]())
+    assert r"layer 0 (linear_attention, Qwen3NextDecoderLayer) differs" in choose_packing("auto", proof, 512).why
+    with pytest.raises(UserError, match=r"batch.packing: shared is wrong for qwen3_next: layer 0 \(linear_attention"):
+        choose_packing("shared", proof, 512)
+
+
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    proof = prove(Gemma3TextConfig(use_bidirectional_attention=True))
+    assert "no causal language model: later tokens change a log-probability by" in proof.refuted
+    with pytest.raises(UserError, match="gemma3_text cannot be trained"):
+        choose_packing("separate", proof, 512)
+
+
+def test_what_nothing_proves_is_refused_with_what_differs() -> None:
+    wrong = Comparison("separate", "eager", 1.0, 1.0, "layer 0 (odd_attention, OddLayer) differs by 9%")
+    proof = PackingProof("odd", (Comparison("shared", "s", 2.0, 2.0, "layer 0 differs"), wrong))
+    with pytest.raises(UserError, match=r"odd cannot be trained: with its own attention, layer 0 \(odd_attention"):
+        choose_packing("auto", proof, 512)
+    unproven = PackingProof("odd", (), unproven="cannot be built and run small: no head")
+    with pytest.raises(UserError, match="nothing is proven for odd, because its architecture cannot be built"):
+        choose_packing("auto", unproven, 512)
+    assert choose_packing("separate", unproven, 512).attention == "eager"
+
+
+def test_rotations_that_depend_on_the_longest_row_bound_the_context() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    config = Phi3Config(original_max_position_embeddings=4096, max_position_embeddings=131072, rope_parameters=rope)
+    proof = prove(config)
+    assert proof.longest == 4096 and not proof.unproven
+    assert choose_packing("auto", proof, 4096).kind == "shared"
+    with pytest.raises(UserError, match=r"model.max_context: 8192 is more than the 4096 tokens"):
+        choose_packing("auto", proof, 8192)
+
+
+def test_a_small_model_has_every_kind_of_layer_and_windows_that_bite() -> None:
+    config = Qwen2Config(num_hidden_layers=9, use_sliding_window=True, max_window_layers=3, sliding_window=4096)
+    small = small_config(config)
+    assert small.layer_types == ["full_attention"] * 3 + ["sliding_attention"]
+    assert small.num_hidden_layers == 4 and small.sliding_window == 7
+    assert kept_layers({"num_hidden_layers": 61, "first_k_dense_replace": 3}) == 4
+    assert kept_layers({"num_hidden_layers": 32, "attn_layer_period": 8}) == 8
+    assert kept_layers({"num_hidden_layers": 1}) == 1
+    assert small_config(LlamaConfig(num_attention_heads=32, num_key_value_heads=32)).num_key_value_heads == 4
+
+
+def test_a_proof_is_made_once_for_an_architecture_and_this_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(tmp_path / "model")
+    first = proof_of(model)
+    assert first is not None and {way.kind for way in first.ways} == {"shared", "separate"}
+
+    def never(folder: Path) -> str:
+        raise AssertionError(f"{folder} is proven again")
+
+    monkeypatch.setattr(packing_choice, "_prove_here", never)
+    assert proof_of(model) == first
+    monkeypatch.setattr(packing_choice, "_code", lambda: "another")
+    with pytest.raises(AssertionError, match="proven again"):
+        proof_of(model)
+
+
+def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: v.sum() + 0 * q)
+    proof = prove(FAMILIES["Llama"]())
+    wrong = {way.attention for way in proof.ways if way.differs}
+    assert wrong == {"streamrl_shared_prefix_long", "sdpa"}
+    assert "layer 0 (LlamaDecoderLayer) differs" in next(way.differs for way in proof.ways if way.differs)
