@@ -80,7 +80,7 @@ ORDERS = {
         {"weights", "tasks"},
         {"training", "generation"},
         {"controller"},
-        {"report", "diagnose"},
+        {"report", "diagnose", "verify"},
         {"launcher", "planning"},
         {"chaos"},
         {"cli"},

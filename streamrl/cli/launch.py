@@ -86,6 +86,8 @@ def command(
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
     click.echo(f"computes in {types}")
+    if not elsewhere and site in (None, cluster.trainer_site):
+        click.echo(f"packs groups: {_packing(run)}")
     from streamrl.launcher import supervisor
 
     supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
@@ -204,6 +206,14 @@ def _types(cluster: ClusterConfig, run: RunConfig, site: str | None, emulate: bo
     return "; ".join(parts)
 
 
+def _packing(run: RunConfig) -> str:
+    """Describe how the trainer packs groups, as preflight has found."""
+    from streamrl.machine.model_files import resolve_model
+    from streamrl.training.packing_choice import decide_packing
+
+    return str(decide_packing(run, resolve_model(run.model.path)) or "decided by the trainer")
+
+
 def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: TypeChoice | None) -> dict[str, str]:
     """Describe vLLM's settings on this machine's CPU; empty if no instance is started here."""
     from streamrl.machine.engine_settings import chosen_settings
@@ -239,6 +249,7 @@ def _print_plan(
         "model": f"{run.model.path} -> {_model_folder(run)}",
         "computes in": _types(cluster, run, site, emulate, types),
         **_engines(cluster, run, site, types),
+        **({"packing": _packing(run)} if types is not None and site in (None, cluster.trainer_site) else {}),
         "tasks": tasks,
         "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "
         f"at most {sampling.max_tokens} tokens each, temperature {sampling.temperature:g}",

@@ -48,6 +48,8 @@ def command(directory: Path, watch: bool) -> None:
         console.print(render(status, read_metrics(directory / layout.METRICS), time.time(), evaluated, stages))
         if status.why_types:
             console.print(f"computes in: {status.why_types}", style="dim", highlight=False)
+        if status.why_packing:
+            console.print(f"packs groups: {status.why_packing}", style="dim", highlight=False)
         return
     try:
         with LiveView(directory, console=console) as view:

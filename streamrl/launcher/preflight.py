@@ -20,6 +20,7 @@ from streamrl.errors import UserError
 from streamrl.machine.gpus import count_gpus
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
+from streamrl.training.packing_choice import decide_packing
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
@@ -58,7 +59,7 @@ def check(
         check_ray(cluster, run, site),
     ]
     if site in (None, cluster.trainer_site):
-        checks += [check_tasks(run), check_ranker(run)]
+        checks += [check_tasks(run), check_ranker(run), check_packing(run)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
@@ -172,6 +173,16 @@ def check_model(run: RunConfig) -> Iterable[str]:
     longest = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     if isinstance(longest, int) and run.model.max_context > longest:
         yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+
+
+def check_packing(run: RunConfig) -> Iterable[str]:
+    """Check that `batch.packing` is proven right for the models that are trained; the proof is kept."""
+    critic = run.algorithm.critic.path if isinstance(run.algorithm, PPOConfig) else None
+    for path in filter(None, (run.model.path, critic)):
+        try:
+            decide_packing(run, resolve_model(path))
+        except UserError as error:
+            yield str(error)
 
 
 def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:

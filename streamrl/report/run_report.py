@@ -200,7 +200,9 @@ def _training(data: RunData) -> str:
         "log-probability of the sampled tokens (0 when both compute identically, in the same type and with the same "
         "weights)."
     )
+    packing = data.status.why_packing if data.status else ""
     types = f"<p>Compute types: {escape(why)}.</p>" if why else ""
+    types += f"<p>Packing: {escape(packing)}.</p>" if packing else ""
     return section("Training", types, figure(plots.training_figure(data.rows), "training", caption))
 
 

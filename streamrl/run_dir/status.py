@@ -195,6 +195,11 @@ class RunStatus(StatusModel):
         return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
 
     @property
+    def why_packing(self) -> str:
+        """The trainer's packing and the reason for it; '': not decided yet."""
+        return next((f"{one.packing} ({one.packing_why})" for one in self.roles.values() if one.packing), "")
+
+    @property
     def final(self) -> bool:
         """Whether the run has ended, successfully or not."""
         return self.state in FINAL_STATES

@@ -33,7 +33,7 @@ PackingKind = Literal["shared", "separate"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PackingWay:
     """One way to compute a batch, against the model's definition."""
 
     kind: PackingKind
@@ -53,7 +53,7 @@ class PackingProof:
 
     model_type: str
     """transformers' name of the architecture."""
-    ways: tuple[Comparison, ...]
+    ways: tuple[PackingWay, ...]
     """All ways to compute a batch, the fastest first; a kind of packing may have several."""
     longest: int | None = None
     """Longest row for which it holds (`small_config.longest_exact`); None: any."""
@@ -149,7 +149,7 @@ def packing_proof(folder: Path) -> PackingProof | None:
 
 def _read(text: str) -> PackingProof:
     values = json.loads(text)
-    return PackingProof(**values | {"ways": tuple(Comparison(**way) for way in values["ways"])})
+    return PackingProof(**values | {"ways": tuple(PackingWay(**way) for way in values["ways"])})
 
 
 def _figures(logprobs: float, gradient: float) -> str:

@@ -24,7 +24,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.hidden_states import padded_rows
 from streamrl.training.packing import PackedBatch, pack
-from streamrl.training.packing_choice import Comparison, PackingKind, PackingProof
+from streamrl.training.packing_choice import PackingWay, PackingKind, PackingProof
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.small_config import longest_exact, small_config
 
@@ -141,7 +141,7 @@ def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Referen
     )
 
 
-def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, reference: _Reference) -> Comparison:
+def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
     separate = kind == "separate"
     try:
         model.set_attn_implementation(attention)
@@ -150,7 +150,7 @@ def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, referenc
             logprobs = policy(reference.batch, TEMPERATURE)[0]
         gradients = _gradients(model, logprobs, reference.weights)
     except Exception as error:
-        return Comparison(kind, attention, differs=_first_line(error))
+        return PackingWay(kind, attention, differs=_first_line(error))
     finally:
         model.set_attn_implementation("eager")
     largest = float((logprobs.detach() - reference.logprobs).abs().max())
@@ -161,7 +161,7 @@ def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, referenc
         differs = f"{where}; log-probabilities differ by up to {largest:.2g} nats"
     elif not worst <= GRADIENT_BOUND:
         differs = f"the gradient of {name} differs by {worst:.1%}"
-    return Comparison(kind, attention, largest, worst, differs)
+    return PackingWay(kind, attention, largest, worst, differs)
 
 
 def _gradients(model: nn.Module, logprobs: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:

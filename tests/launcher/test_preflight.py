@@ -7,6 +7,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3NextConfig
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -102,3 +103,14 @@ def test_what_has_never_been_run_is_named_in_the_plan() -> None:
     assert preflight.untried(cluster(), RunConfig()) == []
     on_gpus = preflight.untried(cluster("cuda"), RunConfig.model_validate({"weights": {"backend": "nccl"}}))
     assert [line.partition(" has not been run")[0] for line in on_gpus] == ["hardware: cuda", "weights.backend: nccl"]
+
+
+def test_a_packing_that_is_proven_wrong_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = Qwen3NextConfig(num_hidden_layers=4).to_dict()
+    run = make_model(tmp_path / "hybrid", **(config | {"architectures": ["Qwen3NextForCausalLM"]}))
+    assert list(preflight.check_packing(run)) == []  # auto: separate
+    asked = run.model_copy(update={"batch": run.batch.model_copy(update={"packing": "shared"})})
+    (problem,) = preflight.check_packing(asked)
+    assert "batch.packing: shared is wrong for qwen3_next: layer 0 (linear_attention" in problem
+    (problem,) = preflight.check_packing(make_model(tmp_path / "odd", model_type="no_such_family"))
+    assert "transformers cannot read" in problem and "no_such_family" in problem

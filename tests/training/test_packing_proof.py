@@ -10,7 +10,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config
 
 from streamrl.errors import UserError
 from streamrl.training import packing_choice, packing_proof
-from streamrl.training.packing_choice import Comparison, PackingProof, choose_packing
+from streamrl.training.packing_choice import PackingWay, PackingProof, choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
 from streamrl.training.packing_proof import prove
 from streamrl.training.small_config import kept_layers, small_config
@@ -64,8 +64,8 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
 
 
 def test_what_nothing_proves_is_refused_with_what_differs() -> None:
-    wrong = Comparison("separate", "eager", 1.0, 1.0, "layer 0 (odd_attention, OddLayer) differs by 9%")
-    proof = PackingProof("odd", (Comparison("shared", "s", 2.0, 2.0, "layer 0 differs"), wrong))
+    wrong = PackingWay("separate", "eager", 1.0, 1.0, "layer 0 (odd_attention, OddLayer) differs by 9%")
+    proof = PackingProof("odd", (PackingWay("shared", "s", 2.0, 2.0, "layer 0 differs"), wrong))
     with pytest.raises(UserError, match=r"odd cannot be trained: with its own attention, layer 0 \(odd_attention"):
         choose_packing("auto", proof, 512)
     unproven = PackingProof("odd", (), unproven="cannot be built and run small: no head")
