@@ -20,6 +20,7 @@ COMMANDS = {
     "train-ranker": "Train the output-length ranker on past rollouts.",
     "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
+    "verify": "Check that a model is trained right, before a run depends on it.",
     "fetch-model": "Make a known model available offline.",
     "scale": "Add instances to a running job, or remove some.",
     "checkpoint": "Have a running job write a checkpoint.",

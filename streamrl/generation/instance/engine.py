@@ -101,7 +101,7 @@ class Engine:
         self._llm = AsyncLLM.from_vllm_config(config)
         self._canaries = itertools.count()
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._stop_ids = _end_tokens(model, self._tokenizer)
+        self._stop_ids = end_tokens(model, self._tokenizer)
 
     async def set_up_weights(self, init_info: dict[str, Any], version: int) -> None:
         """Initialize vLLM's weight transfer and number the weights that were loaded at start."""
@@ -405,7 +405,7 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
 
 
-def _end_tokens(model: str, tokenizer: Any) -> list[int]:
+def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
     from transformers import GenerationConfig
 

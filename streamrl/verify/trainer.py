@@ -1,0 +1,94 @@
+"""The model in the trainer: its packing, and which precisions and divisions among ranks work."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from streamrl.errors import RunFailed, UserError
+from streamrl.training.packing import pack
+from streamrl.training.packing_choice import Packing, PackingProof, choose_packing
+from streamrl.training.packing_proof import proof_groups, small_model
+from streamrl.training.policy_model import Policy, in_training
+from streamrl.training.tensor_parallel import plan_of
+from streamrl.verify.checks import Finding
+
+PACKING = "packing"
+ROUNDING = 0.5
+"""Largest mean difference of log-probabilities in bf16, in nats, that counts as rounding in a small random model."""
+
+
+def check_packing(proof: PackingProof) -> tuple[Finding, Packing | None]:
+    """Check shared prompts and separate rows against lone sequences; returns the packing that a run takes as well."""
+    try:
+        packing = choose_packing("auto", proof, 0)
+    except UserError as error:
+        return Finding(PACKING, "refused", str(error)), None
+    return Finding(PACKING, "works" if packing.kind == "shared" else "works slower", str(packing)), packing
+
+
+def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
+    """Check the settings of a run that depend on the model, with its architecture made small.
+
+    Args:
+        config: configuration of the full model.
+        packing: how the trainer packs it.
+    """
+    model = small_model(config)
+    model.set_attn_implementation(packing.attention)
+    policy = Policy(model, packing.kind == "separate")
+    batch = pack(proof_groups())
+    logprobs, gradient = _passed(policy)
+    with torch.no_grad():
+        rounded = policy.to(torch.bfloat16)(batch, 1.0)[0]
+    policy.to(torch.float32)
+    mean = float((rounded - logprobs).abs().mean())
+    return [
+        Finding("precision float32", "works", "the type of the other checks", optional=True),
+        Finding(
+            "precision bfloat16",
+            "works" if mean <= ROUNDING else "refused",
+            f"log-probabilities differ from float32 by {mean:.1g} nats on average",
+            optional=True,
+        ),
+        _checkpointing(model, policy, gradient),
+        _sharding(model),
+        _tensor_parallel(config),
+    ]
+
+
+def _passed(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities [N], and the gradient of their sum with respect to all parameters, [all]."""
+    policy.zero_grad()
+    logprobs = policy(pack(proof_groups()), 1.0)[0]
+    logprobs.sum().backward()
+    return logprobs.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+def _checkpointing(model: PreTrainedModel, policy: Policy, gradient: torch.Tensor) -> Finding:
+    name = "gradient checkpointing"
+    try:
+        in_training(model, gradient_checkpointing=True)
+        again = _passed(policy)[1]
+    except (ValueError, RuntimeError) as error:
+        return Finding(name, "refused", str(error).splitlines()[0], optional=True)
+    largest = float((again - gradient).norm() / gradient.norm())
+    works = largest < 1e-4
+    return Finding(name, "works" if works else "refused", f"gradients within {largest:.0e}", optional=True)
+
+
+def _sharding(model: PreTrainedModel) -> Finding:
+    layers = getattr(model.base_model, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return Finding("sharding (FSDP)", "works", "each decoder layer is a unit", optional=True)
+    reason = f"{type(model.base_model).__name__} has no list of layers"
+    return Finding("sharding (FSDP)", "refused", reason, optional=True)
+
+
+def _tensor_parallel(config: PretrainedConfig) -> Finding:
+    try:
+        plan = plan_of(config, 1)
+    except RunFailed as error:
+        return Finding("tensor parallel", "refused", str(error), optional=True)
+    return Finding("tensor parallel", "works", f"{len(plan)} kinds of modules are shared by its plan", optional=True)
