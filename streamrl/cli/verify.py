@@ -30,8 +30,8 @@ def command(model: str, full: bool) -> None:
     from rich.console import Console
 
     from streamrl.machine.model_files import resolve_model
-    from streamrl.verify.checks import is_refused, table_of
-    from streamrl.verify.model import verify
+    from streamrl.verify.findings import is_refused, table_of
+    from streamrl.verify.model_checks import verify
 
     folder = Path(model).expanduser()
     if full or not (folder / "config.json").is_file():

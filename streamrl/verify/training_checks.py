@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -12,7 +14,7 @@ from streamrl.training.packing_choice import Packing, PackingProof, choose_packi
 from streamrl.training.packing_proof import proof_groups, small_model
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.tensor_parallel import plan_of
-from streamrl.verify.checks import Finding
+from streamrl.verify.findings import Finding
 
 PACKING = "packing"
 ROUNDING = 0.5
@@ -41,8 +43,7 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
     batch = pack(proof_groups())
     logprobs, gradient = _passed(policy)
     with torch.no_grad():
-        rounded = policy.to(torch.bfloat16)(batch, 1.0)[0]
-    policy.to(torch.float32)
+        rounded = copy.deepcopy(policy).to(torch.bfloat16)(batch, 1.0)[0]
     mean = float((rounded - logprobs).abs().mean())
     return [
         Finding("precision float32", "works", "the type of the other checks", optional=True),

@@ -10,11 +10,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from streamrl.errors import UserError
 from streamrl.training.packing_choice import Packing, packing_proof
-from streamrl.verify.checks import Finding
-from streamrl.verify.generator import AGAINST, VERSION, check_generator
+from streamrl.verify.findings import Finding
+from streamrl.verify.generator_checks import AGAINST, VERSION, check_generator
 from streamrl.verify.small_folder import save_small_models
-from streamrl.verify.tokenizer import check_tokenizer
-from streamrl.verify.trainer import check_packing, check_settings
+from streamrl.verify.tokenizer_checks import check_tokenizer
+from streamrl.verify.training_checks import check_packing, check_settings
 
 SCHEDULES = "schedules"
 

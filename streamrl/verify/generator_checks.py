@@ -1,7 +1,7 @@
 """The model in vLLM: its log-probabilities against the trainer's, and a weight version against a fresh engine.
 
-Runs in a process of its own (`python -m streamrl.verify.generator`), which reads an order as a line of JSON and prints
-a line of JSON per stage, so that what vLLM cannot do ends a stage and not the command.
+Runs in a process of its own (`python -m streamrl.verify.generator_checks`), which reads an order as a line of JSON and
+prints a line of JSON per stage, so that what vLLM cannot do ends a stage and not the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 from streamrl.training.packing_choice import Packing
-from streamrl.verify.checks import Finding
+from streamrl.verify.findings import Finding
 
 if TYPE_CHECKING:
     from streamrl.generation.instance.engine import Engine

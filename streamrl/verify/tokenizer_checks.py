@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.generation.instance.engine import end_tokens
-from streamrl.verify.checks import Finding
+from streamrl.verify.findings import Finding
 
 TEMPLATE, STOPS, VOCABULARY = "chat template keeps history", "stop tokens", "vocabulary"
 ANSWER = "<think>\nSeven and five.\n</think>\n\nIt is twelve."

@@ -8,9 +8,9 @@ from typing import Literal
 
 from rich.table import Table
 
-Verdict = Literal["works", "works slower", "refused", "not checked"]
+Support = Literal["works", "works slower", "refused", "not checked"]
 
-STYLES: dict[Verdict, str] = {"works": "green", "works slower": "yellow", "refused": "red", "not checked": "dim"}
+STYLES: dict[Support, str] = {"works": "green", "works slower": "yellow", "refused": "red", "not checked": "dim"}
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Finding:
     """The result of one check."""
 
     check: str
-    verdict: Verdict
+    verdict: Support
     reason: str
     """Why, with the figure that was measured."""
     optional: bool = False
