@@ -193,7 +193,7 @@ class Place:
         (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
         model = folder / "model"  # as much of one as is looked at before a run
         model.mkdir()
-        (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
         (model / "tokenizer.json").write_text("{}")
         (model / "model.safetensors").write_bytes(bytes(2**20))
 
@@ -288,6 +288,14 @@ def model_not_fetched(place: Place) -> str:
 def not_installed(place: Place) -> str:
     place.monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     return place.launch()
+
+
+@provokes
+def packing_wrong(place: Place) -> str:
+    from transformers import Qwen3NextConfig
+
+    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(place.folder / "model")
+    return place.write_run(batch={"packing": "shared"}).launch()
 
 
 @provokes
