@@ -137,8 +137,8 @@ async def _deliver(order: dict[str, Any], engine: Engine) -> dict[str, Any]:
     from streamrl.weights.version_store import WeightStore
 
     address = f"ipc://{order['folder']}/publisher"
-    hub = Hub("publisher", WaitRegistry("publisher"), credits=4).bind(address)
-    publisher = WeightPublisher(hub, chunk_bytes=2**20)
+    hub = Hub("publisher", WaitRegistry("publisher")).bind(address)
+    publisher = WeightPublisher(hub, chunk_of=lambda peer: 2**20)
     serving = asyncio.create_task(publisher.serve())
     link = await Link("relay", "relay", WaitRegistry("relay")).connect(address, 10)
     relay = WeightRelay(link, WeightStore(Path(order["folder"])), 60, "delta")
