@@ -200,7 +200,9 @@ async def _compare(order: dict[str, Any]) -> None:
         fresh = await _samples(engine)
     finally:
         engine.close()
-    differs = _difference(after, fresh) or ("" if _difference(before, after) else "the engine kept its old weights")
+    differs = _difference(after, fresh)
+    if not differs and first != second and not _difference(before, after):
+        differs = "the engine kept its old weights"
     say(VERSION, differs=differs, tokens=sum(len(sample.completion_tokens) for sample in fresh), **way)
 
 
