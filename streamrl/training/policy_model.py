@@ -11,85 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.hidden_states import predicting_states
+from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
 from streamrl.training.tensor_parallel import whole
-
-LOGITS_CHUNK_TOKENS = {"cpu": 64, "cuda": 512}
-"""Completion tokens whose fp32 logits are processed at once, by kind of device.
-
-512 x 49,152 x 4 B = 100 MB; 64 fit a CPU's caches, which is a third faster.
-"""
-
-ENTROPY_STRIDE = 8
-"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax."""
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities of target tokens, and entropies of some of them, from hidden states.
-
-    For hidden states h [N, d], head weight W [V, d] and temperature T: z = h W^T / T,
-    logp_n = z[n, target_n] - logsumexp(z_n), entropy_n = -sum_v p_nv log p_nv.
-    The backward pass keeps softmax(z) in the compute type ([N, V], 2 bytes per entry in bf16). In fp32 all logits are
-    one product, which becomes the softmax in place; else fp32 logits are made in chunks. No gradient flows through the
-    entropy.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute hidden [N, d], weight [V, d], targets [N] -> (logprobs [N] fp32, entropy [ceil(N / 8)] fp32)."""
-        count, chunk = len(targets), LOGITS_CHUNK_TOKENS[hidden.device.type]
-        hidden = hidden.to(weight.dtype)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropies: list[torch.Tensor] = []
-        keeps = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        in_place = keeps and weight.dtype == torch.float32
-        if in_place:  # one product for all rows, because each product first copies the head's weight
-            probabilities = hidden @ weight.t()
-        else:
-            probabilities = hidden.new_empty((count, weight.shape[0]) if keeps else (0, 0))
-        for start in range(0, count, chunk):
-            rows = slice(start, start + chunk)
-            logits = probabilities[rows] if in_place else (hidden[rows] @ weight.t()).float()
-            if temperature != 1.0:
-                logits.div_(temperature)
-            logprobs[rows], entropy = _softmax_in_place(logits, targets[rows])
-            entropies.append(entropy)
-            if keeps and not in_place:
-                probabilities[rows] = logits
-        ctx.save_for_backward(hidden, weight, targets, probabilities)
-        ctx.temperature = temperature
-        entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
-        hidden, weight, targets, probabilities = ctx.saved_tensors
-        grad_logprobs = (grads[0] / ctx.temperature).to(weight.dtype)
-        grad_logits = probabilities.mul_(-grad_logprobs[:, None])  # in place: the largest tensor of the step
-        grad_logits[torch.arange(len(targets), device=targets.device), targets] += grad_logprobs
-        return grad_logits @ weight, grad_logits.t() @ hidden, None, None
-
-
-def _softmax_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn fp32 logits [n, V] into their softmax, in place.
-
-    The results follow from the largest entry, whose probability is 1 / sum_v exp(z_v - max z), so one pass of
-    exponentials suffices. torch's log-softmax is five times slower on CPUs, and the softmax would need another pass.
-
-    Returns:
-        (log-probabilities of the targets [n], entropy of every 8th row).
-    """
-    top = logits.amax(-1, keepdim=True)
-    chosen = logits.gather(-1, targets[:, None])
-    some = logits[::ENTROPY_STRIDE] - top[::ENTROPY_STRIDE]
-    torch.softmax(logits, dim=-1, out=logits)
-    of_top = logits.amax(-1, keepdim=True).log_()
-    entropy = -(logits[::ENTROPY_STRIDE] * some).sum(-1) - of_top[::ENTROPY_STRIDE, 0]
-    return (chosen - top + of_top)[:, 0], entropy
+from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, token_logprobs
 
 
 class Policy(nn.Module):
@@ -100,15 +25,20 @@ class Policy(nn.Module):
         self.model = model
         self.separate = separate
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
+        self.transform = logit_transform(model.config)
 
-    def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logprobs [N], entropy of every 8th token), both fp32, at the sampling temperature."""
+    def forward(self, batch: PackedBatch, temperature: float) -> HeadOutput:
+        """Return the completion tokens' log-probabilities at the sampling temperature, and entropies."""
         hidden = predicting_states(self.model.base_model, batch, self.separate)
         head = self.model.get_output_embeddings()
-        out: tuple[torch.Tensor, torch.Tensor] = TokenLogprobs.apply(
-            hidden, whole(head.weight), batch.targets, temperature
+        bias = getattr(head, "bias", None)
+        return token_logprobs(
+            hidden,
+            whole(head.weight),
+            None if bias is None else whole(bias),
+            batch.targets,
+            TokenDistribution(self.transform, temperature),
         )
-        return out
 
 
 def load_policy(path: str, gradient_checkpointing: bool = False, attention: str = SHARED_PREFIX) -> Policy:
@@ -118,9 +48,14 @@ def load_policy(path: str, gradient_checkpointing: bool = False, attention: str 
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
         attention: see `load_model`.
+
+    Raises:
+        RunFailed: the model does something unknown with its logits, see `output_head.prove_head`.
     """
     model = load_model(AutoModelForCausalLM, path, gradient_checkpointing, attention)
-    return Policy(model, attention != SHARED_PREFIX)
+    policy = Policy(model, attention != SHARED_PREFIX)
+    prove_head(policy.model, policy.transform)
+    return policy
 
 
 def load_model(kind: type[Any], path: str, gradient_checkpointing: bool, attention: str) -> PreTrainedModel:

@@ -48,6 +48,7 @@ from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_choice import Packing, decide_packing
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.step_guard import refusal
+from streamrl.training.token_logprobs import HeadOutput
 from streamrl.weights.finite import first_not_finite
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
@@ -185,7 +186,7 @@ class Trainer:
         for part in self._parts(groups):
             batch = pack(part or [NOTHING]).to(self.device)
             with torch.no_grad():
-                logprobs = self.reference(batch, self.run.sampling.temperature)[0]
+                logprobs = self.reference(batch, self.run.sampling.temperature).logprobs
             found.append(logprobs.cpu().numpy()[: None if part else 0])
         return np.concatenate(found)
 
@@ -226,8 +227,9 @@ class Trainer:
         temperature = self.run.sampling.temperature
         with torch.no_grad():
             reference = self._reference_logprobs(batch, reference_given)
-            proximal = self.proximal(batch, temperature)[0] if self.proximal else None
-        logprobs, entropy = self.policy(batch, temperature)
+            proximal = self.proximal(batch, temperature).logprobs if self.proximal else None
+        output: HeadOutput = self.policy(batch, temperature)
+        logprobs, entropy = output.logprobs, output.entropy
         advantages = batch.advantages
         sums: dict[str, torch.Tensor] = {}
         if self.critic:
@@ -278,7 +280,7 @@ class Trainer:
         if self.reference is None:
             return None
         if not given:
-            logprobs: torch.Tensor = self.reference(batch, self.run.sampling.temperature)[0]
+            logprobs: torch.Tensor = self.reference(batch, self.run.sampling.temperature).logprobs
             return logprobs
         if batch.reference_logprobs is None:
             raise ValueError("a micro-batch was to bring its reference log-probabilities, but some sequence has none")

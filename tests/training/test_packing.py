@@ -38,7 +38,7 @@ def test_shared_prefix_packing_equals_separate_sequences(
     groups = random_groups(3)
     policy = load_policy(str(tiny_model))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    packed, _ = policy(pack(groups), temperature)
+    packed = policy(pack(groups), temperature).logprobs
     expected = separate_logprobs(plain, groups, temperature)
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
 
@@ -52,7 +52,7 @@ def test_shared_prefix_packing_equals_separate_sequences(
 def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:
     groups = random_groups(2)
     batch = pack(groups)
-    _, entropy = load_policy(str(tiny_model))(batch, 1.0)
+    entropy = load_policy(str(tiny_model))(batch, 1.0).entropy
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     first = groups[0]
     ids = torch.tensor(np.concatenate([first.prompt_tokens, first.sequences[0].completion_tokens]))[None].long()

@@ -1,0 +1,229 @@
+"""Log-probabilities of target tokens from hidden states, without ever holding more logits than a bound allows.
+
+The distribution is the one that tokens are drawn from: hidden states h [N, d], head weight W [V, d] and bias b give
+
+    z = transform(h W^T + b) / temperature,   logp_n = z[n, target_n] - logsumexp(z_n)
+
+Logits of at most `SLAB_BYTES` exist at a time, in fp32, and the backward pass computes them again: memory is
+O(slab), whatever N. In fp32 that second product is saved where all logits fit into `KEPT_BYTES`: they are then one
+product, which the forward pass turns into exponentials in place and the backward pass into the gradient, in place.
+
+The products have the type of the weight, as they do in the model's own head and in vLLM; all else is fp32. Near
+certainty nothing cancels: with e_v = exp(z_v - max z) and the target's entry set to 0, `rest` = sum_v e_v is exactly
+what the target's probability lacks to 1, so log p = -log1p(rest) for a target that is the likeliest token, and the
+gradient's entry of the target is 1 - p = -expm1(log p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+SLAB_BYTES = {"cpu": 2**27, "cuda": 2**28}
+"""Size of the fp32 logits that exist at once, by kind of device: 682 and 1365 tokens of a vocabulary of 49,152.
+
+A product first copies the head's weight, so it should have hundreds of rows.
+"""
+
+KEPT_BYTES = 2**30
+"""Size up to which all fp32 logits of a call stay in memory for its backward pass: 5461 tokens of 49,152."""
+
+CACHED_TOKENS = 64
+"""Tokens whose logits a CPU works on at once: those of 64 fit its caches, which is a third faster."""
+
+ENTROPY_STRIDE = 8
+"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does with its logits after the output projection: cap tanh(scale z / cap)."""
+
+    scale: float = 1.0
+    """Factor, as of Cohere's `logit_scale` or one over Granite's `logits_scaling`."""
+    softcap: float | None = None
+    """Bound of the scaled logits, as of Gemma 2's `final_logit_softcapping`; None: no bound."""
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """The distribution that tokens are drawn from, given the output projection."""
+
+    transform: LogitTransform = LogitTransform()
+    temperature: float = 1.0
+
+
+class HeadOutput(NamedTuple):
+    """The head's results for N target tokens, all fp32."""
+
+    logprobs: torch.Tensor
+    """[N], with gradient."""
+    entropy: torch.Tensor
+    """Entropy of the distribution of every 8th token, nats, [ceil(N / 8)], without gradient."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    distribution: TokenDistribution,
+) -> HeadOutput:
+    """Return log-probabilities of the targets, and entropies.
+
+    Args:
+        hidden: last hidden states [N, d].
+        weight: the output projection's weight [V, d].
+        bias: its bias [V]; None: it has none.
+        targets: token ids [N].
+        distribution: what the logits become before a token is drawn.
+    """
+    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution))
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """The autograd function behind `token_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        distribution: TokenDistribution,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute (logprobs [N], entropy [ceil(N / 8)]); see `token_logprobs`."""
+        hidden = hidden.to(weight.dtype)
+        count = len(targets)
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        totals = torch.empty_like(logprobs)
+        entropies: list[torch.Tensor] = []
+        keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
+        logits: torch.Tensor | None = None
+        for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
+            logits = _product(hidden[slab], weight, bias)
+            for part in _cached(slab, logits.device):
+                here = logits[part.start - slab.start : part.stop - slab.start]
+                _transform_(here, distribution)
+                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part])
+                entropies.append(entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, logits if keeps else None)
+        ctx.distribution = distribution
+        entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
+        hidden, weight, bias, targets, logprobs, totals, kept = ctx.saved_tensors
+        distribution: TokenDistribution = ctx.distribution
+        factor = grads[0] * (distribution.transform.scale / distribution.temperature)
+        of_others, of_target = (-factor / totals)[:, None], (factor * -torch.expm1(logprobs))[:, None]
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight: torch.Tensor | None = None  # sums of several slabs are fp32
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for slab in _parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets)):
+            if kept is not None:  # in place: the largest tensor of the step
+                grad_logits = kept.mul_(of_others).scatter_(-1, targets[:, None], of_target)
+            else:
+                grad_logits = _product(hidden[slab], weight, bias)
+                for part in _cached(slab, grad_logits.device):
+                    here = grad_logits[part.start - slab.start : part.stop - slab.start]
+                    slope = _transform_(here, distribution)
+                    _exponentials_(here, targets[part])
+                    here.mul_(of_others[part]).scatter_(-1, targets[part, None], of_target[part])
+                    if slope is not None:
+                        here.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[slab])
+            if needs_weight and grad_weight is None:
+                grad_weight = (grad_logits.t() @ hidden[slab]).float()
+            elif grad_weight is not None and weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden[slab])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[slab]
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` entries that cover start to stop."""
+    for first in range(start, stop, max(1, size)):
+        yield slice(first, min(first + size, stop))
+
+
+def _slab_tokens(weight: torch.Tensor) -> int:
+    """Return how many tokens' fp32 logits may exist at once."""
+    blocks = SLAB_BYTES[weight.device.type] // (4 * len(weight) * CACHED_TOKENS)
+    return max(1, blocks) * CACHED_TOKENS  # a multiple of the entropies' stride
+
+
+def _may_keep(count: int, weight: torch.Tensor, distribution: TokenDistribution) -> bool:
+    """Return whether the logits of `count` tokens stay for the backward pass, in which they cannot be uncapped."""
+    fits = 4 * count * len(weight) <= KEPT_BYTES
+    return fits and weight.dtype == torch.float32 and distribution.transform.softcap is None
+
+
+def _cached(slab: slice, device: torch.device) -> Iterator[slice]:
+    """Yield the parts of a slab that are worked on one after the other."""
+    return _parts(slab.start, slab.stop, CACHED_TOKENS if device.type == "cpu" else slab.stop - slab.start)
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the output projection of hidden [n, d] in the weight's type, as fp32 [n, V]."""
+    return torch.nn.functional.linear(hidden, weight, bias).float()
+
+
+def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.Tensor | None:
+    """Turn projections [n, V] into the logits z of the distribution, in place.
+
+    Returns:
+        The slope of the soft cap, [n, V]; None: there is none.
+    """
+    scale, softcap = distribution.transform.scale, distribution.transform.softcap
+    if scale != 1.0:
+        logits.mul_(scale)
+    slope = None
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        slope = 1.0 - logits.square()
+        logits.mul_(softcap)
+    if distribution.temperature != 1.0:
+        logits.div_(distribution.temperature)
+    return slope
+
+
+def _exponentials_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn logits z [n, V] into exp(z - max z), in place, with 0 in place of the targets.
+
+    Returns:
+        (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of every 8th
+        row).
+    """
+    logits.sub_(logits.amax(-1, keepdim=True))
+    of_targets = logits.gather(-1, targets[:, None])
+    some = logits[::ENTROPY_STRIDE].clone()
+    logits.exp_()
+    mean = (logits[::ENTROPY_STRIDE] * some).sum(-1)
+    logits.scatter_(-1, targets[:, None], 0.0)
+    excess = logits.sum(-1, keepdim=True) + torch.expm1(of_targets)  # of the sum over 1, the likeliest token's
+    log_total = torch.log1p(excess)
+    totals = (1.0 + excess)[:, 0]
+    entropy = log_total[::ENTROPY_STRIDE, 0] - mean / totals[::ENTROPY_STRIDE]
+    return (of_targets - log_total)[:, 0], totals, entropy

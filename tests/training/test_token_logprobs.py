@@ -1,0 +1,141 @@
+"""Log-probabilities and gradients of the head are those of a plain log-softmax, whatever is kept or computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamrl.training import token_logprobs as head
+from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
+from tests.training.conftest import relative_error
+
+PLAIN = TokenDistribution()
+DISTRIBUTIONS = [
+    PLAIN,
+    TokenDistribution(LogitTransform(scale=0.25), temperature=0.7),
+    TokenDistribution(LogitTransform(scale=1.5, softcap=20.0), temperature=1.3),
+]
+VOCABULARY, WIDTH, TOKENS = 500, 32, 150
+
+
+@pytest.fixture(params=["kept", "recomputed"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What becomes of the logits; those that are computed again come in three slabs."""
+    if request.param == "recomputed":
+        monkeypatch.setattr(head, "KEPT_BYTES", 0)
+        monkeypatch.setitem(head.SLAB_BYTES, "cpu", 4 * VOCABULARY * head.CACHED_TOKENS)
+    return str(request.param)
+
+
+def inputs(seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """([hidden, weight, bias], targets, gradient of each log-probability)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
+    values = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    return values, targets, torch.randn(TOKENS, generator=generator)
+
+
+def plain(values: list[torch.Tensor], distribution: TokenDistribution) -> torch.Tensor:
+    """All log-probabilities [N, V] in fp64, by torch's own functions."""
+    hidden, weight, bias = values
+    logits = (hidden @ weight.t() + bias) * distribution.transform.scale
+    if cap := distribution.transform.softcap:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.log_softmax(logits / distribution.temperature, -1)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped"])
+def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: TokenDistribution, memory: str) -> None:
+    values, targets, upstream = inputs()
+    output = token_logprobs(*values, targets, distribution)
+    exact = [value.detach().double().requires_grad_() for value in values]
+    every = plain(exact, distribution)
+    expected = every.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(output.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.entropy.double(), -(every.exp() * every).sum(-1)[::8], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(token_logprobs(*values, targets, distribution), output, rtol=1e-5, atol=1e-5)
+
+    (output.logprobs * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for ours, theirs in zip(values, exact, strict=True):
+        assert relative_error(ours.grad, theirs.grad) < 2e-6
+
+
+def test_only_what_needs_a_gradient_gets_one(memory: str) -> None:
+    (hidden, weight, bias), targets, _ = inputs()
+    token_logprobs(hidden, weight.detach(), None, targets, PLAIN).logprobs.sum().backward()
+    token_logprobs(hidden.detach(), weight.detach(), bias, targets, PLAIN).logprobs.sum().backward()
+    assert weight.grad is None and hidden.grad is not None and bias.grad is not None
+
+
+def test_no_tokens_have_no_log_probabilities_and_a_gradient_of_zeros(memory: str) -> None:
+    (hidden, weight, bias), targets, _ = inputs()
+    output = token_logprobs(hidden[:0], weight, bias, targets[:0], PLAIN)
+    output.logprobs.sum().backward()
+    assert output.logprobs.shape == output.entropy.shape == (0,)
+    assert not weight.grad.any() and not bias.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtype, memory: str) -> None:
+    values, targets, _ = inputs()
+    values = [value.detach().to(dtype).requires_grad_() for value in values]
+    with Largest() as largest:
+        token_logprobs(*values, targets, PLAIN).logprobs.sum().backward()
+    if memory == "kept" and dtype == torch.float32:
+        assert largest.elements == TOKENS * VOCABULARY
+    elif memory == "recomputed":
+        assert largest.elements == head.CACHED_TOKENS * VOCABULARY
+
+
+def confident(mean: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight (bf16) and targets whose mean probability is about that."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2000, 128, generator=generator) / 128**0.5
+    targets = torch.randint(0, 2000, (256,), generator=generator)
+    noise = torch.randn(256, 128, generator=generator) * 0.2
+    low, high = 0.0, 60.0
+    for _ in range(30):
+        size = (low + high) / 2
+        hidden = size * (weight[targets] + noise)
+        p = torch.softmax((hidden.bfloat16() @ weight.bfloat16().t()).double(), -1)
+        low, high = (size, high) if p.gather(-1, targets[:, None]).mean() < mean else (low, size)
+    return hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
+
+
+@pytest.mark.parametrize("mean", [0.5, 0.9, 0.994, 0.9994, 0.99999])
+def test_a_bf16_gradient_is_within_half_a_percent_at_any_confidence(mean: float, memory: str) -> None:
+    """Against fp64 from the same logits. A softmax in bf16 would be off by 64 % at 0.9994."""
+    hidden, weight, targets = confident(mean)
+    upstream = torch.randn(len(targets), generator=torch.Generator().manual_seed(1))
+    output = token_logprobs(hidden, weight, None, targets, PLAIN)
+    (output.logprobs * upstream).sum().backward()
+    with torch.no_grad():
+        logits = (hidden @ weight.t()).double()
+        grad_logits = -torch.softmax(logits, -1) * upstream[:, None]
+        others = torch.softmax(logits, -1).scatter(-1, targets[:, None], 0.0).sum(-1)
+        grad_logits[torch.arange(len(targets)), targets] = others * upstream
+        of_hidden, of_weight = grad_logits @ weight.double(), grad_logits.t() @ hidden.double()
+        expected = torch.log1p(-others)
+    assert relative_error(output.logprobs.detach().double(), expected) < 1e-5
+    assert relative_error(hidden.grad.double(), of_hidden) < 5e-3
+    assert relative_error(weight.grad.double(), of_weight) < 5e-3
