@@ -26,9 +26,9 @@ class EvaluationConfig(StrictModel):
     greedy: bool = Field(True, description="also generate one greedy completion per prompt")
     temperature: float | None = Field(
         None,
-        gt=0,
-        le=5,
-        description="temperature of the samples (default: as in training, like top_p and top_k always)",
+        ge=0.01,
+        le=2,
+        description="temperature of the samples (default: as in training, like top_p, top_k and min_p always)",
     )
     threshold: float = Field(1.0, description="smallest reward with which a completion passes")
     seed: int = Field(

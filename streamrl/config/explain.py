@@ -123,6 +123,9 @@ def _unknown_key(model: type[BaseModel], holder: type[BaseModel] | None, path: K
     if holder is None:
         return text
     name, allowed = str(path[-1]), list(holder.model_fields)
+    reason = getattr(holder, "refused", {}).get(name)
+    if reason:
+        return f"'{dotted(path)}' is not supported: {reason}; allowed here: {', '.join(allowed)}"
     near = difflib.get_close_matches(name, allowed, n=1)
     near += [dotted(key) for key in sorted(_all_keys(model), key=len) if key[-1] == name and key != path]
     hint = f"did you mean '{near[0]}'? Allowed" if near else "allowed"

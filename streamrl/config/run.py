@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,13 +46,41 @@ class BatchConfig(StrictModel):
 
 
 class SamplingConfig(StrictModel):
-    """Sampling of completions."""
+    """Sampling of completions; the trainer's log-probabilities are of the same distribution."""
 
-    temperature: float = Field(1.0, gt=0, le=5)
-    top_p: float = Field(1.0, gt=0, le=1)
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "bad_words",
+            "allowed_token_ids",
+            "min_tokens",
+            "logits_processors",
+            "structured_outputs",
+        ),
+        "the trainer could not recompute the log-probabilities of tokens that are drawn so",
+    )
+    """Options of vLLM that a run cannot have, each with the reason."""
+
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="divisor of the logits; greedy samples have no ratio to learn from"
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample among the likeliest tokens that reach this probability together; 1: all"
+    )
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="sample among tokens of at least this share of the likeliest one's probability"
+    )
     max_tokens: int = Field(128, ge=1, description="most tokens in one completion")
     stop: list[str] = Field(default_factory=list, description="strings that end a completion")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class OptimizerConfig(StrictModel):

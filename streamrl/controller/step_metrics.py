@@ -130,6 +130,7 @@ def step_metrics(
         if tokens
         else None,
         masked_fraction=per_token("masked", tokens),
+        outside_truncation_fraction=per_token("outside", tokens) if batch.run.sampling.truncates else None,
         truncated_weight_fraction=per_token("truncated", tokens),
         value_loss=stats["value_loss_sum"] / batch.normalizer if has_critic else None,
         explained_variance=_explained_variance(stats) if has_critic else None,

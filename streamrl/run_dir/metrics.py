@@ -120,6 +120,11 @@ class MetricsRow(StepRow):
     masked_fraction: float | None = Field(
         None, description="share of tokens left out of the loss as too far off-policy"
     )
+    outside_truncation_fraction: float | None = Field(
+        None,
+        description="share of tokens outside of what the trainer's policy keeps by top_p, top_k and min_p; None "
+        "without them",
+    )
     truncated_weight_fraction: float | None = Field(None, description="share of tokens whose weight was cut to its cap")
     value_loss: float | None = Field(None, description="loss of the critic; None without a critic")
     explained_variance: float | None = Field(

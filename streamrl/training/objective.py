@@ -47,6 +47,8 @@ class MicroStats:
     """Unweighted KL estimate to the reference (0 without one)."""
     entropy_sum: float = 0.0
     entropy_tokens: int = 0
+    outside: float = 0.0
+    """Tokens that the policy's own truncation would not have sampled."""
     gap_sum: float = 0.0
     """Trainer-generator mismatch: |trainer log-prob - generator log-prob|."""
     ratio_sum: float = 0.0

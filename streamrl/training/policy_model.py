@@ -15,6 +15,7 @@ from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
 from streamrl.training.tensor_parallel import whole
 from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, token_logprobs
+from streamrl.training.truncation import ALL_TOKENS, Truncation
 
 
 class Policy(nn.Module):
@@ -27,8 +28,8 @@ class Policy(nn.Module):
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
         self.transform = logit_transform(model.config)
 
-    def forward(self, batch: PackedBatch, temperature: float) -> HeadOutput:
-        """Return the completion tokens' log-probabilities at the sampling temperature, and entropies."""
+    def forward(self, batch: PackedBatch, temperature: float, truncation: Truncation = ALL_TOKENS) -> HeadOutput:
+        """Return the completion tokens' log-probabilities in the distribution that is sampled from, and entropies."""
         hidden = predicting_states(self.model.base_model, batch, self.separate)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -37,7 +38,7 @@ class Policy(nn.Module):
             whole(head.weight),
             None if bias is None else whole(bias),
             batch.targets,
-            TokenDistribution(self.transform, temperature),
+            TokenDistribution(self.transform, temperature, truncation),
         )
 
 

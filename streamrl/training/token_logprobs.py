@@ -4,6 +4,8 @@ The distribution is the one that tokens are drawn from: hidden states h [N, d], 
 
     z = transform(h W^T + b) / temperature,   logp_n = z[n, target_n] - logsumexp(z_n)
 
+and the sum is over the tokens that a truncation keeps (`training/truncation.py`).
+
 Logits of at most `SLAB_BYTES` exist at a time, in fp32, and the backward pass computes them again: memory is
 O(slab), whatever N. In fp32 that second product is saved where all logits fit into `KEPT_BYTES`: they are then one
 product, which the forward pass turns into exponentials in place and the backward pass into the gradient, in place.
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
 
 SLAB_BYTES = {"cpu": 2**27, "cuda": 2**28}
 """Size of the fp32 logits that exist at once, by kind of device: 682 and 1365 tokens of a vocabulary of 49,152.
@@ -54,15 +58,18 @@ class TokenDistribution:
 
     transform: LogitTransform = LogitTransform()
     temperature: float = 1.0
+    truncation: Truncation = ALL_TOKENS
 
 
 class HeadOutput(NamedTuple):
-    """The head's results for N target tokens, all fp32."""
+    """The head's results for N target tokens."""
 
     logprobs: torch.Tensor
-    """[N], with gradient."""
+    """fp32 [N], with gradient."""
     entropy: torch.Tensor
-    """Entropy of the distribution of every 8th token, nats, [ceil(N / 8)], without gradient."""
+    """Entropy of the distribution of every 8th token, nats, fp32 [ceil(N / 8)], without gradient."""
+    outside: torch.Tensor
+    """Whether a target lies outside of what the truncation keeps, bool [N]; the distribution then has it as well."""
 
 
 def token_logprobs(
@@ -72,7 +79,7 @@ def token_logprobs(
     targets: torch.Tensor,
     distribution: TokenDistribution,
 ) -> HeadOutput:
-    """Return log-probabilities of the targets, and entropies.
+    """Return log-probabilities of the targets, entropies, and which targets a truncation would have dropped.
 
     Args:
         hidden: last hidden states [N, d].
@@ -95,12 +102,13 @@ class TokenLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         distribution: TokenDistribution,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (logprobs [N], entropy [ceil(N / 8)]); see `token_logprobs`."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute (logprobs [N], entropy [ceil(N / 8)], outside [N]); see `token_logprobs`."""
         hidden = hidden.to(weight.dtype)
         count = len(targets)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         totals = torch.empty_like(logprobs)
+        outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         entropies: list[torch.Tensor] = []
         keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         logits: torch.Tensor | None = None
@@ -109,13 +117,15 @@ class TokenLogprobs(torch.autograd.Function):
             for part in _cached(slab, logits.device):
                 here = logits[part.start - slab.start : part.stop - slab.start]
                 _transform_(here, distribution)
+                if distribution.truncation:
+                    outside[part] = truncate_(here, targets[part], distribution.truncation)
                 logprobs[part], totals[part], entropy = _exponentials_(here, targets[part])
                 entropies.append(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, logits if keeps else None)
         ctx.distribution = distribution
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(entropy, outside)
+        return logprobs, entropy, outside
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -136,6 +146,8 @@ class TokenLogprobs(torch.autograd.Function):
                 for part in _cached(slab, grad_logits.device):
                     here = grad_logits[part.start - slab.start : part.stop - slab.start]
                     slope = _transform_(here, distribution)
+                    if distribution.truncation:
+                        truncate_(here, targets[part], distribution.truncation)
                     _exponentials_(here, targets[part])
                     here.mul_(of_others[part]).scatter_(-1, targets[part, None], of_target[part])
                     if slope is not None:
@@ -210,7 +222,7 @@ def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.
 
 
 def _exponentials_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Turn logits z [n, V] into exp(z - max z), in place, with 0 in place of the targets.
+    """Turn logits z [n, V], -inf for dropped tokens, into exp(z - max z), in place, with 0 in place of the targets.
 
     Returns:
         (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of every 8th
@@ -218,7 +230,7 @@ def _exponentials_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
     """
     logits.sub_(logits.amax(-1, keepdim=True))
     of_targets = logits.gather(-1, targets[:, None])
-    some = logits[::ENTROPY_STRIDE].clone()
+    some = logits[::ENTROPY_STRIDE].clamp(min=-1e4)  # where the exponential is 0; its product with -inf is not
     logits.exp_()
     mean = (logits[::ENTROPY_STRIDE] * some).sum(-1)
     logits.scatter_(-1, targets[:, None], 0.0)

@@ -49,6 +49,7 @@ from streamrl.training.packing_choice import Packing, decide_packing
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
+from streamrl.training.truncation import Truncation
 from streamrl.weights.finite import first_not_finite
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
@@ -143,6 +144,7 @@ class Trainer:
             packing: packing of the model (`agreed_packing`); None: decided here.
         """
         self.run, self.device = run, device
+        self.truncation = Truncation(run.sampling.top_k, run.sampling.top_p, run.sampling.min_p)
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
         self.packing = packing or agreed_packing(run, model_path)
@@ -172,7 +174,7 @@ class Trainer:
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
         """Return the frozen reference's log-probabilities of the completion tokens, [N], in the groups' order.
 
-        They are at the sampling temperature.
+        They are of the distribution that is sampled from: after temperature and truncation.
 
         Args:
             groups: this rank's share; may be empty. Their advantages do not matter.
@@ -186,7 +188,7 @@ class Trainer:
         for part in self._parts(groups):
             batch = pack(part or [NOTHING]).to(self.device)
             with torch.no_grad():
-                logprobs = self.reference(batch, self.run.sampling.temperature).logprobs
+                logprobs = self._sampled_from(self.reference, batch).logprobs
             found.append(logprobs.cpu().numpy()[: None if part else 0])
         return np.concatenate(found)
 
@@ -224,11 +226,10 @@ class Trainer:
     def _accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool) -> MicroStats:
         """Run one pass; see `accumulate`."""
         batch = pack(groups or [NOTHING]).to(self.device)
-        temperature = self.run.sampling.temperature
         with torch.no_grad():
             reference = self._reference_logprobs(batch, reference_given)
-            proximal = self.proximal(batch, temperature).logprobs if self.proximal else None
-        output: HeadOutput = self.policy(batch, temperature)
+            proximal = self._sampled_from(self.proximal, batch).logprobs if self.proximal else None
+        output = self._sampled_from(self.policy, batch)
         logprobs, entropy = output.logprobs, output.entropy
         advantages = batch.advantages
         sums: dict[str, torch.Tensor] = {}
@@ -248,7 +249,7 @@ class Trainer:
         self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
         if not groups:
             return MicroStats()
-        sums |= objective.sums | {"entropy_sum": entropy.sum()}
+        sums |= objective.sums | {"entropy_sum": entropy.sum(), "outside": output.outside.sum()}
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
         if not all(math.isfinite(value) for name, value in zip(sums, values, strict=True) if name in LOSSES):
             self._bad_losses.append(f"micro-batch {self._micro_batches}")
@@ -260,6 +261,11 @@ class Trainer:
             entropy_tokens=len(entropy),
             **dict(zip(sums, values, strict=True)),
         )
+
+    def _sampled_from(self, model: Policy, batch: PackedBatch) -> HeadOutput:
+        """Run a model; all log-probabilities are of the distribution that it would sample from."""
+        output: HeadOutput = model(batch, self.run.sampling.temperature, self.truncation)
+        return output
 
     def _flops(self, batch: PackedBatch, reference_given: bool) -> float:
         """Return the operations that `accumulate` takes for a batch.
@@ -280,8 +286,7 @@ class Trainer:
         if self.reference is None:
             return None
         if not given:
-            logprobs: torch.Tensor = self.reference(batch, self.run.sampling.temperature).logprobs
-            return logprobs
+            return self._sampled_from(self.reference, batch).logprobs
         if batch.reference_logprobs is None:
             raise ValueError("a micro-batch was to bring its reference log-probabilities, but some sequence has none")
         return batch.reference_logprobs

@@ -106,6 +106,13 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("tasks:\n", "F:1: 'tasks' is empty, expected a list"),
         ("tasks: []\n", "F:1: 'tasks' is [], expected at least one entry"),
         ("name: a/b\n", "F:1: 'name' is 'a/b', expected text that matches"),
+        ("sampling:\n  top_k: 3\n  min_p: 2\n", "F:3: 'sampling.min_p' is 2, expected at most 1"),
+        ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
+        ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
+        (
+            "sampling:\n  repetition_penalty: 1.1\n",
+            "F:2: 'sampling.repetition_penalty' is not supported: the trainer could not recompute",
+        ),
         ("tasks:\n- {kind: reasoning_gym, name: a}\n- {kind: reasoning_gym, name: a}\n", "F:1: tasks need different"),
     ],
 )

@@ -16,7 +16,7 @@ from ranker.online import Trust
 from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
 from streamrl.config.algorithm import GROUP_ADVANTAGES, AdvantageKind
-from streamrl.config.run import RunConfig
+from streamrl.config.run import RunConfig, SamplingConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of
 from streamrl.controller.length_predictor import StepLengths
@@ -362,6 +362,7 @@ def test_step_metrics_are_what_they_say() -> None:
                 "seq_weight_sum": 2.0,
                 "seq_weight_sq_sum": 2.0,
                 "masked": 1.0,
+                "outside": 1.0,
                 "truncated": 2.0,
             }
         ]
@@ -397,6 +398,10 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.importance_ratio_mean, row.importance_ratio_max) == (1.2, 1.5)
     assert (row.ess_token, row.ess_sequence) == (pytest.approx(0.8), 1.0)  # 5^2 / (5 * 6.25)
     assert (row.masked_fraction, row.truncated_weight_fraction) == (0.2, 0.4)
+    assert row.outside_truncation_fraction is None  # nothing is truncated
+    batch.run = batch.run.model_copy(update={"sampling": SamplingConfig(min_p=0.1)})
+    cut = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    assert cut.outside_truncation_fraction == 0.2
     assert (row.value_loss, row.step_skipped, row.groups_dropped) == (None, False, 0)
     assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
     assert row.reward_by_task == {"task": 0.75}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import shutil
@@ -21,7 +22,11 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.canary import canary, difference, mismatch_bound
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
+from streamrl.training.packing import pack
+from streamrl.training.policy_model import load_policy
+from streamrl.training.truncation import Truncation
 from streamrl.weights.quantize import CodeKind, dequantize, is_quantized, quantize
 from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
@@ -355,6 +360,42 @@ def test_a_budget_parks_a_sample_which_goes_on_from_its_tokens_and_greedy_reques
     np.testing.assert_array_equal(whole.completion_tokens[:10], parked.completion_tokens)
     assert_logprobs_are_the_models(model, request(0).prompt_tokens, whole, 1.0)
     np.testing.assert_array_equal(greedy[0].completion_tokens, greedy[1].completion_tokens)
+
+
+SETTINGS = [
+    {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    for temperature, top_p, top_k, min_p in itertools.product((0.7, 1.0, 1.3), (1.0, 0.9, 0.5), (0, 20), (0.0, 0.05))
+]
+
+
+def test_with_equal_weights_every_importance_ratio_is_1_whatever_the_sampling(engines: Engines) -> None:
+    """The trainer's model computes the distribution that vLLM has drawn from, for every supported combination."""
+    model = engines.models[0]
+    policy = load_policy(str(model))
+
+    async def draw(engine: Engine) -> list[list[Sample]]:
+        drawn = []
+        for setting in SETTINGS:
+            engine.run = exact(config(model, max_tokens=24, **setting))
+            asked = [replace(request(n, seed=n), sample_id=f"{len(drawn)}.{n}") for n in range(4)]
+            drawn.append(await asyncio.gather(*(sample(engine, one) for one in asked)))
+        return drawn
+
+    for setting, samples in zip(SETTINGS, engines.run(exact(config(model)), draw), strict=True):
+        groups = [
+            TrainGroup(str(n), request(n).prompt_tokens, [TrainSequence(one.completion_tokens, one.logprobs, 0.0)])
+            for n, one in enumerate(samples)
+        ]
+        batch = pack(groups)
+        truncation = Truncation(*(setting[name] for name in ("top_k", "top_p", "min_p")))
+        with torch.no_grad():
+            found = policy(batch, setting["temperature"], truncation)
+        log_ratio = (found.logprobs - batch.behaviour_logprobs).abs()
+        assert float(log_ratio.max()) < 1e-4, setting
+        assert not found.outside.any(), setting
+        if truncation:  # the full softmax is another distribution
+            full = policy(batch, setting["temperature"]).logprobs.detach()
+            assert float((full - batch.behaviour_logprobs).abs().max()) > 0.01, setting
 
 
 def test_a_sleeping_engine_wakes_up_with_new_weights(engines: Engines) -> None:

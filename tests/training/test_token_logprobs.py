@@ -10,13 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.training import token_logprobs as head
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
+from streamrl.training.truncation import Truncation
 from tests.training.conftest import relative_error
+from tests.training.test_truncation import kept_tokens
 
 PLAIN = TokenDistribution()
 DISTRIBUTIONS = [
     PLAIN,
     TokenDistribution(LogitTransform(scale=0.25), temperature=0.7),
     TokenDistribution(LogitTransform(scale=1.5, softcap=20.0), temperature=1.3),
+    TokenDistribution(LogitTransform(scale=0.25), 0.7, Truncation(top_k=40, top_p=0.8, min_p=0.01)),
+    TokenDistribution(LogitTransform(softcap=4.0), 1.3, Truncation(top_p=0.9)),
 ]
 VOCABULARY, WIDTH, TOKENS = 500, 32, 150
 
@@ -39,21 +43,29 @@ def inputs(seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tenso
     return values, targets, torch.randn(TOKENS, generator=generator)
 
 
-def plain(values: list[torch.Tensor], distribution: TokenDistribution) -> torch.Tensor:
+def plain(values: list[torch.Tensor], targets: torch.Tensor, distribution: TokenDistribution) -> torch.Tensor:
     """All log-probabilities [N, V] in fp64, by torch's own functions."""
     hidden, weight, bias = values
     logits = (hidden @ weight.t() + bias) * distribution.transform.scale
     if cap := distribution.transform.softcap:
         logits = cap * torch.tanh(logits / cap)
-    return torch.log_softmax(logits / distribution.temperature, -1)
+    logits = logits / distribution.temperature
+    if distribution.truncation:
+        dropped = torch.ones_like(logits, dtype=torch.bool)
+        for row, target in enumerate(targets.tolist()):
+            dropped[row, [*kept_tokens(logits[row].tolist(), distribution.truncation), target]] = False
+        logits = logits.masked_fill(dropped, -1e4)
+    return torch.log_softmax(logits, -1)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped"])
+@pytest.mark.parametrize(
+    "distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped", "truncated", "capped and truncated"]
+)
 def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: TokenDistribution, memory: str) -> None:
     values, targets, upstream = inputs()
     output = token_logprobs(*values, targets, distribution)
     exact = [value.detach().double().requires_grad_() for value in values]
-    every = plain(exact, distribution)
+    every = plain(exact, targets, distribution)
     expected = every.gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(output.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.entropy.double(), -(every.exp() * every).sum(-1)[::8], rtol=1e-5, atol=1e-5)
@@ -105,6 +117,12 @@ def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtyp
         assert largest.elements == TOKENS * VOCABULARY
     elif memory == "recomputed":
         assert largest.elements == head.CACHED_TOKENS * VOCABULARY
+
+
+def test_without_a_truncation_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "truncate_", None)
+    values, targets, _ = inputs()
+    assert not token_logprobs(*values, targets, PLAIN).outside.any()
 
 
 def confident(mean: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer, learning_rate
+from streamrl.training.truncation import Truncation
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
 
@@ -532,3 +533,31 @@ def test_operations_are_counted_as_torch_counts_them(tiny_model: Path, one_rank:
         attention = models * trainer._shape.forward_flops(0, batch.squares(separate=False))
         assert stats.flops - attention == pytest.approx(products, rel=0.02)
         assert stats.row_tokens == batch.input_ids.shape[1]
+
+
+def test_policy_reference_and_proximal_copy_have_the_distribution_that_is_sampled_from(
+    tiny_model: Path, one_rank: None
+) -> None:
+    """So with equal weights no ratio and no KL term differs from that of the generator."""
+    run = run_config(
+        tiny_model,
+        sampling={"max_tokens": 16, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+        algorithm={"name": "grpo", "kl": {"coef": 0.1}, "off_policy": {"ratio_to": "proximal", "correction": "none"}},
+        schedule={"name": "async", "max_staleness": 2, "sync_every": 2},
+    )
+    groups = random_groups(3)
+    with torch.no_grad():
+        drawn = load_policy(str(tiny_model))(pack(groups), 0.8, Truncation(30, 0.9, 0.01))
+    assert drawn.outside.any() and not drawn.outside.all()
+    parts = iter(drawn.logprobs.split([len(one.completion_tokens) for group in groups for one in group.sequences]))
+    groups = [
+        replace(group, sequences=[replace(one, logprobs=next(parts).numpy()) for one in group.sequences])
+        for group in groups
+    ]
+    trainer = Trainer(run, str(tiny_model), CPU)
+    assert trainer.proximal is not None
+    np.testing.assert_allclose(trainer.prepare(groups), drawn.logprobs.numpy(), atol=1e-5)
+    stats = trainer.accumulate(groups, is_last=True)
+    assert stats.outside == int(drawn.outside.sum())
+    assert stats.gap_sum / stats.tokens < 1e-5 and abs(stats.kl_sum) < 1e-5
+    assert stats.ratio_sum == pytest.approx(stats.tokens, rel=1e-5)

@@ -315,6 +315,7 @@ class Engine:
             temperature=sampling.temperature if request.temperature is None else request.temperature,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,
+            min_p=0.0 if greedy else sampling.min_p,
             max_tokens=max_tokens - kept,
             seed=None if greedy else seed,
             stop=None if to_the_end else sampling.stop or None,

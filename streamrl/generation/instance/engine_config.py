@@ -108,7 +108,8 @@ def engine_config(
         tensor_parallel_size=pool.gpus_per_replica,
         enable_prefix_caching=True,
         enable_sleep_mode=cuda and run.schedule.name == "colocated",
-        # log-probabilities of the distribution that is sampled from, after temperature, top-k and top-p
+        # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
+        # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=weights.engine),
         generation_config="vllm",
