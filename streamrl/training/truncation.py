@@ -84,7 +84,7 @@ def _keep_top_p_(logits: torch.Tensor, targets: torch.Tensor, top_p: float) -> N
         likeliest, places = logits.topk(count)
         shares = (likeliest.double() - total).exp()
         before = shares.cumsum(-1) - shares
-        keep = before < top_p
+        keep = ~(before >= top_p)  # NaN stays, and makes the log-probability NaN
         if count == vocabulary or not bool(keep[:, -1].any()):
             break
         count = min(8 * count, vocabulary)

@@ -125,6 +125,19 @@ def test_without_a_truncation_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch)
     assert not token_logprobs(*values, targets, PLAIN).outside.any()
 
 
+@pytest.mark.parametrize(
+    "truncation", [Truncation(), Truncation(top_k=5), Truncation(top_p=0.9), Truncation(min_p=0.1)]
+)
+def test_a_logit_that_is_not_a_number_is_never_hidden(truncation: Truncation) -> None:
+    (hidden, weight, bias), targets, _ = inputs()
+    with torch.no_grad():
+        bias[(int(targets[0]) + 1) % VOCABULARY] = float("nan")
+        output = token_logprobs(
+            hidden, weight, bias, targets[:1].expand(TOKENS), TokenDistribution(truncation=truncation)
+        )
+    assert output.logprobs.isnan().all()
+
+
 def confident(mean: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weight (bf16) and targets whose mean probability is about that."""
     generator = torch.Generator().manual_seed(0)
