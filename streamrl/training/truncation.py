@@ -75,8 +75,8 @@ def truncate_(logits: torch.Tensor, targets: torch.Tensor, truncation: Truncatio
 def _keep_top_p_(logits: torch.Tensor, targets: torch.Tensor, top_p: float) -> None:
     """Drop tokens [n, V] whose likelier ones sum to `top_p` or more; of equals a target is the likeliest."""
     of_targets = logits.gather(-1, targets[:, None])
-    above = torch.nextafter(of_targets, of_targets.new_tensor(math.inf))
-    logits.scatter_(-1, targets[:, None], torch.where(of_targets.isneginf(), of_targets, above))
+    above = torch.nextafter(of_targets, of_targets.new_tensor(math.inf))  # of one that was dropped: still no share
+    logits.scatter_(-1, targets[:, None], above)
     total = logits.logsumexp(-1, keepdim=True).double()
     vocabulary = logits.shape[-1]
     count = min(FIRST_LIKELIEST, vocabulary)
