@@ -23,19 +23,7 @@ EAGER = {"Gemma 2", "gpt-oss"}
 """Families whose soft caps or sinks transformers' sdpa leaves out."""
 
 
-HEAD = {"Gemma 2", "Granite", "Cohere 2"}
-"""Families whose head scales or caps its logits."""
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.xfail(reason="the head is not the model's", strict=True)])
-        if family in HEAD
-        else family
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
     proof = prove(FAMILIES[family]())
     assert not proof.unproven and not proof.refuted
