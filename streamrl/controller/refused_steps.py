@@ -110,7 +110,7 @@ class RefusedSteps:
             return f"{self._cause}, and no group on its own is the cause"
         texts = []
         for group_id, what in self._found.items():
-            ids = [m.sample.sample_id for m in batch.groups[group_id].members()]
+            ids = [m.sample.sample_id for m in batch.groups[group_id].survivors()]
             more = f" and {len(ids) - SHOWN_SAMPLES} more" if len(ids) > SHOWN_SAMPLES else ""
             texts.append(f"group {group_id} (samples {', '.join(ids[:SHOWN_SAMPLES])}{more}): {what}")
         return "; ".join(texts)

@@ -52,7 +52,7 @@ def step_metrics(
     samples = [m.sample for g in batch.groups.values() for m in g.survivors()]
     lengths = np.array([s.output_length for s in generated])
     rewards = np.array([reward for g in batch.groups.values() for reward in g.rewards()])
-    everything = [m for g in (*batch.groups.values(), *batch.dropped) for m in g.members()]
+    everything = [m for g in (*batch.groups.values(), *batch.dropped, *batch.not_finite) for m in g.members()]
     void = Counter(m.void.cause for m in everything if m.void)
     stats: dict[str, float] = defaultdict(float)
     for micro in batch.stats:

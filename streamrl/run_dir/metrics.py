@@ -82,7 +82,7 @@ class MetricsRow(StepRow):
         None, description="samples trained: those of the step's groups that have a reward"
     )
     samples_judged: int | None = Field(
-        None, description="samples of the step's groups, and of the groups that these replaced"
+        None, description="samples of the step's groups, of those that they replaced, and of those not finite"
     )
     samples_void: int | None = Field(None, description="samples of samples_judged whose reward is void")
     void_rate: float | None = Field(None, description="samples_void as a share of samples_judged")

@@ -413,13 +413,14 @@ def test_step_metrics_are_what_they_say() -> None:
 def test_step_metrics_leave_void_samples_out_of_means_and_count_them_by_cause() -> None:
     batch = taken(config(2), {"a": (1.0, 0.0, None), "b": (None, 0.5, 0.5)})
     batch.dropped.append(finish(pool_of("c", 3), "c", [None, 7.0, None]))
+    batch.not_finite.append(finish(pool_of("d", 3), "d", [None, 7.0, 8.0]))
     times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
     audit, nothing = LengthAudit(128).end_step(1), StepLengths(None, None)
     row = step_metrics(batch, times, result, Traffic(0, 0.0), 0, None, nothing, audit)
     assert (row.reward_mean, row.reward_std) == (0.5, pytest.approx(0.125**0.5))
     assert row.reward_by_task == {"task": 0.5}
-    assert (row.samples_total, row.samples_judged, row.samples_void, row.groups_void) == (4, 9, 4, 1)
-    assert row.void_rate == pytest.approx(4 / 9) == row.void_rate_by_cause["timeout"]
+    assert (row.samples_total, row.samples_judged, row.samples_void, row.groups_void) == (4, 12, 5, 1)
+    assert row.void_rate == pytest.approx(5 / 12) == row.void_rate_by_cause["timeout"]
     assert row.output_length_mean == 3.0  # of all six: lengths are valid
     assert row.samples_per_s == 0.4
