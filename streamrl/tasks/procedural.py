@@ -27,6 +27,7 @@ import numpy as np
 from streamrl.config.tasks import ReasoningGymTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.seeds import derive_seed
+from streamrl.tasks.answers import EXTRACTORS
 from streamrl.tasks.extras import import_extra
 
 CHUNK = 1000
@@ -47,6 +48,7 @@ class ProceduralItems:
         self.key = task.key
         self.base = derive_seed(seed, task.key)
         self._name = task.name
+        self._extract = EXTRACTORS[task.answer]
         self._config = {name: value for name, value in task.config.items() if name != "size"}
         self.count: int | None = task.config.get("size")
         """Number of different items; None: unlimited."""
@@ -69,8 +71,8 @@ class ProceduralItems:
         """Return what a reward worker needs to find the item again."""
         return {"index": index, "check": _checksum(self.question(index))}
 
-    def score(self, answer: str | None, reward_input: dict[str, Any]) -> float:
-        """Return the verifier's reward of an answer, usually in [0, 1]; no answer gets 0.
+    def score(self, completion: str, reward_input: dict[str, Any]) -> float:
+        """Return the verifier's reward of the completion's answer, usually in [0, 1]; no answer gets 0.
 
         Raises:
             RuntimeError: the item's question differs from the one in the process that issued the prompt.
@@ -81,6 +83,7 @@ class ProceduralItems:
                 f"item {reward_input['index']} of {self._name} is another question here than where it was "
                 "asked: start every process with PYTHONHASHSEED=0 and the same version of reasoning-gym"
             )
+        answer = self._extract(completion)
         if answer is None:
             return 0.0
         reward: float = self._chunk(reward_input["index"] // CHUNK).score_answer(answer, entry)

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import FileTask, Task
 from streamrl.errors import UserError
-from streamrl.tasks.answers import EXTRACTORS, full, tagged
+from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
-from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.sandbox import passes
+from streamrl.tasks.source import ITEMS
 from streamrl.tasks.void_reward import VoidReward
 
 PYTHON_TESTS = "python_tests"
@@ -53,10 +53,7 @@ class Scorer:
         Raises:
             UserError: a reward function cannot be imported or called, or a task's settings are wrong.
         """
-        self._scores: dict[str, Score] = {
-            task.key: _gym_score(task, seed) if isinstance(task, ReasoningGymTask) else _file_score(task)
-            for task in tasks
-        }
+        self._scores = {task.key: _score_of(task, seed) for task in tasks}
 
     def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> float:
         """Return the reward of a completion of `task`; `reward_input` is that of its prompt.
@@ -78,10 +75,13 @@ class Scorer:
         return value
 
 
-def _gym_score(task: ReasoningGymTask, seed: int) -> Score:
-    items = ProceduralItems(task, seed)
-    extract = EXTRACTORS[task.answer]
-    return lambda completion, reward_input: items.score(extract(completion), reward_input)
+def _score_of(task: Task, seed: int) -> Score:
+    """Return the scorer of a task: the named or user's reward of a file task, else that of the kind's own items."""
+    if isinstance(task, FileTask):
+        return _file_score(task)
+    items: Any = ITEMS[type(task)](task, seed)
+    score: Score = items.score
+    return score
 
 
 def _file_score(task: FileTask) -> Score:

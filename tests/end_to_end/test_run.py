@@ -196,8 +196,8 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
     assert list(dict.fromkeys(text.partition("waiting")[0] for text in stages["controller"])) == [
         *(*first, "loading the tokenizer and the tasks", "", "ready")
     ]
-    loading = "importing torch", COMPUTE_TYPE, "loading the model", "waiting for the controller"
-    assert stages["trainer"] == ["starting torch's launcher", *loading, "ready"]
+    loading = "importing torch", COMPUTE_TYPE, "deciding how to pack groups", "loading the model"
+    assert stages["trainer"] == ["starting torch's launcher", *loading, "waiting for the controller", "ready"]
     waits = "waiting for the controller", "waiting for the trainer", "ready"
     assert stages["service-here"][:3] == [*first, f"waiting for {', '.join(instances)}"]
     assert tuple(stages["service-here"][-3:]) == waits
