@@ -59,7 +59,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of the machine; keys are numbers of threads."""
+    """Peaks of the machine; keys are numbers of threads."""
 
     gemm: dict[str, dict[int, float]]
     """GFLOP/s by type."""

@@ -44,7 +44,7 @@ class Decoding:
     times_reading: float
     """The step in times of weight bytes / measured bandwidth."""
     share_of_peak: float
-    """Of the GEMM peak of one thread that the step's products come to."""
+    """Share of the GEMM peak of one thread that the step's products come to."""
     kinds_ms: dict[str, float]
     """Of a step, by the profile; 'other' is the rest: torch's small operations, vLLM's Python, the profiler."""
 

@@ -334,7 +334,7 @@ class Sweeps:
 
 
 def batch(lengths: str) -> Batch:
-    """Of the paper's shape."""
+    """A batch of the paper's shape."""
     return Batch.of(find_lengths(lengths)[0], SAMPLES, PROMPT_TOKENS)
 
 

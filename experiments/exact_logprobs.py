@@ -45,7 +45,7 @@ PROMPTS = [
 ]
 MEANS = (0.5, 0.9, 0.99, 0.994, 0.999, 0.9994, 0.9999, 0.99999)
 TOKENS, WIDTH, VOCABULARY = 256, 128, 4096
-"""Of the gradient table."""
+"""Shape of the head in the gradient table."""
 
 
 def run_of(model: str, tokens: int, setting: tuple[float, float, int, float]) -> RunConfig:

@@ -207,7 +207,7 @@ class Bench:
             # a known length is one sample's: then each goes in as a group of its own
             asked = []
             for group in self.groups:
-                for sample_id, seed in samples_of(group, self.run.seed):
+                for sample_id, seed, _ in samples_of(group, self.run.seed):
                     request = SampleRequest(sample_id, group.group_id, group.prompt_tokens, seed, 0.0)
                     asked.append(([request], forecasts.get(sample_id)))
             await dispatcher.submit(asked)
@@ -239,7 +239,7 @@ class Bench:
         return {
             sample_id: Forecast.from_quantiles(predicted.levels, np.minimum(row, self.workload.cap))
             for group, row in zip(self.groups, predicted.quantiles, strict=True)
-            for sample_id, _ in samples_of(group, self.run.seed)
+            for sample_id, _, _ in samples_of(group, self.run.seed)
         }
 
     def close(self) -> None:

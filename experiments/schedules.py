@@ -114,12 +114,12 @@ class Figures:
 
     @property
     def shorter_s(self) -> float:
-        """Of the two stages."""
+        """Seconds of the shorter of the two stages."""
         return min(self.generate_s, self.train_s)
 
     @property
     def longer_s(self) -> float:
-        """Of the two stages."""
+        """Seconds of the longer of the two stages."""
         return max(self.generate_s, self.train_s)
 
 

@@ -77,7 +77,7 @@ class Arm:
         return SiteLink(**self.cluster()["links"][0])
 
     def overrides(self) -> tuple[str, ...]:
-        """Of the run file."""
+        """Settings of the run file that differ."""
         bound = ", max_staleness: 1" if self.schedule == "async" else ""
         own = f"schedule={{name: {self.schedule}{bound}}}", f"weights.encoding={self.encoding}", f"seed={self.seed}"
         return (*OVERRIDES, *own)
@@ -97,7 +97,7 @@ class StepFacts:
     optimizer_s: float
     """With making the version, for which the trainer stands still."""
     nbytes: int
-    """Of the version."""
+    """Bytes of the version."""
     groups: Groups
     ends: list[tuple[int, float]]
     """(output length, seconds from the first request at the instance to its end) of each sample."""

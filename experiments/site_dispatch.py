@@ -136,7 +136,7 @@ class Simulated:
     usd: float
     """Sites until each is done, and their links."""
     shares: dict[str, float]
-    """Of the tokens, by site."""
+    """Shares of the tokens, by site."""
 
 
 class TwoLevels:

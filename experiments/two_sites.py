@@ -83,7 +83,7 @@ class Run(Outcome):
         return self.rows[warmup:-1]
 
     def seconds_per_token(self, warmup: int) -> float:
-        """Of the steady steps."""
+        """Seconds of the steady steps by their tokens."""
         rows = self.steady(warmup)
         return sum(row.step_time_s or 0.0 for row in rows) / sum(
             (row.samples_total or 0) * (row.output_length_mean or 0.0) for row in rows

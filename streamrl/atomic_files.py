@@ -1,11 +1,28 @@
-"""Atomic replacement of small files, so that no reader ever sees half of one. Standard library only."""
+"""Atomic replacement of files, so that no reader ever sees half of one. Standard library only."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which replaces a file atomically if the block ends well, and is deleted if not.
+
+    Raises:
+        OSError: the file cannot be replaced.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -14,9 +31,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def replace_json(path: Path, values: Any) -> None:

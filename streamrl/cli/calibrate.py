@@ -71,11 +71,9 @@ def command(
         return try_settings(chosen, run, site, click.echo)
     from streamrl.generation.instance.calibration import measure
     from streamrl.generation.instance.engine import Engine
-    from streamrl.weights.backends.base import weight_path
 
     async def work() -> dict[str, object]:
-        weights = weight_path(run)
-        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site, weights)
+        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
         try:
             await engine.warm_up()
             curve = await measure(engine, chosen.max_batch, run.model.max_context, repeats, click.echo)

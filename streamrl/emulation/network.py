@@ -66,7 +66,7 @@ class LinkChange(TypedDict, total=False):
     """The values of a link to change; the others stay."""
 
     bandwidth_bytes_per_s: float | None
-    """In each direction; None: unlimited."""
+    """Bytes per second in each direction; None: unlimited."""
     delay_s: float
     """One way."""
     loss: float

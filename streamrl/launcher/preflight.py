@@ -78,8 +78,9 @@ def _refuse(checks: Iterable[Iterable[str]]) -> None:
     Raises:
         UserError: one line per problem.
     """
-    if problems := "\n".join(itertools.chain.from_iterable(checks)):
-        raise UserError(problems)
+    # several checks may meet the same problem, such as a missing model
+    if problems := dict.fromkeys(itertools.chain.from_iterable(checks)):
+        raise UserError("\n".join(problems))
 
 
 def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:

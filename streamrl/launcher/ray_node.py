@@ -87,11 +87,14 @@ class NodeProcess:
     ) -> tuple[int, str]:
         """Start the process if this node can be used; return its PID (0: not started) and this node's address.
 
-        The other arguments are those of `look`.
+        `run_dir`, `token` and `theirs` are those of `look`.
 
         Args:
-            command: command line with the placeholders `MEETING` and `NODE`.
+            command: command line; of a process with several nodes, `process_plan.MEETING` and `process_plan.NODE` in
+                it stand for `meeting` and `number`.
             env: environment variables on top of this node's own.
+            log: path of the log file.
+            cwd: folder in which the process starts.
             number: number of this node among those of the process.
             meeting: rendezvous of these nodes; '': the process has only one.
         """

@@ -54,7 +54,7 @@ class Examine(MicroBatch, frozen=True, tag="examine"):
     """
 
     reference_given: bool
-    """As for `Train`."""
+    """Whether every sequence, on every rank, has its reference log-probabilities."""
 
 
 class OptimizerStep(TypedMessage, frozen=True, tag="step"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 
@@ -93,9 +93,8 @@ class KeptMicroBatches:
         table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({FACTS: json.dumps(facts).encode()}))
         self.directory.mkdir(parents=True, exist_ok=True)
         target = self.path(kept.step)
-        partial = target.with_suffix(".partial")
-        pq.write_table(table, partial, compression="zstd")
-        os.replace(partial, target)
+        with replacing(target) as partial:
+            pq.write_table(table, partial, compression="zstd")
         return target
 
     def read(self, step: int) -> KeptStep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.atomic_files import replacing
 from streamrl.errors import RunFailed
 from streamrl.rollouts.types import Group
 
@@ -66,13 +66,11 @@ class RolloutStore:
         """
         rows = [_row(group, sample_id) for group in groups for sample_id in sorted(group.scored)]
         target = self._path(step)
-        partial = target.with_suffix(".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
-            os.replace(partial, target)
+            with replacing(target) as partial:
+                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise RunFailed(f"cannot write rollouts to {target}: {error}") from error
         return target
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -34,6 +35,7 @@ class PaddedRows:
     """Place in [B L] of the hidden state that predicts the n-th completion token, [N] int64."""
 
 
+@lru_cache(maxsize=4)  # the policy, the reference, the critic pass over the same batch
 def padded_rows(layout: tuple[GroupLayout, ...]) -> PaddedRows:
     """Return the rows of a packed batch; at least one, so that a batch without completions runs as well."""
     rows: list[tuple[torch.Tensor, int]] = []

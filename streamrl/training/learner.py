@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.protocol.controller_trainer import Refusal
@@ -23,7 +22,7 @@ from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
 from streamrl.training.update_bound import stays_finite
-from streamrl.weights.finite import first_not_finite, largest
+from streamrl.weights.finite import first_not_finite, largest, whole
 
 Model = TypeVar("Model", Policy, Critic)
 
@@ -192,7 +191,7 @@ class Learner(Generic[Model]):
         for gradient in gradients:
             gradient.mul_(scale)
         self._norm = torch.nn.utils.get_total_norm(gradients)
-        return float(self._norm.full_tensor() if isinstance(self._norm, DTensor) else self._norm)
+        return float(whole(self._norm))
 
     def damage(self) -> Refusal | None:
         """Return which weight or moment of AdamW is not finite on this rank; None: all are."""

@@ -120,7 +120,8 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
 
 
 def decide_packing(run: RunConfig, folder: str) -> Packing | None:
-    """Decide how a run packs the model of a folder; None: this machine has no torch, so the trainer decides.
+    """Decide how a run packs the model of a folder; None: this machine has no torch or no transformers,
+    so the trainer decides.
 
     Raises:
         UserError: nothing is proven right, or what was asked for is proven wrong.
@@ -130,12 +131,13 @@ def decide_packing(run: RunConfig, folder: str) -> Packing | None:
 
 
 def packing_proof(folder: Path) -> PackingProof | None:
-    """Return the proof for the model of a folder, made now or cached; None: torch is not installed.
+    """Return the proof for the model of a folder, made now or cached; None: torch or transformers is
+    not installed.
 
     Raises:
         UserError: the proof could not be made, for a reason that is not the model's.
     """
-    if importlib.util.find_spec("torch") is None:
+    if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
         return None
     path = cache_directory() / "machine" / f"packing-{_key(folder)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -67,7 +67,7 @@ def load_model(kind: type[Any], path: str, gradient_checkpointing: bool, attenti
         path: folder or hub id.
         gradient_checkpointing: recompute activations in the backward pass.
         attention: transformers' name of the attention: `SHARED_PREFIX` for packed rows, else one of the model's own,
-            for separate ones (`packing_proof.Packing.attention`).
+            for separate ones (`packing_choice.Packing.attention`).
     """
     model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
     return in_training(model, gradient_checkpointing)

@@ -50,7 +50,7 @@ from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
 from streamrl.training.truncation import Truncation
-from streamrl.weights.finite import first_not_finite
+from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
 
@@ -417,9 +417,7 @@ class Trainer:
             RunFailed: on every rank, at a weight that is not finite.
         """
         for name, parameter in self.policy.model.named_parameters():
-            tensor = parameter.detach()
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            converted = full.to(compute_type(self.run))
+            converted = whole(parameter).to(compute_type(self.run))
             if first_not_finite({name: converted}):
                 raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
             yield name, converted

@@ -19,6 +19,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of all ranks' parts, detached: a collective call if it is sharded."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
 def largest(tensors: Iterable[torch.Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor's part on this rank.
 

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
-from streamrl.weights.finite import first_not_finite
+from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
 from streamrl.weights.version import (
     Manifest,
@@ -214,8 +214,7 @@ class ShardedLayout:
         return [(offset[0] if offset else 0, parameter.to_local().reshape(shape))]
 
     def _gather(self, parameter: torch.Tensor) -> torch.Tensor:
-        converted = parameter.detach().to(self.dtype)
-        return converted.full_tensor() if isinstance(converted, DTensor) else converted
+        return whole(parameter.detach().to(self.dtype))
 
     def _write_rows(self, buffer: np.ndarray, name: str, first: int, rows: torch.Tensor) -> None:
         """Convert rows (or a whole scalar) and write them from row `first` on.

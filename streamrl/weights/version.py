@@ -125,8 +125,8 @@ class Manifest:
 
     def like(self, other: Manifest) -> bool:
         """Return whether both have the same tensors (names, types, shapes) at the same places; values may differ."""
-        places = ([replace(t, checksum="") for t in one.tensors] for one in (self, other))
-        return self.nbytes == other.nbytes and next(places) == next(places)
+        ours, theirs = ([replace(t, checksum="") for t in one.tensors] for one in (self, other))
+        return self.nbytes == other.nbytes and ours == theirs
 
     def tensors_of(self, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) views into a buffer (uint8 [nbytes])."""

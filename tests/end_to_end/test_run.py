@@ -238,7 +238,7 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
 def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_gives_the_same_gradient(
     resumed: tuple[Project, list[list[str]], int, str], tmp_path: Path
 ) -> None:
-    """In fp32: with bf16's rounding a rare token differs at other batch sizes, and gradients could not be compared."""
+    """It runs in fp32: with bf16's rounding a rare token differs at other batch sizes, and so do the gradients."""
     other = Project(tmp_path, tail=False)
     other.launch("--steps", "1", ranks=2, schedule={"name": "sync"})
 

@@ -11,6 +11,7 @@ from transformers import Qwen3NextConfig
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
 from streamrl.launcher import preflight
 
 GIB = 2**30
@@ -122,3 +123,10 @@ def test_a_mixture_of_experts_is_warned_of(tmp_path: Path) -> None:
     for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 4}}, {"n_routed_experts": 64}):
         (warning,) = preflight.untried(cluster(), make_model(tmp_path / "m", **config))
         assert warning.startswith("model.path: a mixture of experts")
+
+
+def test_a_model_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none")}})
+    with pytest.raises(UserError) as error:
+        preflight.check(cluster(), run, tmp_path, emulate=True)
+    assert sum("none" in line for line in str(error.value).splitlines()) == 1

@@ -158,7 +158,7 @@ def confident(mean: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 def test_the_gradient_is_exact_to_rounding_at_any_confidence(
     mean: float, dtype: torch.dtype, bound: float, memory: str
 ) -> None:
-    """Against fp64 from the same logits. A softmax in bf16 would be off by 37 % at 0.9994."""
+    """The reference is fp64 from the same logits. A softmax in bf16 would be off by 37 % at 0.9994."""
     hidden, weight, targets = confident(mean, dtype)
     upstream = torch.randn(len(targets), generator=torch.Generator().manual_seed(1))
     output = token_logprobs(hidden, weight, None, targets, PLAIN)

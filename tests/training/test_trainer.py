@@ -447,7 +447,7 @@ def same_updates(ours: Weights, theirs: Weights, base: Weights, limit: float = 2
 
 
 def gradient_of(run: Path) -> torch.Tensor:
-    """Of the policy, in the first step."""
+    """The policy's gradient in the first step."""
     return torch.load(run / "gradient.pt")
 
 

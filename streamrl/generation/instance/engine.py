@@ -26,7 +26,6 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.canary import canary
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
-from streamrl.weights.backends.base import STREAMED, WeightPath
 
 UNNAMED_VERSION = -1
 """Number of the weights that were loaded at start; no sample of a run is drawn from them."""
@@ -57,7 +56,6 @@ class Engine:
         cuda: bool,
         instance: str,
         site: str,
-        weights: WeightPath = STREAMED,
         place: Place | None = None,
         settings: EngineSettings | None = None,
     ) -> None:
@@ -69,7 +67,6 @@ class Engine:
             cuda: whether the cluster has GPUs.
             instance: name of the instance.
             site: site of the instance.
-            weights: weight path of the run.
             place: place of this node, the first one, among those that the instance spans; None: there is only one.
             settings: see `engine_config`.
         """
@@ -92,7 +89,7 @@ class Engine:
         self._begun: dict[str, tuple[float, float]] = {}
         """Arrival of running requests, in (unix seconds, monotonic seconds)."""
         model = resolve_model(run.model.path)
-        config = engine_config(pool, run, cuda, weights, place, settings)
+        config = engine_config(pool, run, cuda, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
             # vLLM's CPU platform has just set "spawn", because a fork loses OpenMP's threads. There are none yet, and a
             # fork spares the engine process a second import of everything (10 s of a core, 250 MB)

@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, QUANTIZATION, register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
-from streamrl.weights.backends.base import STREAMED, WeightPath
+from streamrl.weights.backends.base import weight_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +46,6 @@ def engine_config(
     pool: GenerationPool,
     run: RunConfig,
     cuda: bool,
-    weights: WeightPath = STREAMED,
     place: Place | None = None,
     settings: EngineSettings | None = None,
 ) -> VllmConfig:
@@ -56,7 +55,6 @@ def engine_config(
         pool: pool of the instance.
         run: configuration of the run.
         cuda: whether the cluster has GPUs.
-        weights: weight path of the run.
         place: place of this node; None: the only one.
         settings: settings of a CPU engine; None: those chosen for this machine.
 
@@ -111,7 +109,7 @@ def engine_config(
         # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
         # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=weights.engine),
+        weight_transfer_config=WeightTransferConfig(backend=weight_path(run).engine),
         generation_config="vllm",
         seed=run.seed,
         **(hardware | several),

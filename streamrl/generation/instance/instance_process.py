@@ -87,16 +87,15 @@ class InstanceProcess:
             RuntimeError: vLLM failed.
         """
         cuda = self.context.cluster.hardware == "cuda"
-        weights = weight_path(self.context.run)
         self.context.say("importing vLLM")
         import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
 
         self.context.say("loading the model into vLLM")
         if not cuda:
             self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
-        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, weights, self.place)
+        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, self.place)
         try:
-            if weights.fetched:
+            if weight_path(self.context.run).fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
             self.context.say("warming up")
             await self.engine.warm_up()

@@ -10,7 +10,6 @@ import asyncio
 
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.runtime.process_context import RoleContext
-from streamrl.weights.backends.base import weight_path
 
 
 class Shard:
@@ -38,7 +37,7 @@ class Shard:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         run, cluster = self.context.run, self.context.cluster
-        config = engine_config(self.pool, run, cluster.hardware == "cuda", weight_path(run), self.place)
+        config = engine_config(self.pool, run, cluster.hardware == "cuda", self.place)
         executor = MultiprocExecutor(config, monitor_workers=False)
         try:
             executor.start_worker_monitor(inline=True)

@@ -71,7 +71,6 @@ class SiteFleet:
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
-        self.recovery = context.run.recovery
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}

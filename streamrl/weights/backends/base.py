@@ -51,12 +51,11 @@ PATHS = {
     "nccl": WeightPath(engine="nccl", fetched=False, module="streamrl.weights.backends.nccl"),
 }
 """All weight paths, by their names in `weights.backend`."""
-STREAMED = PATHS["stream"]
 
 
 def weight_path(run: RunConfig) -> WeightPath:
     """Return the weight path of a run; `auto` takes no path that has not been run."""
-    return STREAMED if run.weights.backend == "auto" else PATHS[run.weights.backend]
+    return PATHS["stream" if run.weights.backend == "auto" else run.weights.backend]
 
 
 class PublishedModel(Protocol):
