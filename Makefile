@@ -54,8 +54,8 @@ docs: $(STAMP)
 
 # what fails soonest first; tests/conftest.py says which files are slow, and their order
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n 2 -m "not slow" --durations 10
+	$(BIN)/python -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import Leaks
 from tests.waiting import scaled, slowness
@@ -14,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile("any machine")  # a loaded machine is no defect of the code
+settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
 SLOW = (

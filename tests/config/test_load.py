@@ -255,9 +255,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.dictionaries(KEYS, VALUES, max_size=4))
 def test_no_file_however_wrong_gives_anything_but_a_readable_message(write: Write, data: dict[str, Any]) -> None:
     path = write(yaml.safe_dump(data))
@@ -267,9 +265,7 @@ def test_no_file_however_wrong_gives_anything_but_a_readable_message(write: Writ
         assert all(line.startswith(f"{path}") for line in str(error).splitlines())
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet="ab:- \n\t[]{}&*#|>'\"!%@1", max_size=40))
 def test_no_text_however_broken_gives_anything_but_a_readable_message(write: Write, text: str) -> None:
     path = write(text)

@@ -71,7 +71,7 @@ class Playing:
             tokens.append(token)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_no_sample_is_made_of_two_instances_tokens_whoever_falls_silent_and_comes_back(data: st.DataObject) -> None:
     """A service, its journal, and instances that stand still, speak late, die or end their requests, in any order."""

@@ -152,11 +152,11 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 def test_no_sequence_of_events_makes_an_outdated_or_leaving_instance_ready_or_breaks_its_budget() -> None:
-    limits = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=50)
+    limits = settings(derandomize=True, max_examples=100, stateful_step_count=50)
     run_state_machine_as_test(LifeMachine, settings=limits)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(st.lists(st.floats(0.0, 300.0), min_size=1, max_size=30), st.integers(0, 6))
 def test_an_instance_that_is_quiet_for_a_window_begins_again_with_the_first_pause(
     gaps: list[float], restarts: int

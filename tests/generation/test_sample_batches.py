@@ -100,7 +100,7 @@ def samples(draw: st.DrawFn) -> Item:
     return draw(BODIES), {name: np.array(raw[name], "<u4").view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(samples(), max_size=6), st.booleans())
 def test_packing_is_exact(some: list[Item], compress: bool) -> None:
     assert_same(unpack_samples(*over_the_wire(*pack_samples(some, compress))), some)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from streamrl.cli.report import command
 from streamrl.errors import UserError
+from streamrl.report import plots
 from streamrl.report.run_data import load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
 from streamrl.run_dir.jsonl import RowWriter
@@ -89,6 +90,12 @@ def of_three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]
     return page_of(run_dir)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plots stay empty, for tests that look at the rest of the page."""
+    monkeypatch.setattr(plots, "to_svg", lambda figure, name: "<svg></svg>")
+
+
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
     page, text = page_of(make_run(12, state="done"))
     assert page.plots == [
@@ -127,6 +134,7 @@ def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own
     assert len(page.ids) == len(set(page.ids))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_predictions_nothing_is_said_of_them(make_run: RunMaker) -> None:
     run_dir = make_run(2)
     for path in (run_dir / "rollouts").glob("*.parquet"):
@@ -169,12 +177,14 @@ def test_without_a_step_the_report_says_so(make_run: RunMaker) -> None:
     assert page.plots == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_a_step_the_trace_and_samples_so_far_are_shown(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(0, state="failed", error="trainer died: <no memory>"))
     assert page.plots == ["length-histogram", "timeline-0"]
     assert "trainer died: <no memory>" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run: RunMaker) -> None:
     run_dir = make_run(4, rollouts=False, trace=False, evaluations=False)
     (run_dir / "status.json").unlink()
@@ -183,6 +193,7 @@ def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run
     assert "The run's state is unknown" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     assert "no update for" in page_of(run_dir)[0].text
@@ -193,6 +204,7 @@ def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
     assert "running at step 2 of 20, 1m30s after its start (the run has not ended" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_rollout_file_without_its_footer_is_left_out_and_told(make_run: RunMaker) -> None:
     run_dir = make_run(3)
     path = run_dir / "rollouts" / "step_000003.parquet"
@@ -202,6 +214,7 @@ def test_a_rollout_file_without_its_footer_is_left_out_and_told(make_run: RunMak
     assert "step_000003.parquet could not be read and is left out" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) -> None:
     run_dir = make_run(2)
     shutil.copy(run_dir / "rollouts" / "step_000002.parquet", run_dir / "rollouts" / "step_000002b.parquet")
@@ -209,6 +222,7 @@ def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) 
     assert rollouts is not None and len(rollouts) == 128
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_run: RunMaker) -> None:
     data = load_run(make_run(12))
     assert data.rollouts is not None
@@ -221,6 +235,7 @@ def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_ru
     assert {int(data.rollouts.step[i]) for i in picked["Highest reward"]} == {12}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMaker) -> None:
     import tokenizers
 
@@ -241,6 +256,7 @@ def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMak
     assert not data.notes
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker) -> None:
     run_dir = make_run(1)
     path = run_dir / "rollouts" / "step_000001.parquet"
@@ -260,6 +276,7 @@ def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps
     assert "Completions are not decoded: no tokenizer.json" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
     run_dir = make_run(0, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
@@ -283,6 +300,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run: RunMaker) -> None:
     run_dir = make_run(2)
     result = CliRunner().invoke(command, [str(run_dir)])
@@ -294,6 +312,7 @@ def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run:
     assert "streamrl report runs/demo" in CliRunner().invoke(command, ["--help"]).output
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_of_many_samples_reads_only_the_shown_texts(
     make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +331,7 @@ def test_a_report_of_many_samples_reads_only_the_shown_texts(
     assert len(asked) == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(12, rollouts=False, trace=False))
     for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
@@ -319,6 +339,7 @@ def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMa
     assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
     run_dir = make_run(3, rollouts=False, trace=False)
     page, text = page_of(run_dir)
@@ -330,6 +351,7 @@ def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunM
     assert "In 1 of 4 steps, last in step 4: length bias: <12 %> shorter" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(3, audit=audit_of(dropped=2), rollouts=False, trace=False))
     assert "too stale" in page.text
@@ -337,6 +359,7 @@ def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None
     assert row is not None and row.group(1) == "192192186" + "6"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:

@@ -279,5 +279,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def test_the_account_balances_whatever_comes_in_whatever_order_and_whenever_it_is_killed() -> None:
-    limits = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=30)
+    limits = settings(derandomize=True, max_examples=40, stateful_step_count=30)
     run_state_machine_as_test(LedgerMachine, settings=limits)

@@ -38,13 +38,13 @@ def by_hand(lengths: list[int], curve: StepCurve, slots: int, prompt: int = 0) -
 
 
 @given(LENGTHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_replica_time_is_that_of_stepping_by_hand(lengths: list[int]) -> None:
     assert replica_time(lengths, PAPER_7B_H800) == pytest.approx(by_hand(lengths, PAPER_7B_H800, len(lengths)))
 
 
 @given(LENGTHS, st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_refills_are_those_of_stepping_by_hand(lengths: list[int], slots: int) -> None:
     expected = by_hand(lengths, PAPER_7B_H800, slots)
     assert replica_time_with_refills(lengths, PAPER_7B_H800, slots) == pytest.approx(expected)

@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.floats(1, 5000), min_size=16, max_size=16).map(sorted)
 @given(
     st.lists(st.tuples(LENGTHS, st.floats(0, 8000)), min_size=1, max_size=6), st.sampled_from([np.inf, 5000.0, 300.0])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_row_is_the_forecast_of_what_is_left(rows: list[tuple[list[float], float]], limit: float) -> None:
     forecasts, produced = [Forecast(tuple(lengths)) for lengths, _ in rows], [done for _, done in rows]
     expected = stack([f.beyond(done, limit) for f, done in zip(forecasts, produced, strict=True)])

@@ -99,7 +99,7 @@ def test_weights_interleave() -> None:
     assert [mix([1, 1, 1], i)[0] for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 80))
 def test_mix_counts_every_task_without_gaps_and_keeps_shares(weights: list[float], length: int) -> None:
     used = [0] * len(weights)
@@ -111,7 +111,7 @@ def test_mix_counts_every_task_without_gaps_and_keeps_shares(weights: list[float
         assert abs(count - length * weight / sum(weights)) <= 0.5 * len(weights) + 0.5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 10**12))
 def test_mix_is_consistent_far_out(weights: list[float], index: int) -> None:
     drawn = [mix(weights, index + i) for i in range(12)]

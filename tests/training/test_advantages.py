@@ -47,7 +47,7 @@ def test_no_tokens() -> None:
     assert [len(part) for part in gae(token_rewards(none, ids), none, ids, 1.0, 0.95)] == [0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     gamma=st.floats(0.1, 1.0),

@@ -196,7 +196,7 @@ def test_no_tokens_give_no_loss(name: str, loss: Callable[..., torch.Tensor]) ->
 
 
 @pytest.mark.parametrize(("name", "loss"), ALL, ids=[name for name, _ in ALL])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_loss_and_gradient_are_finite_whatever_the_ratio(
     name: str, loss: Callable[..., torch.Tensor], data: st.DataObject

@@ -180,7 +180,7 @@ def test_the_sums_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_everything_is_finite_whatever_the_log_probabilities(name: str, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=0, max_size=3))

@@ -220,7 +220,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
 
 def test_each_message_is_committed_once_in_a_life_whatever_is_lost_repeated_reordered_or_restarted() -> None:
-    limits = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=50)
+    limits = settings(derandomize=True, max_examples=80, stateful_step_count=50)
     run_state_machine_as_test(DeliveryMachine, settings=limits)
 
 
@@ -394,6 +394,6 @@ class EndsMachine(RuleBasedStateMachine):
 
 
 def test_a_hub_and_a_link_lose_and_repeat_nothing_whichever_of_them_or_their_connection_breaks() -> None:
-    limits = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=60)
+    limits = settings(derandomize=True, max_examples=150, stateful_step_count=60)
     limits = settings(limits, phases=[Phase.generate])  # a failure is not made smaller: that would take minutes
     run_state_machine_as_test(EndsMachine, settings=limits)

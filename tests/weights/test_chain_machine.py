@@ -292,7 +292,7 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 def test_receivers_end_at_exactly_a_version_or_where_they_were_and_keep_a_way_to_the_newest() -> None:
-    limits = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=40)
+    limits = settings(derandomize=True, max_examples=40, stateful_step_count=40)
     limits = settings(limits, phases=[Phase.generate])  # a failure is not made smaller: that would take minutes
     run_state_machine_as_test(ChainMachine, settings=limits)
 

@@ -106,7 +106,7 @@ def test_changes_in_clusters_and_far_apart_arrive_bit_for_bit() -> None:
         assert round_trip(new, old, "bfloat16").size < 64 + len(where) // 8
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), dtype=st.sampled_from(list(SIZES)))
 def test_random_words_arrive_bit_for_bit(data: st.DataObject, dtype: str) -> None:
     n = data.draw(st.integers(0, 600))
