@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Assignment, Request, TokenProgress
 
@@ -46,7 +47,12 @@ class GroupProbe(SkewAware):
     """Skew-aware dispatch that starts one probe of each group first and learns its siblings' lengths from it."""
 
     def __init__(
-        self, migrate: bool = True, longest: float = math.inf, affinity: int = 0, likeness: float = LIKENESS
+        self,
+        migrate: bool = True,
+        longest: float = math.inf,
+        affinity: int = 0,
+        likeness: float = LIKENESS,
+        objective: DispatchObjective = MAKESPAN,
     ) -> None:
         """Create a policy without instances.
 
@@ -55,8 +61,9 @@ class GroupProbe(SkewAware):
             longest: largest number of tokens that a request may produce (the run's limit).
             affinity: affinity of probes and of requests without a forecast, see `Fleet`.
             likeness: likeness of siblings, see `Forecast.given_siblings`.
+            objective: what plans make small.
         """
-        super().__init__(migrate, longest, affinity)
+        super().__init__(migrate, longest, affinity, objective)
         self.likeness = likeness
         self._groups: dict[str, _Group] = {}
         self._probes: deque[Request] = deque()

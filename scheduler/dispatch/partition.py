@@ -1,10 +1,11 @@
 """Plans: which requests go to which instances, chosen by predicted time. Pure functions of forecasts and step curves.
 
 A run ends when its last instance does, and among a thousand uncertain lengths some are much longer than expected. So
-the candidates of `partition_candidates.py` are compared by their mean makespan over scenarios, joint draws of all
-lengths. The winner is the cheapest of those that are significantly cheaper than even dealing (`SURE`), or even dealing
-itself. Instances that serve the same stretch share what waits, in the plan's order; siblings on one instance have
-their prompt prefilled once.
+the candidates of `partition_candidates.py` are compared by their mean cost over scenarios, joint draws of all lengths.
+The cost is what the schedule waits for (`dispatch_objective.py`): the makespan, or the end of a training that takes
+groups as they become complete. The winner is the cheapest of those that are significantly cheaper than even dealing
+(`SURE`), or even dealing itself. Instances that serve the same stretch share what waits, in the plan's order; siblings
+on one instance have their prompt prefilled once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost.decode import Floats
+from scheduler.cost.decode import Floats, StepCurve
 from scheduler.cost.expected_time import Worker, context_seconds, marginal_costs
 from scheduler.cost.length_forecast import scenarios
+from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together, type_orders
 
 SCENARIOS = 16
@@ -57,12 +59,19 @@ class Plan:
     ranks: tuple[int, ...]
     """[requests] place of each in the order in which waiting requests start."""
     times: Floats = field(repr=False, compare=False)
-    """[scenarios] predicted seconds until all is done."""
+    """[scenarios] predicted seconds until all is generated."""
+    costs: Floats = field(repr=False, compare=False)
+    """[scenarios] predicted seconds until what the objective waits for; `times` if that is the makespan."""
 
     @property
     def makespan(self) -> float:
-        """Predicted seconds until all is done: mean over the scenarios."""
+        """Predicted seconds until all is generated: mean over the scenarios."""
         return float(self.times.mean())
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds until what the objective waits for: mean over the scenarios."""
+        return float(self.costs.mean())
 
     @property
     def tail(self) -> frozenset[int]:
@@ -80,6 +89,7 @@ def plan(
     tails: Floats | None = None,
     prompts: PromptGroups | None = None,
     arrivals: Sequence[int] | None = None,
+    objective: DispatchObjective = MAKESPAN,
 ) -> Plan:
     """Return the cheapest plan, given what the workers already run.
 
@@ -93,12 +103,15 @@ def plan(
         tails: [n, 5] result of `length_forecast.tails_of` for the requests; None: no tails.
         prompts: prompts of the requests; None: prefilling them costs nothing.
         arrivals: [n] places in the order of arrival; None: unknown.
+        objective: what is made small; a streamed training needs `prompts`, whose groups it trains.
 
     Raises:
-        ValueError: there is no worker.
+        ValueError: there is no worker, or a streamed objective has no groups.
     """
     if not workers:
         raise ValueError("nothing can be planned: the list of instances is empty")
+    if objective is not None and prompts is None:
+        raise ValueError("a streamed training cannot be planned without the requests' groups")
     known = values.shape[1] == 1
     beside = [values[:0]] * len(workers) if running is None else list(running)
     everything = np.concatenate([values, *beside])
@@ -107,14 +120,15 @@ def plan(
     drawn = scenarios(everything, 1 if known else SCENARIOS, seed, limit, tails)
     ends = len(values) + np.cumsum([len(part) for part in beside])
     columns = [range(end - len(part), end) for part, end in zip(beside, ends.tolist(), strict=True)]
-    timed = _Timed(drawn, workers, columns, prompts)
+    timed = _Timed(drawn, workers, columns, prompts, objective)
     everyone, each = [list(range(len(workers)))], [[seat] for seat in range(len(workers))]
     slots, taken = [worker.slots for worker in workers], [len(part) for part in beside]
     dealt = even(len(values), slots, taken)
     means = values.mean(axis=1)
+    orders = _orders_of_start(means, sum(slots) - sum(taken), arrivals, prompts if objective else None)
     level, *plans = [
-        min(timed.both("even", [[order[k] for k in queue] for queue in dealt], everyone, means, order), key=_makespan)
-        for order in _orders_of_start(len(values), sum(slots) - sum(taken), arrivals)
+        min(timed.both("even", [[order[k] for k in queue] for queue in dealt], everyone, means, order), key=_cost)
+        for order in orders
     ]
     if len(values) and len(workers) > 1:
         plans.append(timed("greedy", greedy(means, workers, [part.mean(axis=1) for part in beside]), each))
@@ -122,29 +136,39 @@ def plan(
             plans.extend(timed.both("blocks", queues, stretches, means))
         if known:
             plans.extend(timed("packed", queues, each) for queues in packed(values[:, 0], workers))
-    return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=_makespan)
+    return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=_cost)
 
 
-def _orders_of_start(count: int, free: int, arrivals: Sequence[int] | None) -> list[Sequence[int]]:
-    """Return the orders in which requests may start: longest first, by arrival, shortest first.
+def _orders_of_start(
+    means: Floats, free: int, arrivals: Sequence[int] | None, prompts: PromptGroups | None
+) -> list[Sequence[int]]:
+    """Return the orders in which requests may start; the first is what plans are compared with.
 
-    Longest first is best where lengths are known. Where nearly any request may run to the limit, the last one to start
-    determines the end, so the queue should be worked off early: shortest first. Arrival order is in between, and is
-    what least-loaded dispatch uses.
+    Longest first is best for the makespan where lengths are known. Where nearly any request may run to the limit, the
+    last one to start determines the end, so the queue should be worked off early: shortest first. Arrival order is in
+    between, and is what least-loaded dispatch uses. A streamed training (`prompts` given) needs whole groups early, so
+    there groups also start one after the other, those of the smallest or of the largest expected maximum first, and
+    arrival order is what plans are compared with.
     """
-    longest = range(count)
-    if count <= free:
+    longest = range(len(means))
+    if len(means) <= free:
         return [longest]
     arrived = [] if arrivals is None else [sorted(longest, key=arrivals.__getitem__)]
-    return [longest, *arrived, longest[::-1]]
+    if prompts is None:
+        return [longest, *arrived, longest[::-1]]
+    largest: dict[str, float] = {}
+    for request in reversed(longest):
+        largest[prompts.groups[request]] = float(means[request])
+    by_group = sorted(longest, key=lambda request: (largest[prompts.groups[request]], prompts.groups[request]))
+    return [*arrived, longest, longest[::-1], by_group, by_group[::-1]]
 
 
-def _makespan(one: Plan) -> float:
-    return one.makespan
+def _cost(one: Plan) -> float:
+    return one.cost
 
 
 def _surely_cheaper(one: Plan, other: Plan) -> bool:
-    gain = other.times - one.times
+    gain = other.costs - one.costs
     doubt = gain.std(ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else 0.0
     return bool(gain.mean() > SURE * doubt)
 
@@ -159,6 +183,7 @@ class _Timed:
     running: Sequence[range]
     """Columns, by worker, of the requests that it already runs."""
     prompts: PromptGroups | None = None
+    objective: DispatchObjective = MAKESPAN
 
     def both(
         self,
@@ -187,6 +212,7 @@ class _Timed:
         for rank, request in enumerate(order or ()):
             ranks[request] = rank
         latest = np.zeros(len(self.drawn))
+        ends = np.zeros_like(self.drawn)
         for seats in stretches:
             at_once: list[list[int]] = []
             waiting: list[int] = []
@@ -195,9 +221,10 @@ class _Timed:
                 at_once.append([*self.running[seat], *queues[seat][: max(free, 0)]])
                 waiting += queues[seat][max(free, 0) :]
             workers = [self.workers[seat] for seat in seats]
-            steps = self._steps(workers, at_once, sorted(waiting, key=ranks.__getitem__))
+            waiting.sort(key=ranks.__getitem__)
+            steps, begun = self._steps(workers, at_once, waiting)
             beside = self.drawn[:, waiting]
-            for seat, worker, taken, ran in zip(seats, workers, at_once, steps, strict=True):
+            for place, (seat, worker, taken, ran) in enumerate(zip(seats, workers, at_once, steps, strict=True)):
                 reading = np.zeros(len(self.drawn))
                 if worker.curve.per_context_token:
                     reading += context_seconds(worker.curve, self.drawn[:, taken]).sum(axis=1)
@@ -206,30 +233,86 @@ class _Timed:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
                 latest = np.maximum(latest, times)
-        return Plan(kind, tuple(map(tuple, queues)), tuple(map(tuple, stretches)), tuple(ranks), latest)
+                if self.objective is not None and taken:
+                    slower = times / np.maximum(times - reading, 1e-12)
+                    clock = _Clock.of(ran, worker.curve, slower)
+                    ends[:, taken] = clock.seconds(self.drawn[:, taken])
+                    if waiting:
+                        here = begun[0] == place
+                        there = clock.seconds(np.where(here, begun[1], 0.0))
+                        ends[:, waiting] = np.where(here, there, ends[:, waiting])
+        queued, spread = tuple(map(tuple, queues)), tuple(map(tuple, stretches))
+        return Plan(kind, queued, spread, tuple(ranks), latest, self._costs(ends, latest))
 
-    def _steps(self, workers: Sequence[Worker], at_once: list[list[int]], waiting: list[int]) -> list[Floats]:
+    def _costs(self, ends: Floats, latest: Floats) -> Floats:
+        """Return [scenarios] the objective, from the ends of all requests (those that ran before are not trained)."""
+        if self.objective is None or self.prompts is None:
+            return latest
+        count = len(self.prompts.groups)
+        tokens = self.drawn[:, :count] + np.asarray(self.prompts.tokens, dtype=np.float64)
+        return np.maximum(latest, self.objective.seconds(ends[:, :count], self.prompts.groups, tokens))
+
+    def _steps(
+        self, workers: Sequence[Worker], at_once: list[list[int]], waiting: list[int]
+    ) -> tuple[list[Floats], tuple[npt.NDArray[np.int64], Floats]]:
         """Return, for each worker, [scenarios, slots] decode steps for which each of its slots is occupied.
 
         A slot that becomes free takes the next waiting request. When it becomes free is computed with the step times of
-        full batches.
+        full batches. Also returned, for a streamed objective, are [scenarios, waiting] the worker of each waiting
+        request and its decode steps until that request ends.
         """
+        shape = (len(self.drawn), len(waiting))
+        on, until = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         if not waiting:
-            return [self.drawn[:, taken] for taken in at_once]
+            return [self.drawn[:, taken] for taken in at_once], (on, until)
         taken_for = np.concatenate([self.drawn[:, taken] for taken in at_once], axis=1)  # [scenarios, slots]
         full = [float(w.curve.base(len(taken))) for w, taken in zip(workers, at_once, strict=True)]
         pace = np.repeat(full, [len(taken) for taken in at_once])
+        worker_of = np.repeat(np.arange(len(workers)), [len(taken) for taken in at_once])
         ends = np.ascontiguousarray(taken_for * pace)  # column indexing leaves another memory order
-        if len(ends) == 1:
+        if len(ends) == 1 and self.objective is None:
             _refill(taken_for[0], ends[0], pace, self.drawn[0, waiting])
-            waiting = []
-        flat, rows = ends.reshape(-1), np.arange(len(ends)) * ends.shape[1]
-        for lengths in np.ascontiguousarray(self.drawn[:, waiting].T):
-            slots = ends.argmin(axis=1)
-            flat[rows + slots] += lengths * pace[slots]
-        if waiting:
+        else:
+            flat, rows = ends.reshape(-1), np.arange(len(ends)) * ends.shape[1]
+            for number, lengths in enumerate(np.ascontiguousarray(self.drawn[:, waiting].T)):
+                slots = ends.argmin(axis=1)
+                flat[rows + slots] += lengths * pace[slots]
+                if self.objective is not None:
+                    on[:, number], until[:, number] = worker_of[slots], flat[rows + slots] / pace[slots]
             taken_for = ends / pace
-        return np.split(taken_for, np.cumsum([len(taken) for taken in at_once])[:-1], axis=1)
+        return np.split(taken_for, np.cumsum([len(taken) for taken in at_once])[:-1], axis=1), (on, until)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds at which one worker has done a number of decode steps, by scenario."""
+
+    steps: Floats
+    """[scenarios, slots] steps after which each slot is empty, ascending."""
+    at: Floats
+    """[scenarios, slots] seconds until then."""
+
+    @classmethod
+    def of(cls, occupied: Floats, curve: StepCurve, slower: Floats) -> _Clock:
+        """Compute the clock of a worker.
+
+        Args:
+            occupied: [scenarios, slots] steps for which each of its slots is occupied.
+            curve: its step times.
+            slower: [scenarios] factor for what steps do not include: reading contexts and prompts.
+        """
+        steps = np.sort(occupied, axis=1)
+        batches = np.arange(steps.shape[1], 0, -1)
+        each = np.diff(steps, axis=1, prepend=0.0) * curve.base(batches)
+        return cls(steps, each.cumsum(axis=1) * slower[:, None])
+
+    def seconds(self, steps: Floats) -> Floats:
+        """Return [scenarios, n] seconds until so many steps."""
+        # one interpolation for all scenarios: each has a stretch of the axis to itself
+        known, at = (np.pad(some, ((0, 0), (1, 0))) for some in (self.steps, self.at))
+        shift = np.arange(len(known))[:, None] * (known.max() + 1.0)
+        within = np.minimum(steps, known[:, -1:])
+        return np.interp((within + shift).ravel(), (known + shift).ravel(), at.ravel()).reshape(steps.shape)
 
 
 def _refill(taken_for: Floats, ends: Floats, pace: Floats, lengths: Floats) -> None:

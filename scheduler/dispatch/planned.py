@@ -23,6 +23,7 @@ import numpy as np
 
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
+from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
 from scheduler.dispatch.partition import Plan, PromptGroups, plan
 from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Request, TokenProgress
 from scheduler.dispatch.remaining_length import Remaining
@@ -157,18 +158,29 @@ class Algorithm2(Planned):
 
 
 class SkewAware(Planned):
-    """Skew-aware dispatch: the cheapest plan of `partition.py`, corrected while it runs (see the module)."""
+    """Skew-aware dispatch: the cheapest plan of `partition.py`, corrected while it runs (see the module).
 
-    def __init__(self, migrate: bool = True, longest: float = math.inf, affinity: int = 0) -> None:
+    Its objective (`dispatch_objective.py`) is the makespan, which `colocated`, `sync` and `one_step_off` wait for, or
+    the end of training's last group, which `stream` waits for. It has none for `async`.
+    """
+
+    def __init__(
+        self,
+        migrate: bool = True,
+        longest: float = math.inf,
+        affinity: int = 0,
+        objective: DispatchObjective = MAKESPAN,
+    ) -> None:
         """Create a policy without instances.
 
         Args:
             migrate: whether running requests may move.
             longest: largest number of tokens that a request may produce (the run's limit).
             affinity: affinity of requests without a forecast, see `Fleet`.
+            objective: what plans make small.
         """
         super().__init__(affinity)
-        self.migrate, self.longest = migrate, longest
+        self.migrate, self.longest, self.objective = migrate, longest, objective
         self.plan: Plan | None = None
         """The newest plan, for display."""
         self._mates: dict[str, list[str]] = {}
@@ -190,6 +202,11 @@ class SkewAware(Planned):
         """Add requests; those without a forecast are kept out of the plan."""
         for request in requests:
             (self._unplanned if request.forecast is None else self._new).append(request)
+
+    def training_at(self, tokens_s: float) -> None:
+        """Record the trainer's rate; see `DispatchPolicy.training_at`."""
+        if self.objective is not None:
+            self.objective = Streamed(tokens_s)
 
     def withdraw(self, request_ids: Set[str]) -> None:
         """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
@@ -225,6 +242,7 @@ class SkewAware(Planned):
             tails=tails_of(forecasts),
             prompts=prompts,
             arrivals=[arrived[request.request_id] for request in ordered],
+            objective=self.objective,
         )
         self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}

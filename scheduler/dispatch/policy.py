@@ -101,6 +101,12 @@ class DispatchPolicy(Protocol):
     def measured(self, instance: str, curve: StepCurve) -> None:
         """Replace the curve that an instance joined with by a measured one. An unknown instance is ignored."""
 
+    def training_at(self, tokens_s: float) -> None:
+        """Record how many tokens, prompts included, the trainer processes per second.
+
+        Plans whose objective is the end of a streamed training use it from the next requests on; others ignore it.
+        """
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Add requests to be placed."""
 
@@ -183,6 +189,9 @@ class Fleet:
         if (known := self.instances.get(instance)) is not None:
             known.curve = curve.scaled(known.slowness)
             self._note_load(known)
+
+    def training_at(self, tokens_s: float) -> None:
+        """Ignore the trainer's rate; see `DispatchPolicy.training_at`."""
 
     def finished(self, request_id: str, length: float | None = None) -> None:
         """Free the slot of a request that has ended; an unknown one (its instance left) is ignored."""

@@ -6,35 +6,78 @@ import math
 from collections.abc import Callable
 
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
+from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import DispatchPolicy
 
-POLICIES: dict[str, tuple[str, Callable[[float, int], DispatchPolicy]]] = {
-    "random": ("any instance", lambda longest, affinity: Random()),
-    "round-robin": ("instances in turn", lambda longest, affinity: RoundRobin()),
-    "two-choices": ("the less loaded of two random instances", lambda longest, affinity: TwoChoices()),
-    "least-loaded": ("the instance with the fewest running requests", lambda longest, affinity: LeastLoaded(affinity)),
-    "longest-first": ("least-loaded, the longest expected request first", lambda longest, affinity: LongestFirst()),
-    "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda longest, affinity: Algorithm2()),
-    "algorithm2-max": ("Algorithm 2 with the later of both pools", lambda longest, affinity: Algorithm2("max")),
+Make = Callable[[float, int, DispatchObjective], DispatchPolicy]
+"""Creates a policy from the token limit per request, the affinity and the objective."""
+POLICIES: dict[str, tuple[str, Make]] = {
+    "random": ("any instance", lambda *_: Random()),
+    "round-robin": ("instances in turn", lambda *_: RoundRobin()),
+    "two-choices": ("the less loaded of two random instances", lambda *_: TwoChoices()),
+    "least-loaded": (
+        "the instance with the fewest running requests",
+        lambda longest, affinity, objective: LeastLoaded(affinity),
+    ),
+    "longest-first": ("least-loaded, the longest expected request first", lambda *_: LongestFirst()),
+    "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda *_: Algorithm2()),
+    "algorithm2-max": ("Algorithm 2 with the later of both pools", lambda *_: Algorithm2("max")),
     "group-probe": (
         "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
-        lambda longest, affinity: GroupProbe(True, longest, affinity),
+        lambda longest, affinity, objective: GroupProbe(True, longest, affinity, objective=objective),
     ),
     "skew-aware-static": (
         "skew-aware without moving running requests",
-        lambda longest, affinity: SkewAware(False, longest, affinity),
+        lambda longest, affinity, objective: SkewAware(False, longest, affinity, objective),
     ),
     "skew-aware": (
-        "the cheapest plan by predicted lengths, corrected while it runs",
-        lambda longest, affinity: SkewAware(True, longest, affinity),
+        "the cheapest plan by predicted lengths for what the schedule waits for, corrected while it runs",
+        lambda longest, affinity, objective: SkewAware(True, longest, affinity, objective),
     ),
 }
-"""Name -> (description for users, factory that takes the token limit per request and the affinity)."""
+"""Name -> (description for users, factory)."""
+BLIND = frozenset({"random", "round-robin", "two-choices", "least-loaded"})
+"""Policies that ignore forecasts."""
+AUTO = "auto"
+"""Stands for the policy in `DEFAULTS`."""
+DEFAULTS = {
+    "colocated": "skew-aware",
+    "sync": "skew-aware",
+    "stream": "skew-aware",
+    "one_step_off": "skew-aware",
+    "async": "least-loaded",
+    "auto": "least-loaded",
+}
+"""Default policy of each schedule: the one that is measured to be faster (`experiments/dispatch_quality.py`). Under
+`async` no policy is known to raise the rate of complete groups; `auto` may change to it at any step.
+"""
 
 
-def make_policy(name: str, longest: float = math.inf, affinity: int = 0) -> DispatchPolicy:
+def policy_for(schedule: str, chosen: str = AUTO) -> str:
+    """Return the name of the policy that a run uses.
+
+    Args:
+        schedule: a key of `DEFAULTS`.
+        chosen: the run's choice, a name of `POLICIES` or `AUTO`.
+    """
+    return DEFAULTS[schedule] if chosen == AUTO else chosen
+
+
+def objective_of(schedule: str, train_tokens_s: float = math.inf) -> DispatchObjective:
+    """Return what plans make small under a schedule; see `dispatch_objective.py`.
+
+    Args:
+        schedule: a key of `DEFAULTS`.
+        train_tokens_s: tokens, prompts included, that the trainer processes per second; infinite while unknown.
+    """
+    return Streamed(train_tokens_s) if schedule == "stream" else MAKESPAN
+
+
+def make_policy(
+    name: str, longest: float = math.inf, affinity: int = 0, objective: DispatchObjective = MAKESPAN
+) -> DispatchPolicy:
     """Create a policy by name.
 
     Args:
@@ -42,10 +85,11 @@ def make_policy(name: str, longest: float = math.inf, affinity: int = 0) -> Disp
         longest: largest number of tokens that a request may produce.
         affinity: siblings that are placed by load follow their group to an instance that is at most so many requests
             fuller than the emptiest one.
+        objective: what policies that plan make small, see `objective_of`.
 
     Raises:
         ValueError: the name is unknown; the message lists the known ones.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    return POLICIES[name][1](longest, affinity)
+    return POLICIES[name][1](longest, affinity, objective)

@@ -291,7 +291,7 @@ def _run_schedules(
         schedules: schedules, each run under each policy.
         rounds: over-issue, tokens and largest age of the rounds in which the on-policy schedules run as well.
     """
-    from scheduler.dispatch.registry import make_policy
+    from scheduler.dispatch.registry import make_policy, objective_of
     from scheduler.simulation.pipeline import Pipeline
 
     batch = len({request.group_id for request in workload.batches[0]})
@@ -303,7 +303,9 @@ def _run_schedules(
         for suffix in _rounds(batch, *rounds) if not schedule.max_staleness else ("",):
             for policy in policies:
                 planner = _rounds(batch, *rounds)[suffix]
-                run = Pipeline(make_policy(policy, workload.longest), fleet, stages, schedule, batch, planner)
+                objective = objective_of(schedule.name, stages.train_tokens_s)
+                made = make_policy(policy, workload.longest, objective=objective)
+                run = Pipeline(made, fleet, stages, schedule, batch, planner)
                 outcomes[schedule.name + suffix, policy] = run.run(groups if planner else groups[:wanted], iterations)
     return outcomes
 

@@ -121,6 +121,7 @@ class DispatchConfig(StrictModel):
     """Dispatch of requests to instances."""
 
     policy: Literal[
+        "auto",
         "random",
         "round-robin",
         "two-choices",
@@ -132,9 +133,10 @@ class DispatchConfig(StrictModel):
         "skew-aware-static",
         "skew-aware",
     ] = Field(
-        "skew-aware",
-        description="dispatch policy (compare them with `streamrl simulate`); skew-aware acts as least-loaded until "
-        "length predictions are trusted",
+        "auto",
+        description="dispatch policy (compare them with `streamrl simulate`); auto: skew-aware under the schedules "
+        "colocated, sync, stream and one_step_off, least-loaded under async and auto, where no policy is known to be "
+        "faster; skew-aware acts as least-loaded until length predictions are trusted",
     )
     price_tolerance: float = Field(
         0.0, ge=0, le=1, description="with several sites: share of time that may be lost by choosing a cheaper site"

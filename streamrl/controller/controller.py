@@ -410,6 +410,7 @@ class Controller:
         regular = self.step % self.config.checkpoint.every == 0
         self.checkpoint_due = last or evaluated or regular or self.checkpoint_wanted
         self.checkpoint_wanted = False
+        self.services.train_tokens_s = self.lengths.step_trained(list(batch.groups.values()), times.learn_s)
         await self.scaling.step_done(batch, times)
         await self._change_to(await self.choice.step_done(self.step, batch, times, self.times.ended_trainer))
 

@@ -2,15 +2,18 @@
 
 The ranker (`ranker.online`) observes every finished sample and is refitted in a thread while the trainer still works on
 the step, so that the newest model predicts the next step's prompts. All predictions are recorded and compared with the
-actual lengths; only trusted ones become forecasts, which dispatch uses.
+actual lengths. Dispatch gets forecasts only while two judges agree: the ranking is right (`ranker.online`), and each
+step, replayed with its true lengths, shows that dispatch by the forecasts would not have cost time
+(`scheduler.dispatch.outcome_trust`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from ranker.errors import RankerError
 from ranker.model import LengthModel
 from ranker.online import OnlineRanker, Trust
 from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.outcome_trust import OutcomeTrust
+from scheduler.dispatch.registry import BLIND, objective_of, policy_for
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.saving import Saving, saving
+from scheduler.simulation.saving import Saving, resampled_ratios, saving
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import sample_ids
 from streamrl.errors import UserError
@@ -34,7 +39,7 @@ _OF_SAMPLE = ("sample_id", "output_length", "finish_reason")
 COLUMNS = (*_OF_GROUP, *_OF_SAMPLE)
 """Columns of a rollout row that the ranker learns from."""
 MOST_SIMULATED = 8192
-"""Limit on the samples of a step whose saving is simulated; more would take too many seconds."""
+"""Samples of a step that are simulated, whole groups from the first on; more would take too many seconds."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,11 @@ class StepLengths:
     measured: Trust | None
     """Accuracy of the predictions; None: nothing was predicted, or too few samples finished."""
     saving: Saving | None
-    """Saving by dispatch, simulated from the step's lengths and the instances' step times; None: not simulated."""
+    """Saving by dispatch, simulated from the step's lengths and the instances' step times, 0 if it went by load; None:
+    not simulated.
+    """
+    dispatched_by: bool = False
+    """Whether dispatch went by the predictions."""
 
 
 class LengthPredictor:
@@ -57,6 +66,13 @@ class LengthPredictor:
         """
         self.run = run
         self.ranker = OnlineRanker(load_ranker(run), seed=run.seed, window=run.ranker.window)
+        self.outcome = OutcomeTrust()
+        """Judges forecasts by what dispatch by them would have cost or saved."""
+        self.train_tokens_s: float | None = None
+        """Tokens that the trainer processed per second in the last step; None before the first."""
+        self._policy = policy_for(run.schedule.name, run.dispatch.policy)
+        self._forecasts: dict[str, Forecast] = {}
+        """Forecasts of groups in flight, whether dispatch got them or not."""
         self.note = ""
         """Last change of trust, as shown to the operator."""
         self._reported_trusted = False
@@ -85,7 +101,20 @@ class LengthPredictor:
             most = min(self.run.sampling.max_tokens, self.run.model.max_context - len(group.prompt_tokens))
             forecast = Forecast.from_quantiles(prediction.levels, np.minimum(quantiles, most))
             group.predicted_rank, group.predicted_length = float(rank), forecast.mean
-            group.forecast = forecast if self.ranker.trusted else None
+            self._forecasts[group.group_id] = forecast
+            group.forecast = forecast if self.trusted else None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether requests get forecasts; a policy that ignores them leaves nothing to replay."""
+        return self.ranker.trusted and (self._policy in BLIND or self.outcome.trusted)
+
+    def step_trained(self, groups: Sequence[Group], seconds: float) -> float | None:
+        """Record the seconds in which the trainer worked on a step's groups; return its tokens per second."""
+        tokens = sum(len(g.prompt_tokens) + m.sample.output_length for g in groups for m in g.members())
+        if tokens and seconds > 0:
+            self.train_tokens_s = tokens / seconds
+        return self.train_tokens_s
 
     def observe(self, groups: Sequence[Group]) -> Trust | None:
         """Observe all samples of a step; return the accuracy of its predictions, which decides on trust."""
@@ -94,9 +123,7 @@ class LengthPredictor:
             shared = {name: getattr(group, name) for name in _OF_GROUP}
             rows += [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
         self.ranker.observe(rows)
-        measured = self.ranker.end_step()
-        self._report_trust(groups[0].step)
-        return measured
+        return self.ranker.end_step()
 
     async def learn(self, groups: Sequence[Group], fleet: Sequence[SimulatedInstance]) -> StepLengths:
         """Observe a complete step, refit the ranker if due and simulate the saving; the slow parts run in threads."""
@@ -104,18 +131,31 @@ class LengthPredictor:
         every = self.run.ranker.refit_every
         if every and groups[0].step % every == 0 and (job := self.ranker.refit_job()) is not None:
             self.ranker.model = await asyncio.to_thread(job)
-        requests = [_simulated(group, m.sample) for group in groups for m in group.members()]
-        if not 0 < len(requests) <= MOST_SIMULATED:
-            return StepLengths(measured, None)
-        longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
-        saved = await asyncio.to_thread(saving, requests, fleet, self.run.dispatch.policy, longest, affinity)
-        return StepLengths(measured, saved)
+        forecasts = {group.group_id: self._forecasts.pop(group.group_id, None) for group in groups}
+        used = self._policy not in BLIND and any(group.forecast for group in groups)
+        requests: list[SimulatedRequest] = []
+        for group in groups:
+            own = [_simulated(group, m.sample, forecasts[group.group_id]) for m in group.members()]
+            requests += own if len(requests) + len(own) <= MOST_SIMULATED else []
+        replayed = None
+        if requests:
+            objective = objective_of(self.run.schedule.name, self.train_tokens_s or math.inf)
+            longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
+            setting = fleet, self._policy, longest, affinity, objective
+            replayed = await asyncio.to_thread(saving, requests, *setting)
+            if self._policy not in BLIND and any(forecasts.values()) and replayed.least_loaded > 0:
+                others = await asyncio.to_thread(resampled_ratios, requests, *setting)
+                self.outcome.record([replayed.policy / replayed.least_loaded, *others])
+            if not used:
+                replayed = replace(replayed, policy=replayed.least_loaded)
+        self._report_trust(groups[0].step)
+        return StepLengths(measured, replayed, used)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the predictions, for the run's status."""
         trust = self.ranker.trust
         return {
-            "trusted": self.ranker.trusted,
+            "trusted": self.trusted,
             "recall_at_20": trust.recall_at_20 if trust else None,
             "kendall_tau": trust.kendall_tau if trust else None,
             "note": self.note,
@@ -123,20 +163,23 @@ class LengthPredictor:
 
     def _report_trust(self, step: int) -> None:
         """Log a change of trust."""
-        if self.ranker.trusted == self._reported_trusted:
+        if self.trusted == self._reported_trusted:
             return
-        self._reported_trusted = self.ranker.trusted
-        trust = self.ranker.trust
-        found = f" (recall@20 {trust.recall_at_20:.2f}, tau {trust.kendall_tau:.2f})" if trust else ""
+        self._reported_trusted = self.trusted
+        trust, mean = self.ranker.trust, self.outcome.mean
+        found = [f"recall@20 {trust.recall_at_20:.2f}, tau {trust.kendall_tau:.2f}"] if trust else []
+        found += [f"by replays {mean:.2f} of least-loaded's time"] if mean is not None else []
         after = f"after step {step}" if step else "from the start"
-        what, then = ("trusted", "goes by them") if self.ranker.trusted else ("not trusted any more", "by load alone")
-        self.note = f"length predictions are {what} {after}{found}: dispatch {then}"
+        what, then = ("trusted", "goes by them") if self.trusted else ("not trusted any more", "by load alone")
+        if self._policy in BLIND:
+            then = f"is {self._policy}, which ignores them"
+        self.note = f"length predictions are {what} {after} ({', '.join(found)}): dispatch {then}"
         log.info(self.note)
 
 
-def _simulated(group: Group, sample: Sample) -> SimulatedRequest:
+def _simulated(group: Group, sample: Sample, forecast: Forecast | None) -> SimulatedRequest:
     return SimulatedRequest(
-        sample.sample_id, sample.output_length, group.group_id, len(group.prompt_tokens), forecast=group.forecast
+        sample.sample_id, sample.output_length, group.group_id, len(group.prompt_tokens), forecast=forecast
     )
 
 

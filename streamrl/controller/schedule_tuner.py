@@ -21,7 +21,7 @@ from functools import partial
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
 from scheduler.dispatch.policy import DispatchPolicy
-from scheduler.dispatch.registry import make_policy
+from scheduler.dispatch.registry import make_policy, policy_for
 from scheduler.schedule.schedules import KINDS, SEPARATE, Schedule, make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.run import RunConfig
@@ -239,7 +239,12 @@ def group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
 
 def policy_factory(run: RunConfig) -> Callable[[], DispatchPolicy]:
     """Return a function that makes the run's dispatch policy, without requests."""
-    return partial(make_policy, run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+    return partial(
+        make_policy,
+        policy_for(run.schedule.name, run.dispatch.policy),
+        run.sampling.max_tokens,
+        affinity=run.batch.samples_per_prompt,
+    )
 
 
 class FixedSchedule:

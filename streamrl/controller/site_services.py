@@ -93,6 +93,8 @@ class Services:
         """Instances of each service's site, as the service last reported them."""
         self._using: list[str] | None = None
         """Instances of the last call of `use`; None: all generate."""
+        self.train_tokens_s: float | None = None
+        """The trainer's rate in the last step, which services get with new groups; None before the first."""
         self._asleep: set[str] = set()
         """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -150,7 +152,7 @@ class Services:
     ) -> None:
         """Send a service groups of its site, first or again after its restart; arguments as for `generate`."""
         if groups:
-            message, arrays = groups_to_wire(groups, samples, time.time(), budget)
+            message, arrays = groups_to_wire(groups, samples, time.time(), budget, self.train_tokens_s)
             await self._send(name, message, arrays)
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:

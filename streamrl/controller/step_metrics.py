@@ -143,7 +143,7 @@ def step_metrics(
         length_audit=audit,
         length_bias_warning=audit.warning,
         mismatch_warning=gap_warning(per_token("gap_sum", tokens), float(staleness.max()), gap_bound),
-        dispatch_by_prediction=any(group.forecast is not None for group in batch.groups.values()),
+        dispatch_by_prediction=predictions.dispatched_by,
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )

@@ -45,6 +45,8 @@ class Generate(TypedMessage, frozen=True, tag="generate"):
     budget: int | None
     """Tokens after which a sample is parked; None: it runs to its end."""
     groups: list[IssuedGroup]
+    train_tokens_s: float | None = None
+    """Tokens, prompts included, that the trainer processed per second in the last step; None before the first."""
 
 
 class Park(TypedMessage, frozen=True, tag="park"):

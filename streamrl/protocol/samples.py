@@ -27,6 +27,7 @@ def groups_to_wire(
     samples: Sequence[Sequence[tuple[str, int, float | None]]],
     t_queued: float,
     budget: int | None = None,
+    train_tokens_s: float | None = None,
 ) -> tuple[Generate, Arrays]:
     """Convert groups that are issued together, so that they can be dispatched together.
 
@@ -46,7 +47,8 @@ def groups_to_wire(
         "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
     }
-    return Generate(t_queued=t_queued, budget=budget, groups=described), arrays
+    message = Generate(t_queued=t_queued, budget=budget, groups=described, train_tokens_s=train_tokens_s)
+    return message, arrays
 
 
 def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:

@@ -11,7 +11,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.dispatch.registry import POLICIES
+from scheduler.dispatch.registry import AUTO, DEFAULTS, POLICIES
+from scheduler.schedule.schedules import NAMES
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
 from streamrl.config.run import DispatchConfig, RunConfig
 from streamrl.config.tasks import default_tasks
@@ -277,4 +278,5 @@ def test_no_text_however_broken_gives_anything_but_a_readable_message(write: Wri
 
 
 def test_every_dispatch_policy_can_be_chosen() -> None:
-    assert set(get_args(DispatchConfig.model_fields["policy"].annotation)) == set(POLICIES)
+    assert set(get_args(DispatchConfig.model_fields["policy"].annotation)) == {*POLICIES, AUTO}
+    assert set(DEFAULTS) == {*NAMES, "auto"} and set(DEFAULTS.values()) <= set(POLICIES)

@@ -11,6 +11,7 @@ import pytest
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import AsyncSchedule
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, places
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -67,17 +68,47 @@ def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
     second, told = play(lengths, 2)
     assert told.measured.recall_at_20 > 0.6
     assert all(group.predicted_rank is not None and group.forecast is None for group in second)  # not trusted yet
+    assert lengths.outcome.steps == 1 and told.saving.saved == 0.0, "replayed by the forecasts, dispatched by load"
     third, told = play(lengths, 3)
     assert lengths.state()["trusted"] and lengths.note.startswith("length predictions are trusted after step 2")
+    assert "of least-loaded's time): dispatch goes by them" in lengths.note
     assert all(group.forecast is not None and len(group.forecast.lengths) == 16 for group in third)
     assert max(max(group.forecast.lengths) for group in third) <= 400
     longest = max(third, key=lambda group: len(group.prompt))
     assert longest.predicted_rank > 0.8
-    assert told.saving.oracle <= told.saving.least_loaded and told.saving.saved > 0.02
+    assert told.saving.oracle <= told.saving.least_loaded and told.saving.saved > 0.02 and told.dispatched_by
     for number in (4, 5, 6):
         play(lengths, number, right=False)
     assert not lengths.state()["trusted"]
     assert lengths.note.startswith("length predictions are not trusted any more after step")
+
+
+def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank() -> None:
+    lengths = LengthPredictor(RUN)
+    lengths.ranker.trusted = True
+    lengths.outcome.record([0.9])
+    assert lengths.trusted and lengths.state()["trusted"]
+    for _ in range(3):
+        lengths.outcome.record([1.1])
+    assert lengths.ranker.trusted and not lengths.trusted and not lengths.state()["trusted"]
+
+
+def test_a_policy_that_ignores_forecasts_does_not_go_by_them() -> None:
+    lengths = LengthPredictor(RUN.model_copy(update={"schedule": AsyncSchedule()}))
+    for number in (1, 2, 3):
+        groups, told = play(lengths, number)
+    assert lengths.trusted and lengths.outcome.steps == 0
+    assert groups[0].forecast is not None, "the choice of a site goes by it"
+    assert not told.dispatched_by and told.saving.saved == 0.0
+    assert lengths.note.endswith("dispatch is least-loaded, which ignores them")
+
+
+def test_the_trainer_s_rate_is_that_of_the_last_step_prompts_included() -> None:
+    lengths = LengthPredictor(RUN)
+    groups = step_of(1)
+    tokens = sum(3 * 4 + sum(m.sample.output_length for m in group.members()) for group in groups)
+    assert lengths.step_trained(groups, 2.0) == tokens / 2
+    assert lengths.step_trained([], 2.0) == tokens / 2, "a step without groups says nothing"
 
 
 def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:

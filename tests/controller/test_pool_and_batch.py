@@ -374,7 +374,7 @@ def test_step_metrics_are_what_they_say() -> None:
         0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present, ((5.0, 7.0),)
     )
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
-    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5))
+    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5), True)
     audit = LengthAudit(128).end_step(1)
     row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11, 16.0)
     assert row.step_time_s == 10
@@ -406,7 +406,7 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
     assert row.reward_by_task == {"task": 0.75}
     assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
-    assert row.dispatch_by_prediction is False  # none of its groups has a forecast
+    assert row.dispatch_by_prediction is True
     assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))
 
 

@@ -238,7 +238,7 @@ def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None
     at_once, waiting = [list(range(0, 16)), list(range(16, 32)), list(range(32, 40))], list(range(40, 120))
 
     def steps(some: np.ndarray) -> list[np.ndarray]:
-        return _Timed(some, machines, [range(0)] * 3)._steps(machines, at_once, waiting)
+        return _Timed(some, machines, [range(0)] * 3)._steps(machines, at_once, waiting)[0]
 
     together = steps(drawn)
     for number, lengths in enumerate(drawn):

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.dispatch.registry import make_policy
+from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
@@ -69,7 +69,13 @@ class GenerationService:
         self.waits = WaitRegistry(context.name)
         self.hub = Hub(context.name, self.waits, flow=replace(context.local_flow, credits=TO_AN_INSTANCE))
         run = context.run
-        policy = make_policy(run.dispatch.policy, run.sampling.max_tokens, affinity=run.batch.samples_per_prompt)
+        schedule = run.schedule.name
+        policy = make_policy(
+            policy_for(schedule, run.dispatch.policy),
+            run.sampling.max_tokens,
+            run.batch.samples_per_prompt,
+            objective_of(schedule),
+        )
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
@@ -158,6 +164,8 @@ class GenerationService:
                     return
                 case controller_site.Generate() as order:
                     groups = groups_from_wire(order, delivery.arrays)
+                    if order.train_tokens_s is not None:
+                        self.dispatcher.policy.training_at(order.train_tokens_s)
                     await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
                 case controller_site.Park() as order:
                     await self.dispatcher.park(order.sample_ids)
