@@ -80,7 +80,7 @@ def test_lengths_are_predicted_once_there_is_something_to_learn_from(finished: t
     assert first.ranker_recall_at_20 is None and first.dispatch_by_prediction is False
 
 
-def test_a_ranker_that_is_wrong_here_is_measured_and_never_used(tmp_path: Path) -> None:
+def test_a_ranker_that_is_wrong_here_is_not_used_before_it_is_tried_nor_after(tmp_path: Path) -> None:
     project = Project(tmp_path)
     sums = ["what is " + " + ".join(["7"] * terms) + "?" for terms in range(2, 62)]
     rows = [{"prompt": text, "output_length": 5 * len(text) + n} for text in sums for n in range(4)]
@@ -92,10 +92,10 @@ def test_a_ranker_that_is_wrong_here_is_measured_and_never_used(tmp_path: Path) 
     model = {"path": str(tmp_path / "model"), "max_context": 512}
     changes = {"batch": batch, "ranker": {"path": str(tmp_path / "ranker.lgb"), "refit_every": 0}, "model": model}
     output = project.launch(**changes)
-    assert "length predictions are trusted" not in output, "no replayed step says that they would have saved anything"
+    assert "length predictions are trusted from the start" not in output, "no step has been replayed by them"
     metrics = read_metrics(project.run_dir() / "metrics.jsonl")
-    assert metrics[0].ranker_recall_at_20 is not None
-    assert not any(row.dispatch_by_prediction for row in metrics)
+    assert metrics[0].ranker_recall_at_20 is not None and not metrics[0].dispatch_by_prediction
+    assert not metrics[-1].dispatch_by_prediction
     assert_void_rewards_cost_their_samples_only(project.run_dir(), groups=36)
 
 
