@@ -31,8 +31,6 @@ MIN_UNITS = 20
 """Fewest prompts with repeated samples."""
 MANY = 16
 """Number of samples of a prompt from which its expected length is well known."""
-TIES = 5
-"""Number of random tie-breaks that are averaged: lengths at the limit are all equal."""
 GRID_MU, GRID_SIGMA = 192, 8
 ROUNDS = 100
 """Steps of EM; more of them sharpen the weights without changing the recall."""
@@ -67,11 +65,11 @@ def noise_ceiling(
     if cap is not None:
         drawn = np.minimum(drawn, cap)
     expected = _expected(at, spread, cap)
-    return {fraction: recall_at(expected, drawn, fraction, seed) for fraction in fractions}
+    return {fraction: recall_at(expected, drawn, fraction) for fraction in fractions}
 
 
 def ceiling_of_many(
-    unit: Array, length: Array, score: Array, fractions: tuple[float, ...] = (0.2, 0.1, 0.05), seed: int = 0
+    unit: Array, length: Array, score: Array, fractions: tuple[float, ...] = (0.2, 0.1, 0.05)
 ) -> tuple[int, dict[float, float], dict[float, float]] | None:
     """Return (prompts, ceiling, recall of a score) on the prompts with at least `MANY` samples.
 
@@ -83,7 +81,6 @@ def ceiling_of_many(
         length: tokens [N].
         score: score of a predictor that has not seen these prompts [N].
         fractions: shares of the longest samples.
-        seed: seed of the tie-breaking.
     """
     count = np.bincount(unit)
     use = count[unit] >= MANY
@@ -93,10 +90,7 @@ def ceiling_of_many(
     total = np.bincount(unit, weights=length.astype(float))[unit][use]
     rankings = (total - tokens) / (n - 1), total / n, score[use]
 
-    def recall(ranking: Array, fraction: float) -> float:
-        return float(np.mean([recall_at(ranking, tokens, fraction, seed + tie) for tie in range(TIES)]))
-
-    found = {fraction: [recall(ranking, fraction) for ranking in rankings] for fraction in fractions}
+    found = {fraction: [recall_at(ranking, tokens, fraction) for ranking in rankings] for fraction in fractions}
     ceiling = {fraction: (others + own) / 2 for fraction, (others, own, _) in found.items()}
     return int((count >= MANY).sum()), ceiling, {fraction: mine for fraction, (_, _, mine) in found.items()}
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from ranker.ceiling import noise_ceiling
 from ranker.data import Rollouts
-from ranker.measures import kendall_tau, recall_at
+from ranker.measures import kendall_tau, recall_at, recall_limit
 from ranker.segments import Array
 
-__all__ = ["FRACTIONS", "baselines", "coverage", "kendall_tau", "noise_ceiling", "recall_at"]
+__all__ = ["FRACTIONS", "baselines", "coverage", "kendall_tau", "noise_ceiling", "recall_at", "recall_limit"]
 
 FRACTIONS = (0.2, 0.1, 0.05)
 """Shares of the longest samples for which recall is reported."""

@@ -1,4 +1,4 @@
-"""Two measures of a ranking: recall of the longest samples, and Kendall's tau."""
+"""Measures of a ranking: recall of the longest samples with the limit that ties set, and Kendall's tau."""
 
 from __future__ import annotations
 
@@ -7,26 +7,50 @@ import numpy as np
 from ranker.segments import Array
 
 
-def recall_at(score: Array, length: Array, fraction: float, seed: int = 0) -> float:
+def recall_at(score: Array, length: Array, fraction: float) -> float:
     """Return the share of the longest `fraction` of samples that is among the `fraction` with the greatest score.
+
+    Equal scores and equal lengths (all that reached the limit) are in random order; the result is the expectation over
+    these orders, so that no tie is luck.
 
     Args:
         score: score of the ranking [N]; NaN counts as the smallest.
         length: true lengths [N].
         fraction: in (0, 1]; at least one sample is taken.
-        seed: seed of the order of ties, in the score and in the length.
 
     Raises:
         ValueError: there are no samples.
     """
+    count = _count(length, fraction)
+    ranked = np.where(np.isnan(score), -np.inf, score)
+    return float(_chosen(ranked, count) @ _chosen(length, count)) / count
+
+
+def recall_limit(length: Array, fraction: float) -> float:
+    """Return the greatest `recall_at` of any ranking of lengths [N].
+
+    It is below 1 where more samples than `fraction` reached the length limit: which of them count as the longest is
+    chance.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    count = _count(length, fraction)
+    return float(np.sort(_chosen(length, count))[-count:].sum()) / count
+
+
+def _count(length: Array, fraction: float) -> int:
     if not len(length):
         raise ValueError("recall is undefined: there are no samples")
-    rng = np.random.default_rng(seed)
-    count = max(1, round(fraction * len(length)))
-    ranked = np.where(np.isnan(score), -np.inf, score)
-    predicted = np.lexsort((rng.random(len(length)), ranked))[-count:]
-    longest = np.lexsort((rng.random(len(length)), length))[-count:]
-    return len(np.intersect1d(predicted, longest)) / count
+    return max(1, round(fraction * len(length)))
+
+
+def _chosen(values: Array, count: int) -> Array:
+    """Return the probability [N] of being among the `count` greatest of values [N], equal ones in random order."""
+    bound = np.partition(values, -count)[-count]
+    above, equal = values > bound, values == bound
+    chosen: Array = above + equal * (count - above.sum()) / equal.sum()
+    return chosen
 
 
 def kendall_tau(a: Array, b: Array) -> float:

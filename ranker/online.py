@@ -148,7 +148,7 @@ class OnlineRanker:
         score, length = np.array(self._finished).T
         self._finished = []
         tau = kendall_tau(score, length)
-        measured = Trust(recall_at(score, length, 0.2, self.seed), 0.0 if math.isnan(tau) else tau, len(score))
+        measured = Trust(recall_at(score, length, 0.2), 0.0 if math.isnan(tau) else tau, len(score))
         self._measured.append(measured)
         recall = sum(m.recall_at_20 for m in self._measured) / len(self._measured)
         tau = sum(m.kendall_tau for m in self._measured) / len(self._measured)

@@ -14,7 +14,7 @@ import numpy as np
 from ranker.ceiling import ceiling_of_many
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
-from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at
+from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at, recall_limit
 from ranker.features import FeatureSchema, assemble, fit_schema, text_features
 from ranker.held_out import MODEL, HeldOut, hold_out
 from ranker.history import PROMPT, SIBLINGS, simulate
@@ -97,7 +97,7 @@ def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> T
     for kind in KINDS:
         scores[kind.name], rounds[kind.name] = _held_out(kind, table, seed, threads)
     length, counted = few.output_length, _counted(few, seed)
-    candidates = {name: _figures(score, length, counted, seed) for name, (score, _) in scores.items()}
+    candidates = {name: _figures(score, length, counted) for name, (score, _) in scores.items()}
     kept = KINDS[0]
     for kind in KINDS[1:]:
         if _mean(candidates[kind.name]) > _mean(candidates[kept.name]) + MARGIN:
@@ -114,10 +114,11 @@ def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> T
         kind=kept.name,
         criterion=CRITERION,
         candidates=candidates,
-        with_history=_figures(warm, length, counted, seed) if known else None,
-        baselines={n: _figures(s, length, counted, seed) for n, s in baselines(few, history, table.fold, seed).items()},
+        with_history=_figures(warm, length, counted) if known else None,
+        baselines={n: _figures(s, length, counted) for n, s in baselines(few, history, table.fold, seed).items()},
         ceiling=_named(noise_ceiling(rollouts, FRACTIONS, seed)),
-        many=_many(held_out.unit, length, cold, seed),
+        limit={f"{share:g}": recall_limit(length[counted], share) for share in FRACTIONS},
+        many=_many(held_out.unit, length, cold),
         coverage=_coverage(held_out, table.fold),
         messages=list(dict.fromkeys([*rollouts.notes, *few.notes])),
     )
@@ -220,8 +221,8 @@ def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
     return {level: float(np.mean([part[level] for part in parts])) for level in parts[0]}
 
 
-def _many(unit: Array, length: Array, score: Array, seed: int) -> Many | None:
-    found = ceiling_of_many(unit, length, score, FRACTIONS, seed)
+def _many(unit: Array, length: Array, score: Array) -> Many | None:
+    found = ceiling_of_many(unit, length, score, FRACTIONS)
     if found is None:
         return None
     prompts, ceiling, recall = found
@@ -243,13 +244,11 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
     return few
 
 
-def _figures(score: Array, length: Array, counted: Array, seed: int) -> Figures:
+def _figures(score: Array, length: Array, counted: Array) -> Figures:
     """Return the figures of all folds together [N]: the models of all folds predict the same thing."""
     score, length = score[counted], length[counted]
     tau = kendall_tau(np.where(np.isnan(score), -np.inf, score), length)
-    return Figures(
-        {f"{x:g}": recall_at(score, length, x, seed) for x in FRACTIONS}, float(tau) if np.isfinite(tau) else None
-    )
+    return Figures({f"{x:g}": recall_at(score, length, x) for x in FRACTIONS}, float(tau) if np.isfinite(tau) else None)
 
 
 def _mean(figures: Figures) -> float:

@@ -76,6 +76,8 @@ class Report:
     baselines: dict[str, Figures] = field(default_factory=dict)
     ceiling: dict[str, float] | None = None
     """Recall of ranking by the true expected length (`ranker.ceiling`); None without repeated samples."""
+    limit: dict[str, float] = field(default_factory=dict)
+    """Recall that no ranking can exceed, as equal lengths (at the cap) are ordered by chance."""
     many: Many | None = None
     """Figures on prompts with many samples; None if there are too few."""
     coverage: dict[str, float] = field(default_factory=dict)

@@ -110,6 +110,8 @@ def _show(report: Report, console: Console) -> None:
         table.add_section()
         for name, figures in report.baselines.items():
             table.add_row(name.replace("_", " "), *_cells(figures))
+        table.add_section()
+        table.add_row("limit for any ranking (ties)", *_recalls(report.limit), "")
         if report.ceiling is not None:
             table.add_section()
             table.add_row("noise ceiling: the expected length itself", *_recalls(report.ceiling), "")

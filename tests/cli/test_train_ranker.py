@@ -42,7 +42,7 @@ def test_several_runs_make_one_ranker(
     assert streamrl(monkeypatch, "train-ranker", *paths, "--out", out, "--report", tmp_path / "r.html") == 0
     shown = capsys.readouterr().out
     assert "240 samples of" in shown and "4 tasks" in shown
-    for words in ("(kept)", "random", "task mean", "noise ceiling", str(out)):
+    for words in ("(kept)", "random", "task mean", "noise ceiling", "limit for any ranking", str(out)):
         assert words in shown
     assert LengthModel.load(out).report.samples == 240
     assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown

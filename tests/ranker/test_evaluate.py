@@ -8,7 +8,7 @@ import pytest
 from ranker.ceiling import ceiling_of_many
 from ranker.data import from_rows
 from ranker.distribution import LEVELS, Distribution, expected_beyond, fit_distribution
-from ranker.evaluate import kendall_tau, noise_ceiling, recall_at
+from ranker.evaluate import kendall_tau, noise_ceiling, recall_at, recall_limit
 from tests.ranker.synthetic import Made, noisy, small_reasoner
 
 
@@ -22,10 +22,15 @@ def test_recall_is_the_share_of_the_longest_found() -> None:
     assert recall_at(np.array([np.nan, 1.0, 2.0]), np.array([3, 1, 2]), 1 / 3) == 0.0
 
 
-def test_ties_are_broken_at_random_and_by_the_seed() -> None:
-    length = np.arange(10_000)
-    assert recall_at(np.zeros(10_000), length, 0.2, seed=1) == pytest.approx(0.2, abs=0.03)
-    assert recall_at(np.zeros(10_000), length, 0.2, 1) == recall_at(np.zeros(10_000), length, 0.2, 1)
+def test_ties_count_by_their_expectation_and_limit_what_can_be_reached() -> None:
+    length = np.arange(100)
+    assert recall_at(np.zeros(100), length, 0.2) == pytest.approx(0.2)
+    capped = np.minimum(length, 60)  # forty at the limit: which of them are the longest is chance
+    assert recall_limit(capped, 0.2) == pytest.approx(0.5)
+    assert recall_limit(capped, 0.5) == pytest.approx(1.0) and recall_limit(length, 0.05) == 1.0
+    # twenty of the forty are predicted: each is among the longest twenty with probability one half
+    assert recall_at(length, capped, 0.2) == pytest.approx(0.5)
+    assert recall_at(capped, length, 0.2) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="no samples"):
         recall_at(np.zeros(0), np.zeros(0), 0.2)
 
@@ -71,8 +76,7 @@ def lognormal(repeats: int, between: float, within: float) -> Made:
 )
 def test_the_ceiling_is_that_of_the_true_expected_lengths(made: Made) -> None:
     length = np.array([row["output_length"] for row in made.rows])
-    # Ties of the cap and of equal expectations are broken at random: the mean over seeds is the true ceiling.
-    true = np.mean([recall_at(made.expected, length, 0.2, seed) for seed in range(10)])
+    true = recall_at(made.expected, length, 0.2)
     ceiling = noise_ceiling(from_rows(made.rows))
     assert ceiling is not None
     assert ceiling[0.2] == pytest.approx(true, abs=0.02)
