@@ -1,4 +1,4 @@
-"""Atomic replacement of files, so that no reader ever sees half of one. Standard library only."""
+"""Files that are replaced in one piece, and names that a restart may trust. Standard library only."""
 
 from __future__ import annotations
 
@@ -43,3 +43,31 @@ def replace_json(path: Path, values: Any) -> None:
         ValueError: a value cannot be expressed in JSON (NaN or an infinity).
     """
     replace_text(path, json.dumps(values, allow_nan=False))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's names to disk, so that they survive a power failure.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """Write all files below a folder to disk, before it gets the name under which a restart trusts it.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)

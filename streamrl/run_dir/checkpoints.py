@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from streamrl.atomic_files import replace_json
+from streamrl.atomic_files import replace_json, sync_files, sync_folder
 
 BEST_FILE = "best.json"
 
@@ -50,8 +50,10 @@ class CheckpointFolder:
             pending: steps whose evaluations are in flight; one of them may turn out to be the best.
         """
         target = self.path(step)
+        sync_files(self._partial(step))
         shutil.rmtree(target, ignore_errors=True)
         self._partial(step).rename(target)
+        sync_folder(self.directory)
         recorded = self.best()
         spared = {best if best is not None else recorded[0] if recorded else None, *pending}
         for old in self._steps()[:-keep]:

@@ -119,14 +119,21 @@ def scales_of(manifest: Manifest) -> dict[str, str]:
 def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, weights) of a version (uint8 [nbytes]): views, or codes dequantized to `dtype`.
 
+    Each tensor's bytes are compared with its checksum before it is yielded.
+
     Raises:
-        CorruptWeights: codes have no scales that fit them.
+        CorruptTensors: a tensor does not match its checksum; those before it have been yielded.
+        CorruptWeights: codes have no scales that fit them, or the buffer has another size.
     """
     pairs = scales_of(manifest)
-    tensors = dict(manifest.tensors_of(buffer))
     scales = set(pairs.values())
-    for name, tensor in tensors.items():
-        if name in pairs:
-            yield name, dequantize(tensor, tensors[pairs[name]], dtype)
-        elif name not in scales:
-            yield name, tensor
+    tensors = dict(manifest.tensors_of(buffer))
+    with manifest.checking(buffer) as check:
+        for name, tensor in tensors.items():
+            if name in pairs:
+                check(name)
+                check(pairs[name])
+                yield name, dequantize(tensor, tensors[pairs[name]], dtype)
+            elif name not in scales:
+                check(name)
+                yield name, tensor

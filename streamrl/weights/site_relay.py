@@ -9,16 +9,19 @@ stored file is copied, and the deltas are applied to the copy. Bytes from a link
 
 Only then does the file get its name, and only then is the publisher informed. So a base is always verified, and no
 delta is skipped. A relay that takes over an earlier one's store verifies what is in it before it reports holding it.
+
+Relays of one store work one after the other, and one that is cancelled waits for its threads before it gives up its
+draft: no thread ever works on bytes, or gives a name to a file, that belong to a later transfer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,23 +32,25 @@ from streamrl.protocol.message import M, kind_of, parse, wire
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays, MalformedMessage
-from streamrl.weights.codec.delta import decode_tensor
-from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, bytes_of, transfer_kind
-from streamrl.weights.version_store import WeightStore
+from streamrl.weights.received_weights import corrupt_payloads, decode_parts, in_thread
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, transfer_kind
+from streamrl.weights.version_store import WeightDraft, WeightStore
 
 log = logging.getLogger(__name__)
 
 FETCH_TRIES = 3
 """Number of corrupt transfers in a row after which the run fails: that is no accident any more."""
 
-DECODING_THREADS = 2
-"""Threads that decode a version."""
-
 Encoding = Literal["raw", "delta"]
 
 
 class NotPublished(RunFailed):
     """The publisher does not have the version yet, or no longer has it."""
+
+    def __init__(self, message: str, available: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.available = available
+        """Versions that it has."""
 
 
 class WrongBase(CorruptWeights):
@@ -104,16 +109,46 @@ class WeightRelay:
         """Host reported to the publisher; '': weights must be sent."""
         self.last: Received | None = None
         """The latest fetch."""
+        self._turn = asyncio.Lock()
+        """Held by the one relay of the store that is fetching or verifying."""
 
     async def fetch(self, number: int, content_hash: str, newest: bool = False) -> Manifest:
         """Fetch a version into the store and return its manifest; with `newest` a newer version may come instead.
+
+        The newer version's hash is then the publisher's own. So `newest` is for the trainer's publisher alone; from
+        anyone else only the bytes of the given hash are accepted.
 
         Raises:
             DeadlineExpired: the version did not come in time.
             RunFailed: it was corrupt `FETCH_TRIES` times, the publisher does not have it, or it is of another model.
         """
+        async with self._turns(number):
+            return await self._fetch(number, content_hash, newest)
+
+    async def ensure(self, number: int, content_hash: str) -> None:
+        """Verify a stored version; fetch it again if it is damaged or gone.
+
+        Raises:
+            DeadlineExpired, RunFailed: it is damaged, and cannot be fetched again.
+        """
+        async with self._turns(number):
+            if not await in_thread(self.store.is_whole, number):
+                log.warning("weights %d are damaged in the store: fetching them again", number)
+                await self._fetch(number, content_hash, newest=False)
+
+    @contextlib.asynccontextmanager
+    async def _turns(self, number: int) -> AsyncIterator[None]:
+        """Wait for the store's other transfers, then hold it."""
+        async with self.link.waits.deadline(f"the transfer before weight version {number}", FETCH_TRIES * self.limit_s):
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def _fetch(self, number: int, content_hash: str, newest: bool) -> Manifest:
         started, received = time.monotonic(), self.bytes_received
-        base = await asyncio.to_thread(self._base) if self.encoding == "delta" else None
+        base = await in_thread(self._base) if self.encoding == "delta" else None
         for _ in range(FETCH_TRIES):
             try:
                 manifest, kind = await self._transfer(number, content_hash, newest, base)
@@ -135,8 +170,10 @@ class WeightRelay:
         raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
 
     def beside(self, link: Link) -> WeightRelay:
-        """Return another relay into the same store, over another link; only one may be used at a time."""
-        return WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
+        """Return another relay into the same store, over another link; they fetch one after the other."""
+        other = WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
+        other._turn = self._turn
+        return other
 
     def seed(self, manifest: Manifest, buffer: np.ndarray) -> None:
         """Store a version made of the model's own files, if the store is empty, so that the first fetch can be a delta.
@@ -147,9 +184,9 @@ class WeightRelay:
             CorruptWeights: manifest and buffer do not match.
         """
         if self.store.newest_verified() is None:
-            target = self.store.begin(manifest)
-            target[:] = buffer
-            self.store.commit(manifest, target)
+            draft = self.store.begin(manifest)
+            draft.buffer[:] = buffer
+            self.store.commit(draft)
 
     def _base(self) -> Manifest | None:
         number = self.store.newest_verified()
@@ -170,7 +207,7 @@ class WeightRelay:
             holds=None if base is None else base.version.number,
             holds_hash=None if base is None else base.version.content_hash,
         )
-        begun: int | None = None
+        drafts: list[WeightDraft] = []
         try:
             async with self.link.waits.deadline(f"the publisher to send weight version {number}", self.limit_s):
                 await self.link.send(*wire(order))
@@ -179,10 +216,9 @@ class WeightRelay:
                 parts = self._check(manifest, answer.parts, number, content_hash, newest, base)
                 if not parts:
                     return manifest, transfer_kind(parts)
-                begun, first = manifest.version.number, parts[0].base
-                file = answer.file if self.host else None
+                first, file = parts[0].base, answer.file if self.host else None
                 try:
-                    target = await asyncio.to_thread(self.store.begin, manifest, first, file)
+                    await in_thread(lambda: drafts.append(self.store.begin(manifest, first, file)))
                 except (FileNotFoundError, PermissionError) as error:
                     if file is not None:
                         self.host = ""  # so that it is sent
@@ -190,17 +226,18 @@ class WeightRelay:
                     if isinstance(error, PermissionError):
                         raise
                     raise WrongBase(f"version {first} is gone: {error}") from error
-                incoming = [(p, np.empty(p.nbytes, np.uint8) if p.coded else target) for p in parts]
+                (draft,) = drafts
+                incoming = [(p, np.empty(p.nbytes, np.uint8) if p.coded else draft.buffer) for p in parts]
                 if file is None:
-                    await self._receive(incoming, [(i, 0, part.nbytes) for i, part in enumerate(parts)], begun)
+                    everything = [(i, 0, part.nbytes) for i, part in enumerate(parts)]
+                    await self._receive(incoming, everything, manifest.version.number)
                 else:
                     self.bytes_received += manifest.nbytes
-                await self._complete(manifest, target, incoming)
-                begun = None
+                await self._complete(draft, incoming)
                 return manifest, transfer_kind(parts)
         finally:
-            if begun is not None:
-                self.store.abandon(begun)
+            for draft in drafts:
+                self.store.abandon(draft)
 
     def _check(
         self,
@@ -266,7 +303,8 @@ class WeightRelay:
                 log.debug("ignoring %r of another request", delivery.kind)
             elif delivery.kind == kind_of(NoVersion):
                 no = parse(NoVersion, delivery.body)
-                raise NotPublished(f"the publisher has no weight version {number} ({no.reason}); it has {no.available}")
+                reason = f"the publisher has no weight version {number} ({no.reason}); it has {no.available}"
+                raise NotPublished(reason, tuple(no.available))
             elif delivery.kind == kind_of(wanted):
                 return parse(wanted, delivery.body), delivery.arrays
             elif delivery.kind == kind_of(Chunk):
@@ -310,55 +348,32 @@ class WeightRelay:
         payloads = [(i, incoming[i][0].payloads[j]) for i, indexes in corrupt for j in indexes]
         await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
 
-    async def _complete(self, manifest: Manifest, target: np.ndarray, incoming: list[Stream]) -> None:
+    async def _complete(self, draft: WeightDraft, incoming: list[Stream]) -> None:
         """Verify, decode and commit a version; fetch corrupt payloads again. The work is done in threads."""
-        number = manifest.version.number
+        number = draft.manifest.version.number
         if not incoming[0][0].coded:
-            await self._commit_raw(manifest, target, incoming)
+            await self._commit_raw(draft, incoming)
             return
         tries, todo = 1, [(i, tuple(range(len(part.payloads)))) for i, (part, _) in enumerate(incoming)]
-        while corrupt := await asyncio.to_thread(_corrupt_of, incoming, todo):
+        while corrupt := await in_thread(corrupt_payloads, incoming, todo):
             await self._refetch(incoming, corrupt, tries, number)
             tries, todo = tries + 1, corrupt
         try:
-            await asyncio.to_thread(_decode, manifest, target, incoming)
-            await asyncio.to_thread(self.store.commit, manifest, target)
+            await in_thread(decode_parts, draft.manifest, draft.buffer, incoming)
+            await in_thread(self.store.commit, draft)
         except CorruptWeights as error:  # although every payload arrived as it was sent
             if (base := incoming[0][0].base) is None:
                 raise
             raise WrongBase(f"version {number} does not follow from version {base}: {error}") from error
 
-    async def _commit_raw(self, manifest: Manifest, target: np.ndarray, incoming: list[Stream]) -> None:
+    async def _commit_raw(self, draft: WeightDraft, incoming: list[Stream]) -> None:
         """Commit uncoded weights: their payloads are the tensors, so they are verified only once."""
         for tries in itertools.count(1):
             try:
-                await asyncio.to_thread(self.store.commit, manifest, target)
+                await in_thread(self.store.commit, draft)
                 return
             except CorruptTensors as error:
-                await self._refetch(incoming, [(0, error.indexes)], tries, manifest.version.number)
-
-
-def _corrupt_of(incoming: list[Stream], todo: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return those of the payloads in `todo`, given as (part, tensors), that do not match their checksums."""
-    found = [(i, incoming[i][0].corrupt(incoming[i][1], indexes)) for i, indexes in todo]
-    return [(i, indexes) for i, indexes in found if indexes]
-
-
-def _decode(manifest: Manifest, target: np.ndarray, streams: list[Stream]) -> None:
-    """Apply coded parts in order to a buffer (uint8 [nbytes]) that holds the base of the first one.
-
-    Raises:
-        CorruptDelta: a payload cannot be decoded.
-    """
-    buffer = np.asarray(target)
-
-    def one(index: int) -> None:
-        t = manifest.tensors[index]
-        for part, stream in streams:
-            decode_tensor(bytes_of(part.payloads[index], stream), bytes_of(t, buffer), t.dtype)
-
-    with ThreadPoolExecutor(DECODING_THREADS) as pool:
-        list(pool.map(one, range(len(manifest.tensors))))
+                await self._refetch(incoming, [(0, error.indexes)], tries, draft.manifest.version.number)
 
 
 def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:

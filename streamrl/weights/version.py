@@ -6,9 +6,10 @@ complete weights); the parts sent to a receiver say what they start from.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Multiple of bytes at which tensors start, so that any type can be viewed in place."""
+HASHING_THREADS = 4
+"""Threads that hash a version's tensors, without the GIL."""
 
 
 class CorruptWeights(Exception):
@@ -117,11 +120,43 @@ class Manifest:
             CorruptTensors: some tensors differ; the message names the first.
             CorruptWeights: the buffer has another size.
         """
+        self._check_size(buffer)
+        if corrupt := _corrupt(self.tensors, buffer):
+            raise self._corrupt(corrupt)
+
+    @contextlib.contextmanager
+    def checking(self, buffer: np.ndarray) -> Iterator[Callable[[str], None]]:
+        """Hash the tensors of a buffer (uint8 [nbytes]) in threads, in their order, while the caller works on others.
+
+        Yields:
+            A function that waits until a tensor is hashed, given its name, and raises `CorruptTensors` if its bytes do
+            not match its checksum.
+
+        Raises:
+            CorruptWeights: the buffer has another size.
+        """
+        self._check_size(buffer)
+        indexes = {t.name: i for i, t in enumerate(self.tensors)}
+        pool = ThreadPoolExecutor(HASHING_THREADS)
+        sums = [pool.submit(checksum, bytes_of(t, buffer)) for t in self.tensors]
+
+        def check(name: str) -> None:
+            index = indexes[name]
+            if sums[index].result() != self.tensors[index].checksum:
+                raise self._corrupt((index,))
+
+        try:
+            yield check
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _check_size(self, buffer: np.ndarray) -> None:
         if buffer.nbytes != self.nbytes:
             raise CorruptWeights(f"{buffer.nbytes} bytes instead of {self.nbytes}")
-        if corrupt := _corrupt(self.tensors, buffer):
-            first = self.tensors[corrupt[0]].name
-            raise CorruptTensors(f"version {self.version.number}: tensor {first!r} is corrupt", corrupt)
+
+    def _corrupt(self, indexes: tuple[int, ...]) -> CorruptTensors:
+        first = self.tensors[indexes[0]].name
+        return CorruptTensors(f"version {self.version.number}: tensor {first!r} is corrupt", indexes)
 
     def like(self, other: Manifest) -> bool:
         """Return whether both have the same tensors (names, types, shapes) at the same places; values may differ."""
@@ -219,7 +254,7 @@ def transfer_kind(parts: Iterable[Part]) -> str:
 
 
 def _corrupt(entries: Sequence[Payload | TensorEntry], data: np.ndarray) -> tuple[int, ...]:
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
         sums = pool.map(lambda e: checksum(bytes_of(e, data)), entries)
         return tuple(i for i, (e, found) in enumerate(zip(entries, sums, strict=True)) if found != e.checksum)
 
@@ -250,7 +285,7 @@ def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[M
         entry.view(buffer).copy_(item[1])
         return replace(entry, checksum=checksum(bytes_of(entry, buffer)))
 
-    with ThreadPoolExecutor(max_workers=4) as pool:
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
         written = tuple(pool.map(write, entries, items))
     return Manifest(WeightVersion(number, None, content_hash(written)), nbytes, written), buffer
 

@@ -1,25 +1,48 @@
 """Weight versions of one site on its host: verified files in shared memory that every instance maps.
 
-A version is written under a temporary name, verified, and only then renamed, so a file with a version's name is
-complete. The memory of a version that is no longer needed is reused for a later one, once no process has it open or
-maps it: allocating and clearing new pages took longer than everything else between two versions.
+A version is written as a draft: a file of a random name, whose space is allocated before anything is written through a
+mapping (a page that a full file system cannot provide would be a SIGBUS). It is verified, written to disk, and only
+then renamed, so a file with a version's name is complete. The memory of a version that is no longer needed is reused
+for a later one, once no process has it open or maps it: allocating and clearing new pages took longer than everything
+else between two versions.
+
+The folder's name can be guessed, and anyone can make folders in shared memory. So writers and readers use it only if it
+belongs to their own user and nobody else may enter it, and follow no symbolic links.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
+import stat
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 
+from streamrl.atomic_files import sync_folder
 from streamrl.errors import RunFailed
 from streamrl.weights.version import CorruptWeights, Manifest
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class WeightDraft:
+    """A version that is being received: a file of its own name, which only its maker knows."""
+
+    manifest: Manifest
+    base: int | None
+    """Stored version that it is made from, which is kept meanwhile."""
+    path: Path
+    buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    """The file's bytes, uint8 [nbytes], writable."""
 
 
 class WeightStore:
@@ -31,8 +54,8 @@ class WeightStore:
         self.one_machine = one_machine
         self._verified: set[int] = set()
         """Versions that this object has verified."""
-        self._writing: dict[int, int | None] = {}
-        """Versions begun and not committed, each with the version it is made from."""
+        self._drafts: set[WeightDraft] = set()
+        """Drafts begun, and neither committed nor abandoned."""
 
     @property
     def _spare(self) -> Path:
@@ -42,64 +65,113 @@ class WeightStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> np.ndarray:
-        """Return a writable buffer (uint8 [nbytes]) for a version that will be received.
+    def claim(self) -> None:
+        """Begin an empty store, of which nothing remains from an earlier process.
+
+        Raises:
+            RunFailed: the folder belongs to another user, or others may enter it.
+        """
+        self.clear()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_folder()
+
+    def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> WeightDraft:
+        """Return a draft of a version that will be received.
 
         It starts with the bytes of a stored version (`base`), to which deltas are applied; with those of a file of this
-        host (`file`); or with zeros. The base is kept until the version is committed or abandoned.
+        host (`file`); or with zeros. The base is kept until the draft is committed or abandoned.
 
         Raises:
-            RunFailed: there is no room.
+            RunFailed: there is no room, or the folder is not this user's alone.
             FileNotFoundError: the base, or the file, does not exist.
-            PermissionError: the file belongs to another user.
+            PermissionError: the file belongs to another user, or is no regular file.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number = manifest.version.number
-        partial = self._path(number).with_suffix(".partial")
-        if self._spare.exists() and _is_free(self._spare):
-            self._spare.rename(partial)
-        self._spare.unlink(missing_ok=True)
-        free = shutil.disk_usage(self.directory).free + (partial.stat().st_blocks * 512 if partial.exists() else 0)
-        if free < manifest.nbytes:
-            raise RunFailed(
-                f"no room for weights in {self.directory}: {manifest.nbytes / 2**20:.0f} MiB needed, "
-                f"{free / 2**20:.0f} MiB free"
-            )
-        self._writing[number] = base
-        source = file if base is None else self._path(base)
-        if source is None:
-            partial.write_bytes(b"")
-        else:
-            _copy(source, partial)
-        os.truncate(partial, manifest.nbytes)
-        return np.memmap(partial, dtype=np.uint8, mode="r+", shape=(manifest.nbytes,))
+        self._check_folder()
+        draft = WeightDraft(manifest, base, self.directory / f"partial_{secrets.token_hex(8)}.bin")
+        self._drafts.add(draft)
+        try:
+            self._write(draft, file if base is None else str(self._path(base)))
+        except BaseException as error:
+            self.abandon(draft)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise self._no_room(manifest) from error
+            raise
+        return draft
 
-    def commit(self, manifest: Manifest, buffer: np.ndarray) -> None:
-        """Verify the received bytes and give the file its version's name.
+    def _write(self, draft: WeightDraft, source: str | None) -> None:
+        """Allocate a draft's file, fill it from `source` (None: with zeros), and map it."""
+        nbytes, reused = draft.manifest.nbytes, False
+        if self._spare.exists() and _is_free(self._spare):
+            self._spare.rename(draft.path)
+            reused = True
+        self._spare.unlink(missing_ok=True)
+        # what is checked first leaves the room that others may need; what is allocated below is certain
+        held = draft.path.stat().st_blocks * 512 if reused else 0
+        if shutil.disk_usage(self.directory).free + held < nbytes:
+            raise self._no_room(draft.manifest)
+        exclusive = 0 if reused else os.O_EXCL
+        with _opened(draft.path, os.O_RDWR | os.O_CREAT | exclusive) as file:
+            if source is None:
+                file.truncate(0)
+            else:
+                _copy(source, file, nbytes)
+            file.truncate(nbytes)
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            draft.buffer = np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,))
+
+    def _no_room(self, manifest: Manifest) -> RunFailed:
+        free = shutil.disk_usage(self.directory).free
+        return RunFailed(
+            f"no room for weights in {self.directory}: {manifest.nbytes / 2**20:.0f} MiB needed, "
+            f"{free / 2**20:.0f} MiB free"
+        )
+
+    def commit(self, draft: WeightDraft) -> None:
+        """Verify the received bytes and give their file its version's name.
 
         Raises:
-            CorruptWeights: the bytes do not match. The partial file stays, to be repaired and committed, or abandoned.
+            CorruptWeights: the bytes do not match. The draft stays, to be repaired and committed, or abandoned.
+            FileNotFoundError: the draft was abandoned.
         """
-        manifest.verify(buffer)
-        number = manifest.version.number
-        self._path(number).with_suffix(".json").write_text(json.dumps(manifest.to_dict()))
-        self._path(number).with_suffix(".partial").rename(self._path(number))
-        self._writing.pop(number, None)
+        draft.manifest.verify(draft.buffer)
+        number = draft.manifest.version.number
+        with _opened(draft.path, os.O_RDWR) as file:
+            os.fsync(file.fileno())  # on disk; nothing to do in shared memory
+        described = draft.path.with_suffix(".json")
+        with _opened(described, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            file.write(json.dumps(draft.manifest.to_dict()).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        described.rename(self._path(number).with_suffix(".json"))
+        draft.path.rename(self._path(number))
+        sync_folder(self.directory)
+        self._drafts.discard(draft)
         self._verified.add(number)
 
-    def abandon(self, number: int) -> None:
-        """Delete the partial file of a version."""
-        self._path(number).with_suffix(".partial").unlink(missing_ok=True)
-        self._writing.pop(number, None)
+    def abandon(self, draft: WeightDraft) -> None:
+        """Delete a draft; a no-op if it was committed. No thread may be working on it."""
+        if draft in self._drafts:
+            self._drafts.discard(draft)
+            draft.path.unlink(missing_ok=True)
+            draft.path.with_suffix(".json").unlink(missing_ok=True)
 
     def open(self, number: int) -> tuple[Manifest, np.ndarray]:
         """Open a committed version; the buffer is a private view (writes do not reach the file).
 
+        The manifest is checked against its own hash, the bytes are not: whoever uses them compares them.
+
         Raises:
             FileNotFoundError: the version is not stored.
+            RunFailed: the folder is not this user's alone.
+            CorruptWeights: the manifest is damaged.
         """
-        manifest = Manifest.from_dict(json.loads(self._path(number).with_suffix(".json").read_text()))
-        return manifest, np.memmap(self._path(number), dtype=np.uint8, mode="c")
+        self._check_folder()
+        with _opened(self._path(number).with_suffix(".json"), os.O_RDONLY) as file:
+            manifest = Manifest.from_dict(json.loads(file.read()))
+        with _opened(self._path(number), os.O_RDONLY) as file:
+            return manifest, np.memmap(file, dtype=np.uint8, mode="c")
 
     def has(self, number: int) -> bool:
         """Return whether a version is stored."""
@@ -140,7 +212,7 @@ class WeightStore:
         A reader that still maps one keeps its memory until it lets go. On one machine the file of one of them is kept
         as a spare.
         """
-        kept = numbers | self._writing.keys() | set(self._writing.values())
+        kept = numbers | {draft.base for draft in self._drafts}
         for path in self.directory.glob("version_*.*"):
             if (number := int(path.stem.split("_")[1])) not in kept:
                 if path.suffix == ".bin" and self.one_machine:
@@ -148,11 +220,45 @@ class WeightStore:
                 else:
                     path.unlink(missing_ok=True)
                 self._verified.discard(number)
+        drafts = {draft.path.stem for draft in self._drafts}
+        for path in self.directory.glob("partial_*.*"):
+            if path.stem not in drafts:
+                path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete the whole store."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self._verified.clear()
+
+    def _check_folder(self) -> None:
+        """Raise `RunFailed` unless the folder is one that only this user can write to and read."""
+        found = os.lstat(self.directory)
+        if not stat.S_ISDIR(found.st_mode):
+            what = "is no folder"
+        elif found.st_uid != os.geteuid():
+            what = f"belongs to another user (uid {found.st_uid})"
+        elif found.st_mode & 0o022:
+            what = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            return
+        raise RunFailed(
+            f"{self.directory}, for this run's weights, {what}: remove it, or start the run in another folder"
+        )
+
+
+def _opened(path: Path, flags: int) -> BinaryIO:
+    """Open a file of this user, and no symbolic link.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+        PermissionError: it belongs to another user.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(f"{path} belongs to another user")
+    mode = {os.O_RDONLY: "rb", os.O_WRONLY: "wb"}.get(flags & os.O_ACCMODE, "r+b")
+    return cast(BinaryIO, os.fdopen(descriptor, mode))
 
 
 def _is_free(path: Path) -> bool:
@@ -166,9 +272,16 @@ def _is_free(path: Path) -> bool:
     return True
 
 
-def _copy(source: str | Path, target: Path) -> None:
-    """Copy a file into another that may already exist and then keeps its memory."""
-    with open(source, "rb") as one, open(os.open(target, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as other:
-        size, at = os.fstat(one.fileno()).st_size, 0
+def _copy(source: str, other: BinaryIO, most: int) -> None:
+    """Copy at most `most` bytes of a file over the beginning of another, which keeps its memory.
+
+    Raises:
+        PermissionError: the source is no regular file.
+    """
+    with open(os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as one:
+        found = os.fstat(one.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{source} is no regular file")
+        size, at = min(found.st_size, most), 0
         while at < size and (sent := os.sendfile(other.fileno(), one.fileno(), at, size - at)):
             at += sent

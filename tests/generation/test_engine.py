@@ -79,9 +79,9 @@ def stored(store: WeightStore, number: int, model: Path, dtype: torch.dtype) -> 
     """Puts a model into the store as a version; returns its hash."""
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     manifest, buffer = lay_out(number, weights.named_parameters())
-    store.begin(manifest)[:] = buffer
-    partial = store.directory / f"version_{number}.partial"
-    store.commit(manifest, np.memmap(partial, dtype=np.uint8, mode="r"))
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
     return manifest.version.content_hash
 
 
@@ -250,8 +250,9 @@ def stored_as_codes(store: WeightStore, number: int, model: Path, kind: CodeKind
     shutil.copytree(model, rounded)
     weights.save_pretrained(rounded)
     manifest, buffer = lay_out(number, tensors.items())
-    store.begin(manifest)[:] = buffer
-    store.commit(manifest, np.memmap(store.directory / f"version_{number}.partial", dtype=np.uint8, mode="r"))
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
     return manifest.version.content_hash
 
 

@@ -458,8 +458,9 @@ def test_a_store_takes_no_damaged_version_of_an_earlier_process_for_whole(
 ) -> None:
     manifest, buffer = versions()[1]
     store = WeightStore(tmp_path)
-    store.begin(manifest)[:] = buffer
-    store.commit(manifest, buffer)
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
     names = Counter[bool]()
 
     def load(content: bytes) -> None:

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from streamrl.run_dir import layout
 from streamrl.weights.chain import Chain, Unreachable
 from streamrl.weights.publisher import Stream, code
-from streamrl.weights.site_relay import _decode
+from streamrl.weights.received_weights import decode_parts
 from streamrl.weights.version import CorruptWeights, Manifest, Part, checksum, lay_out
 from streamrl.weights.version_store import WeightStore
 from tests.weights.world import flip_a_bit
@@ -193,23 +193,23 @@ class ChainMachine(RuleBasedStateMachine):
             received = self._damage(received, transfer, damage == "payload", at)
         number, base = manifest.version.number, received[0][0].base
         try:
-            target = receiver.store.begin(manifest, base)
+            draft = receiver.store.begin(manifest, base)
         except FileNotFoundError:
             assert base in receiver.spoiled  # it was found damaged, and deleted
             return
         if damage == "killed":
-            target[: len(target) // 2] = 7
+            draft.buffer[: len(draft.buffer) // 2] = 7
             self.restart(name, False)
             return
         try:
             if received[0][0].coded:
-                _decode(manifest, target, received)
+                decode_parts(manifest, draft.buffer, received)
             else:
-                target[:] = received[0][1]
-            receiver.store.commit(manifest, target)
+                draft.buffer[:] = received[0][1]
+            receiver.store.commit(draft)
         except CorruptWeights:
             assert damage in ("unnoticed", "manifest") or base in receiver.spoiled
-            receiver.store.abandon(number)
+            receiver.store.abandon(draft)
             if base is not None:
                 receiver.store.distrust(base)
             return

@@ -100,7 +100,7 @@ def test_a_damaged_payload_is_fetched_again_and_alone_and_the_third_time_ends_th
             with pytest.raises(RunFailed, match="version 0 arrived corrupt 3 times"):
                 await world.fetch(relay, version)
             assert relay.store.newest_verified() is None
-            assert not list(relay.store.directory.glob("*.partial"))
+            assert not list(relay.store.directory.glob("partial_*"))
         else:
             await world.fetch(relay, version)
             sent = list(world.publisher.sent)
@@ -281,8 +281,9 @@ def test_a_restarted_relay_goes_on_from_what_its_store_holds(tmp_path: Path) -> 
         await world.anchored()
         other = await world.relay("other")
         lay_outs = Policy(seed=9).step()
-        other.store.begin(lay_outs[0])[:] = lay_outs[1]
-        other.store.commit(lay_outs[0], np.memmap(other.store.directory / "version_1.partial", np.uint8, "r+"))
+        draft = other.store.begin(lay_outs[0])
+        draft.buffer[:] = lay_outs[1]
+        other.store.commit(draft)
         await world.fetch(other, version)
         assert (other.last.kind, other.wrong_bases) == ("packed+delta", 0)
 
@@ -325,8 +326,9 @@ def test_a_delta_for_another_base_is_refused_and_complete_weights_come(tmp_path:
         await world.fetch(await world.relay("another"), first)
         await world.publisher.publish(*(second := policy.step()))
         wrong = other.step()
-        relay.store.begin(wrong[0])[:] = wrong[1]
-        relay.store.commit(wrong[0], np.memmap(relay.store.directory / "version_1.partial", np.uint8, "r+"))
+        draft = relay.store.begin(wrong[0])
+        draft.buffer[:] = wrong[1]
+        relay.store.commit(draft)
         await world.fetch(relay, second)
         assert (relay.wrong_bases, relay.corrupt) == (1, 0)
 

@@ -55,19 +55,24 @@ def test_a_manifest_that_lies_is_refused() -> None:
         Manifest.from_dict({"number": 1})
 
 
+def fill(store: WeightStore, manifest: Manifest, buffer: np.ndarray) -> None:
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
+
+
 def test_the_store_names_only_verified_versions(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     manifest, buffer = lay_out(1, some_tensors().items())
-    target = store.begin(manifest)
-    target[:] = buffer
-    target[100] ^= 4
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    draft.buffer[100] ^= 4
     with pytest.raises(CorruptWeights, match=r"tensor 'embed' is corrupt"):
-        store.commit(manifest, target)
+        store.commit(draft)
     with pytest.raises(FileNotFoundError):
         store.open(1)
-    target = store.begin(manifest)
-    target[:] = buffer
-    store.commit(manifest, target)
+    store.abandon(draft)
+    fill(store, manifest, buffer)
     read_manifest, read_buffer = store.open(1)
     assert read_manifest == manifest
     np.testing.assert_array_equal(read_buffer, buffer)
@@ -77,8 +82,7 @@ def test_the_store_names_only_verified_versions(tmp_path: Path) -> None:
 
 def put(store: WeightStore, number: int, seed: int) -> tuple[Manifest, np.ndarray]:
     manifest, buffer = lay_out(number, some_tensors(seed).items())
-    store.begin(manifest)[:] = buffer
-    store.commit(manifest, np.memmap(store.directory / f"version_{number}.partial", dtype=np.uint8, mode="r+"))
+    fill(store, manifest, buffer)
     return manifest, buffer
 
 
@@ -86,7 +90,7 @@ def test_what_an_earlier_process_left_is_verified_before_it_is_trusted(tmp_path:
     directory = tmp_path / "store"
     for number in (1, 2, 3):
         put(WeightStore(directory), number, seed=number)
-    (directory / "version_4.partial").write_bytes(b"half")
+    (directory / "partial_4.bin").write_bytes(b"half")
     damaged = bytearray((directory / "version_3.bin").read_bytes())
     damaged[200] ^= 1
     (directory / "version_3.bin").write_bytes(damaged)
@@ -103,10 +107,10 @@ def test_what_an_earlier_process_left_is_verified_before_it_is_trusted(tmp_path:
 def test_a_version_whose_bytes_have_changed_since_is_no_version(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     manifest, buffer = lay_out(4, some_tensors().items())
-    written = store.begin(manifest)
-    written[:] = buffer
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
     assert not store.is_whole(4)  # not committed
-    store.commit(manifest, written)
+    store.commit(draft)
     assert store.is_whole(4) and store.newest_verified() == 4
     path = tmp_path / "version_4.bin"
     content = bytearray(path.read_bytes())
@@ -120,18 +124,17 @@ def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> 
     store = WeightStore(tmp_path / "store")
     _, old = put(store, 1, seed=1)
     manifest, buffer = lay_out(2, some_tensors(2).items())
-    target = store.begin(manifest, base=1)
-    np.testing.assert_array_equal(target, old)
+    draft = store.begin(manifest, base=1)
+    np.testing.assert_array_equal(draft.buffer, old)
     store.keep_only(set())
     assert store.newest_verified() == 1
-    target[:] = buffer
+    draft.buffer[:] = buffer
     np.testing.assert_array_equal(store.open(1)[1], old)  # a copy was changed, not the base
-    store.commit(manifest, target)
+    store.commit(draft)
     store.keep_only({2})
     assert sorted(path.name for path in store.directory.iterdir()) == ["spare.bin", "version_2.bin", "version_2.json"]
     with pytest.raises(FileNotFoundError):
         store.begin(lay_out(3, some_tensors(3).items())[0], base=1)
-    store.abandon(3)
     assert store.newest_verified() == 2
 
 
@@ -152,15 +155,15 @@ def test_memory_serves_again_only_when_nobody_reads_it(tmp_path: Path, reader: s
     manifest, buffer = lay_out(3, some_tensors(3).items())
     source = tmp_path / "published"
     source.write_bytes(buffer.tobytes())
-    target = store.begin(manifest, file=str(source))
-    np.testing.assert_array_equal(target, buffer)
-    again = (store.directory / "version_3.partial").stat().st_ino == of_old
+    draft = store.begin(manifest, file=str(source))
+    np.testing.assert_array_equal(draft.buffer, buffer)
+    again = draft.path.stat().st_ino == of_old
     if other:
         other.communicate(b"\n")
     assert again == (reader is None)
     if held is not None:
         np.testing.assert_array_equal(held, old)
-    store.commit(manifest, target)
+    store.commit(draft)
     assert store.newest_verified() == 3 and store.is_whole(2)
 
 
@@ -168,7 +171,7 @@ def test_memory_that_serves_again_shows_nothing_of_before(tmp_path: Path) -> Non
     store = WeightStore(tmp_path / "store")
     put(store, 1, seed=1)
     store.keep_only(set())
-    assert not store.begin(lay_out(2, some_tensors(2).items())[0]).any()  # deltas may be applied to it
+    assert not store.begin(lay_out(2, some_tensors(2).items())[0]).buffer.any()  # deltas may be applied to it
 
 
 def test_a_part_that_does_not_fit_its_manifest_is_refused() -> None:

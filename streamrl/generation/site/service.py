@@ -86,7 +86,7 @@ class GenerationService:
         self.controller.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
         self.uplink = make_uplink(context, self.controller)
         # versions of an earlier service are of no use: the run may have gone back to an older checkpoint since
-        WeightStore(context.weights_folder).clear()
+        WeightStore(context.weights_folder).claim()
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
             *(context, self.hub, self.dispatcher, self.waits, self.journal),

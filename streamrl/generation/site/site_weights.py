@@ -2,6 +2,9 @@
 
 Every version is verified before it is stored, and stored before it is passed on (`weights/site_relay.py`). When the
 controller names another site as the source and the weights do not come from there in time, the trainer's site is used.
+
+Another site is believed only if its weights have the hash that the controller has announced. So nothing newer is taken
+from there, whatever its number; from the trainer's own publisher it is.
 """
 
 from __future__ import annotations
@@ -108,9 +111,7 @@ class SiteWeights:
         Raises:
             DeadlineExpired, RunFailed: it is damaged, and cannot be fetched again.
         """
-        if not await asyncio.to_thread(self.store.is_whole, version.number):
-            log.warning("weights %d are damaged in the store: fetching them again", version.number)
-            await self.home.fetch(version.number, version.content_hash)
+        await self.home.ensure(version.number, version.content_hash)
 
     @property
     def last_s(self) -> float:
@@ -118,15 +119,22 @@ class SiteWeights:
         return self._last.last.seconds if self._last.last is not None else 0.0
 
     async def _fetch_from(self, source: str, number: int, content_hash: str) -> WeightVersion:
-        """Fetch a version from another site's relay, and repeat until that relay has it."""
+        """Fetch exactly this version from another site's relay, and repeat until that relay has it.
+
+        Raises:
+            NotPublished: the relay has newer versions, but not this one.
+            RunFailed: it cannot be fetched from there.
+        """
         if source not in self._others:
             link = to_relay(self.context, source, self.waits)
             await connect_relay(self.context, link, source)
             self._others[source] = self.home.beside(link)
         while True:
             try:
-                found = (await self._others[source].fetch(number, content_hash, newest=True)).version
-            except NotPublished:
+                found = (await self._others[source].fetch(number, content_hash)).version
+            except NotPublished as error:
+                if max(error.available, default=-1) > number:
+                    raise  # it has skipped this version, or no longer has it
                 await asyncio.sleep(ASK_AGAIN_S)
             else:
                 log.info("weights %d came from the relay of %s", found.number, source)

@@ -1,0 +1,238 @@
+"""Attacks on the way of the weights: what is loaded is what the controller announced, or nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.errors import RunFailed
+from streamrl.generation.site import site_weights
+from streamrl.generation.site.site_weights import SiteWeights
+from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.weights.quantize import full_precision
+from streamrl.weights.version import CorruptTensors, Manifest, lay_out
+from streamrl.weights.version_store import WeightStore
+from tests.waiting import until
+from tests.weights.world import RecordingPublisher, World, flip_a_bit, in_world
+
+TENSORS = {"a": torch.arange(5000.0), "b": torch.full((300, 7), 2.0)}
+
+
+def version(number: int, plus: float = 0.0) -> tuple[Manifest, np.ndarray]:
+    return lay_out(number, [(name, tensor + plus) for name, tensor in TENSORS.items()])
+
+
+def stored(folder: Path, number: int = 1) -> WeightStore:
+    store = WeightStore(folder)
+    manifest, buffer = version(number)
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
+    return store
+
+
+def test_a_cancelled_transfer_names_no_file_of_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifying, go_on = threading.Event(), threading.Event()
+    verify = Manifest.verify
+
+    def slow(manifest: Manifest, buffer: np.ndarray) -> None:
+        verify(manifest, buffer)
+        verifying.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(Manifest, "verify", slow)
+
+    class Stalling(RecordingPublisher):
+        async def _send_ranges(self, *args: Any) -> None:
+            if not verifying.is_set():  # the second transfer gets its manifest, and no bytes
+                await super()._send_ranges(*args)
+
+    async def body(world: World) -> None:
+        manifest, buffer = version(1)
+        await world.publisher.publish(manifest, buffer)
+        relay = await world.relay("site", "raw")
+        first = asyncio.create_task(relay.fetch(1, manifest.version.content_hash))
+        await until(verifying.is_set)
+        first.cancel()
+        second = asyncio.create_task(relay.fetch(1, manifest.version.content_hash))
+        for _ in range(20):  # what can go on without the thread goes on
+            await asyncio.sleep(0)
+        assert not first.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await until(lambda: len(list(relay.store.directory.glob("partial_*.bin"))) == 1)
+        assert relay.store.newest_verified() == 1
+        np.testing.assert_array_equal(relay.store.open(1)[1], buffer)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert not list(relay.store.directory.glob("partial_*"))
+
+    in_world(tmp_path, body, kind=Stalling)
+
+
+def test_two_drafts_of_a_version_have_nothing_in_common(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    manifest, buffer = version(1)
+    one, other = store.begin(manifest), store.begin(manifest)
+    other.buffer[:] = buffer
+    store.commit(other)
+    store.abandon(one)
+    np.testing.assert_array_equal(store.open(1)[1], buffer)
+    with pytest.raises(FileNotFoundError):
+        one.buffer[:] = buffer
+        store.commit(one)
+    np.testing.assert_array_equal(store.open(1)[1], buffer)
+
+
+def test_a_repair_and_a_transfer_of_one_version_do_not_steal_each_others_chunks(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        relay = await world.relay("site", "raw")
+        manifest, buffer = version(1)
+        await world.publisher.publish(manifest, buffer)
+        await relay.fetch(1, manifest.version.content_hash)
+        flip_a_bit(relay.store.directory / "version_1.bin", 99)
+        both = relay.ensure(1, manifest.version.content_hash), relay.fetch(1, manifest.version.content_hash)
+        assert (await asyncio.gather(*both))[1] == manifest
+        np.testing.assert_array_equal(relay.store.open(1)[1], buffer)
+        assert relay.corrupt == 0 and len(world.publisher.sent) == 3
+
+    in_world(tmp_path, body)
+
+
+def test_a_site_that_passes_weights_on_cannot_pass_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        evil = World(tmp_path / "evil")
+        try:
+            manifest, buffer = version(1)
+            await world.publisher.publish(manifest, buffer)
+            await evil.publisher.publish(*version(5, plus=666.0))  # a higher number, with a hash that fits its bytes
+            home = await world.relay("site", "raw")
+            link = (await evil.relay("site", "raw")).link
+            monkeypatch.setattr(site_weights, "make_relay", lambda *_: home)
+            monkeypatch.setattr(site_weights, "to_home", lambda *_: None)
+            context: Any = SimpleNamespace(addresses=SimpleNamespace(relay_outside=None))
+            site = SiteWeights(context, WaitRegistry("service"))
+            site._others["evil"] = home.beside(link)
+            found, source = await site.fetch(1, manifest.version.content_hash, "evil")
+            assert (found, source) == (manifest.version, None)  # from the trainer's site, at once
+            assert not home.store.has(5)
+            np.testing.assert_array_equal(home.store.open(1)[1], buffer)
+        finally:
+            await evil.close()
+
+    in_world(tmp_path, body)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_bytes_that_changed_after_they_were_verified_are_not_loaded(tmp_path: Path, name: str) -> None:
+    store = stored(tmp_path)
+    manifest, _ = store.open(1)
+    entry = next(entry for entry in manifest.tensors if entry.name == name)
+    flip_a_bit(tmp_path / "version_1.bin", entry.offset + entry.nbytes - 1)
+    with pytest.raises(CorruptTensors, match=f"tensor {name!r} is corrupt"):
+        dict(full_precision(*store.open(1), torch.float32))
+
+
+def test_scales_are_checked_before_codes_are_multiplied_by_them(tmp_path: Path) -> None:
+    codes = {"w.weight": torch.ones(4, 8, dtype=torch.int8), "w.weight.scale": torch.ones(4)}
+    manifest, buffer = lay_out(1, codes.items())
+    buffer[manifest.tensors[1].offset] ^= 1
+    with pytest.raises(CorruptTensors, match="scale"):
+        dict(full_precision(manifest, buffer, torch.float32))
+
+
+def test_the_space_of_a_draft_is_there_before_anything_is_written(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    manifest, _ = version(1)
+    stored(tmp_path, 3)
+    for base in (None, 3):
+        draft = store.begin(manifest, base)
+        assert draft.path.stat().st_blocks * 512 >= manifest.nbytes
+        store.abandon(draft)
+
+
+def test_a_full_shared_memory_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunFailed, match=r"no room for weights in .*MiB needed"):
+        WeightStore(tmp_path).begin(version(1)[0])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("squat", ["link", "open to others", "of another user", "no folder"])
+def test_a_folder_that_others_have_made_is_used_by_neither_writer_nor_reader(tmp_path: Path, squat: str) -> None:
+    folder = tmp_path / "streamrl-0123456789ab"
+    theirs = tmp_path / "theirs"
+    stored(theirs)
+    if squat == "link":
+        folder.symlink_to(theirs)
+    elif squat == "no folder":
+        folder.write_text("")
+    else:
+        theirs.rename(folder)
+        if squat == "open to others":
+            folder.chmod(0o777)
+        elif os.geteuid():
+            pytest.skip("only root can give a folder away")
+        else:
+            os.chown(folder, 12345, 12345)
+    for use in (lambda: WeightStore(folder).begin(version(2)[0]), lambda: WeightStore(folder).open(1)):
+        with pytest.raises((RunFailed, FileExistsError), match=str(folder)):
+            use()
+
+
+def test_a_link_in_the_place_of_a_version_is_not_followed(tmp_path: Path) -> None:
+    store = stored(tmp_path / "store")
+    path = tmp_path / "store" / "version_1.bin"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        store.open(1)
+
+
+def test_a_file_of_weights_is_for_its_user_alone(tmp_path: Path) -> None:
+    stored(tmp_path / "store")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "store").iterdir()} == {0o600}
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+
+
+def test_bytes_are_on_disk_before_a_restart_can_trust_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    named: dict[str, bool] = {}
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_name(path: Path, target: Path) -> Path:
+        inside = [path, *path.rglob("*")]
+        named[target.name] = all(one.stat().st_ino in synced for one in inside)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_name)
+    stored(tmp_path / "store")
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    (checkpoints.begin(3) / "deep").mkdir()
+    (checkpoints._partial(3) / "deep" / "model.bin").write_bytes(b"weights")
+    checkpoints.commit(3, keep=1)
+    assert named == {"version_1.json": True, "version_1.bin": True, "step_3": True}
+    assert {(tmp_path / "store").stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= synced
