@@ -143,6 +143,11 @@ class SiteDispatch:
         """Return the groups of a site, in the order in which they were placed there."""
         return list(self._sites[site_name].groups)
 
+    def site_of(self, group_id: str) -> str | None:
+        """Return the site that still owes samples of a group; None: no site does."""
+        site = self._where.get(group_id)
+        return None if site is None else site.facts.name
+
     def change(self, site: SiteLoad) -> None:
         """Replace a site's instances; its work stays there.
 

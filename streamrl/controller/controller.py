@@ -12,12 +12,14 @@ import asyncio
 import json
 import logging
 import time
+from pathlib import Path
 
 from scheduler.cost.hardware import peak_tflops
 from streamrl.controller.arrivals import arrived
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
+from streamrl.controller.held import SampleLimits, SiteOwn
 from streamrl.controller.issuer import Issuer
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths
 from streamrl.controller.pool_sizes import Scaling
@@ -35,10 +37,10 @@ from streamrl.controller.trainer_client import Trainers
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RestartNeeded, RunFailed
-from streamrl.machine.model_files import resolve_model
-from streamrl.protocol import controller_rewards, controller_site, controller_trainer, operator
+from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
+    FROM_SERVICE,
     CanaryMeasured,
     FleetChanged,
     Parked,
@@ -63,8 +65,10 @@ from streamrl.protocol.controller_trainer import (
     StepDone,
     TrainDone,
 )
+from streamrl.protocol.heartbeats import check_state
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.operator import CheckpointNow, CheckpointPlanned, ScalePool
+from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit
@@ -80,19 +84,12 @@ from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
 from streamrl.tasks.source import PromptSource
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
+from streamrl.transport.refusals import RefusalCause
 
 log = logging.getLogger(__name__)
 
 MOST_EVENTS_AT_ONCE = 512
 """Limit on the messages that are committed to the ledger in one transaction."""
-
-SENDERS = {
-    "service": controller_site.FROM_SERVICE,
-    "trainer": controller_trainer.FROM_TRAINER,
-    "rewards": controller_rewards.FROM_REWARDS,
-    "operator": operator.FROM_OPERATOR,
-}
-"""Messages that the controller accepts, by the sender's role."""
 
 
 class Controller:
@@ -104,7 +101,7 @@ class Controller:
         self.waits = WaitRegistry("controller")
         self.hub = home_hub(context, CONTROLLER, self.waits, context.local_flow)
         self.hub.forwards_hellos = True
-        self.hub.reads = MessageReader(SENDERS)
+        self.hub.reads, self.hub.check_state = MessageReader(RIGHTS["controller"]), check_state
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = StepBatch(context.run, 1)
@@ -126,6 +123,13 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
+        limits = SampleLimits(context.run.sampling.max_tokens, vocabulary if isinstance(vocabulary, int) else None)
+        self.own = {
+            name: SiteOwn(site, frozenset(pool.name for pool in context.cluster.sites[site].generation), limits)
+            for name, site in services.items()
+        }
+        """What each service may speak of, by its name."""
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
@@ -441,14 +445,15 @@ class Controller:
 
     async def _samples(self, deliveries: list[Delivery]) -> None:
         """Commit finished samples, acknowledge them and request their rewards."""
-        arrivals = arrived(deliveries)
+        read = arrived(deliveries, lambda peer, error: self._refuse(peer, "unreadable", repr(error)))
+        arrivals = [(sample, content) for peer, sample, content in read if self._usable(peer, sample)]
         contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
         new = self.ledger.finish(contents) if contents else set()
         for delivery in deliveries:
             delivery.ack()
         now = time.time()
         for sample, _ in arrivals:
-            if self.evaluator.awaits(sample.sample_id):
+            if self.evaluator.generates(sample.sample_id):
                 group = self.evaluator.received(sample)
             elif sample.sample_id in new:
                 group = self._received(sample, now)
@@ -461,6 +466,20 @@ class Controller:
             await self.rewarders.ask(group, sample.sample_id, sample.text)
         if arrivals:
             self.waits.end("samples")
+
+    def _refuse(self, peer: str, cause: RefusalCause, why: str) -> None:
+        """Count what a peer may not say; it ends nothing."""
+        self.hub.refusals.count(cause, peer, why)
+
+    def _usable(self, peer: str, sample: Sample) -> bool:
+        """Return whether a sample comes from the site that owes it and makes sense; refuse it otherwise."""
+        known = self.services.holds(peer, sample.group_id)
+        if not known and self.pool.missing(sample.group_id) == 0 and not self.evaluator.awaits(sample.sample_id):
+            return True  # repeated by a process that has restarted; the ledger has it
+        wrong = self.own[peer].wrong_with_sample(sample, self.step) if known else "belongs to another site"
+        if wrong is not None:
+            self._refuse(peer, "unreadable" if known else "not its own", f"sample {sample.sample_id!r:.99} {wrong}")
+        return wrong is None
 
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
@@ -480,8 +499,9 @@ class Controller:
         for delivery in deliveries:
             answer: ScoreAnswer = delivery.body
             sample_id = answer.sample_id
-            self.rewarders.answered(delivery.peer, sample_id)
-            if self.evaluator.awaits(sample_id):
+            if not self.rewarders.answered(delivery.peer, sample_id):
+                self._refuse(delivery.peer, "not its own", f"the reward of sample {sample_id!r:.99}")
+            elif self.evaluator.awaits(sample_id):
                 task = self.evaluator.scored(sample_id, answer.reward, time.time())
                 problems.append(self.void_watch.record(task, answer.void, answer.traceback))
             elif sample_id in self.pool.received:
@@ -516,12 +536,35 @@ class Controller:
         if await self.services.ready(service, answer):
             self.times.weights_served(time.time())
 
+    def _not_its_own(self, delivery: Delivery) -> str | None:
+        """Return why a service's message is about nothing that its site holds, or None."""
+        peer = delivery.peer
+        if peer not in self.own:
+            return "from no service of the plan" if isinstance(delivery.body, FROM_SERVICE) else None
+        own = self.own[peer]
+        match delivery.body:
+            case Parked(sample_id=sample_id):
+                return None if self.services.holds(peer, group_of(sample_id)) else f"sample {sample_id!r:.99}"
+            case WeightsReady() as ready:
+                return own.wrong_with_ready(ready, self.step, self.context.cluster.sites)
+            case CanaryMeasured() as canary:
+                return own.wrong_with_canary(canary, delivery.arrays.get("logprobs"), self.step)
+            case SiteAsleep():
+                return None if self.services.awaits_sleep() else "nobody was told to sleep"
+            case FleetChanged() as report:
+                return own.wrong_with_fleet(report)
+        return None
+
     async def _handle(self, delivery: Delivery) -> None:
         """Handle a message other than samples and rewards."""
         match delivery.body:
+            case Answer() if not self.trainers.awaits(delivery):
+                self._refuse(delivery.peer, "not its own", f"the answer {delivery.kind!r} to no command")
             case Answer():
                 if (answers := self.trainers.answered(delivery)) is not None:
                     await self._trainer_done(answers)
+            case _ if (wrong := self._not_its_own(delivery)) is not None:
+                self._refuse(delivery.peer, "not its own", f"{delivery.kind!r}: {wrong}")
             case Parked() as parked:
                 self.issuer.parked(parked, group_of(parked.sample_id))
             case WeightsReady() as ready:

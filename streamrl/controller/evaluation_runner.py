@@ -57,7 +57,11 @@ class Evaluator(Evaluations):
 
     def unfinished_samples(self, group: Group) -> list[SampleDraw]:
         """Return the completions of a group that generation has not finished."""
-        return [sample for sample in self.samples(group) if self.awaits(sample[0]) and sample[0] not in self._samples]
+        return [sample for sample in self.samples(group) if self.generates(sample[0])]
+
+    def generates(self, sample_id: str) -> bool:
+        """Return whether a sample belongs to an evaluation and has not arrived yet."""
+        return self.awaits(sample_id) and sample_id not in self._samples
 
     def received(self, sample: Sample) -> Group:
         """Record a generated sample; return its group, which says how to score it."""

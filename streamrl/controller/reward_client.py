@@ -27,9 +27,9 @@ class Rewarders:
         self._open[name][sample_id] = order
         await self._send(name, order)
 
-    def answered(self, name: str, sample_id: str) -> None:
-        """Record that a process has answered the request for a sample."""
-        self._open[name].pop(sample_id, None)
+    def answered(self, name: str, sample_id: str) -> bool:
+        """Record that a process has answered the request for a sample; return False if it had none."""
+        return name in self._open and self._open[name].pop(sample_id, None) is not None
 
     async def returned(self, name: str) -> None:
         """Send a restarted process its open requests again."""

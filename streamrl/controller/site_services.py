@@ -121,7 +121,7 @@ class Services:
         """Record the instances of all services, which have just connected."""
         for name in self.names:
             self._fleets[name] = self._hub.peers[name].meta["fleet"]
-            self._dispatch.join(self._site_load(name))
+            self._dispatch.join(self._site_load(name, self._fleets[name]))
 
     def gone(self, name: str) -> None:
         """Wait for a service that has said goodbye to reconnect; its launcher may restart it."""
@@ -139,7 +139,8 @@ class Services:
         self._in_flight.pop(name, None)
         self._served[name].clear()
         self._asleep.discard(name)
-        self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # else its next report counts
+            self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
         if self._newest is not None:
             self._queued[name] = self._newest
             await self._announce(name)
@@ -170,8 +171,8 @@ class Services:
         with contextlib.suppress(KeyError):
             await self._hub.send(name, *wire(message), arrays)
 
-    def _site_load(self, name: str) -> SiteLoad:
-        site, fleet = self._sites[name], fleet_from_wire(self._fleets[name])
+    def _site_load(self, name: str, wired: list[dict[str, Any]]) -> SiteLoad:
+        site, fleet = self._sites[name], fleet_from_wire(wired)
         link = self._cluster.link(site)
         prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
         return SiteLoad(
@@ -184,10 +185,22 @@ class Services:
         )
 
     def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:
-        """Record the instances of a service's site that get requests from now on."""
-        self._fleets[name] = fleet
+        """Record the instances of a service's site that get requests from now on.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: these are no instances of the site; nothing changes.
+        """
         if fleet:
-            self._dispatch.change(self._site_load(name))
+            self._dispatch.change(self._site_load(name, fleet))
+        self._fleets[name] = fleet
+
+    def holds(self, name: str, group_id: str) -> bool:
+        """Return whether a service's site owes samples of a group."""
+        return self._dispatch.site_of(group_id) == self._sites.get(name)
+
+    def awaits_sleep(self) -> bool:
+        """Return whether instances were told to leave their devices."""
+        return SLEEP in self._waits.begun
 
     def site_of(self, name: str) -> str:
         """Return the site of a service."""

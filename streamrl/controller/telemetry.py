@@ -108,6 +108,7 @@ class Telemetry:
                 "ranker": self.lengths.state(),
                 "verified": self.verified(),
                 "latest": self._latest.model_dump() if self._latest else None,
+                "refused": self.hub.refused(),
                 "waits": self._waits(),
                 "error": self.error,
             },

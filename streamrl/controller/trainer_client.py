@@ -85,6 +85,10 @@ class Trainers:
         except KeyError:
             raise RestartNeeded(f"{name} has disconnected") from None
 
+    def awaits(self, delivery: Delivery) -> bool:
+        """Return whether this rank owes this answer to the command in flight."""
+        return delivery.peer in self.names and delivery.kind == f"{self._command}_done"
+
     def answered(self, delivery: Delivery) -> list[Delivery] | None:
         """Record a rank's answer; with the last one, return the workers' answers, rank 0's first."""
         self._answers[delivery.peer] = delivery

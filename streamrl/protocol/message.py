@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from streamrl.transport.wire import MalformedMessage
+from streamrl.transport.endpoint import Speaker
+from streamrl.transport.wire import MalformedMessage, NotAllowed
 
 
 class TypedMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -45,25 +47,44 @@ def parse(message_type: type[M], body: Mapping[str, Any]) -> M:
         raise MalformedMessage(f"{kind_of(message_type)!r}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Right:
+    """The messages that a role may send (`protocol/speakers.py`)."""
+
+    inside: tuple[type[TypedMessage], ...]
+    """From a process of the receiver's own site."""
+    outside: tuple[type[TypedMessage], ...] = ()
+    """From a process of another site."""
+
+
 class MessageReader:
     """The message types that a process accepts, by the sender's role; used as `reads` of a `Hub` or a `Link`."""
 
-    def __init__(self, senders: Mapping[str, Iterable[type[TypedMessage]]]) -> None:
+    def __init__(self, rights: Mapping[str, Right] | Iterable[type[TypedMessage]]) -> None:
         """
         Args:
-            senders: message types that a peer of each role may send; for a `Link` its hub has the role "hub".
+            rights: what a peer of each role may send; for a `Link`, the messages of its hub.
         """
-        self._types = {role: {kind_of(one): one for one in types} for role, types in senders.items()}
+        if not isinstance(rights, Mapping):
+            kinds = {kind_of(one): one for one in rights}
+            self._types = {("hub", False): kinds, ("hub", True): kinds}
+            return
+        self._types = {
+            (role, outside): {kind_of(one): one for one in (right.outside if outside else right.inside)}
+            for role, right in rights.items()
+            for outside in (False, True)
+        }
 
-    def __call__(self, role: str, kind: str, body: Mapping[str, Any]) -> TypedMessage:
+    def __call__(self, speaker: Speaker, kind: str, body: Mapping[str, Any]) -> TypedMessage:
         """Convert a peer's body to a message.
 
         Raises:
-            MalformedMessage: the peer may not send this kind, or the body does not fit it.
+            NotAllowed: the peer may not send this kind.
+            MalformedMessage: the body does not fit it.
         """
-        known = self._types.get(role, {})
+        known = self._types.get((speaker.role, speaker.site is not None), {})
         if kind not in known:
-            raise MalformedMessage(
-                f"{role} may not send {kind!r}; expected one of {', '.join(sorted(known)) or 'none'}"
-            )
+            where = "" if speaker.site is None else f" of site {speaker.site}"
+            expected = ", ".join(sorted(known)) or "none"
+            raise NotAllowed(f"{speaker.role}{where} may not send {kind!r:.99}; expected one of {expected}")
         return parse(known[kind], body)

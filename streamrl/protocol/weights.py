@@ -72,3 +72,7 @@ class NoVersion(TypedMessage, frozen=True, tag="no_version"):
     request: int | None
     available: list[int]
     reason: str
+
+
+FROM_RELAY = (Fetch, FetchAgain, Have)
+FROM_PUBLISHER = (ManifestOf, Chunk, NoVersion)

@@ -216,6 +216,8 @@ def run_notes(
         notes.append(("cost", f"{spent:.4g} USD so far, {number(each)} per 1,000 samples in the last step", ""))
     if status.verified.words:
         notes.append(("weights", status.verified.words, ""))
+    if status.refused_words:
+        notes.append(("turned away", status.refused_words, "yellow"))
     if status.verified.mismatch:
         notes.append(("mismatch", status.verified.mismatch, "bold red"))
     if rows and rows[-1].mismatch_warning:

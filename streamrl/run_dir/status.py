@@ -171,6 +171,9 @@ class RunStatus(StatusModel):
     verified: VerifiedStatus = Field(default_factory=VerifiedStatus)
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None
+    refused: dict[str, dict[str, int]] = Field(
+        default_factory=dict, description="messages and connections that the controller has refused, by cause and peer"
+    )
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None
 
@@ -193,6 +196,15 @@ class RunStatus(StatusModel):
             if one.dtype:
                 causes[f"{one.dtype} ({one.dtype_why})"].append(name)
         return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
+
+    @property
+    def refused_words(self) -> str:
+        """'not its own: service-west 3; malformed: a stranger 1'; '' if nothing was refused."""
+        causes = (
+            f"{cause}: {', '.join(f'{peer} {count}' for peer, count in sorted(peers.items()))}"
+            for cause, peers in sorted(self.refused.items())
+        )
+        return "; ".join(causes)
 
     @property
     def why_packing(self) -> str:

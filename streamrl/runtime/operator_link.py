@@ -25,7 +25,7 @@ async def ask_controller(run_dir: Path, order: TypedMessage) -> TypedMessage:
         UserError: the controller does not answer.
     """
     link = Link(f"{OPERATOR}-{os.getpid()}", "operator", WaitRegistry("command"))
-    link.reads = MessageReader({"hub": FROM_CONTROLLER})
+    link.reads = MessageReader(FROM_CONTROLLER)
     try:
         await link.connect(Addresses.load(run_dir).controller, ANSWER_S)
         await link.send(*wire(order))

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from streamrl.config.cluster import SiteLink
+from streamrl.protocol.speakers import role_at
 from streamrl.runtime.handshake import disagreement
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
@@ -62,7 +63,8 @@ def relay_hub(context: RoleContext, waits: WaitRegistry) -> Hub:
 
 def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, others: Collection[str]) -> Hub:
     """Create a hub that admits other sites' processes if they are in the plan and were started with the same files."""
-    sites = {spec.name: spec.site for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    plan = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
+    sites = {spec.name: spec.site for spec in plan.values()}
     mine = context.agreement if others else {}
 
     def flow_to(peer: str) -> Flow:
@@ -79,6 +81,8 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
             return f"the cluster file has no site {site!r} that would connect"
         if sites.get(peer) != site:
             return f"site {site} has no process {peer!r}"
+        if role != role_at("controller" if name == CONTROLLER else "publisher", plan[peer].role):
+            return f"process {peer!r} of site {site} is no {role!r:.99} here"
         return disagreement(mine, meta.get("agreement"))
 
     hub = Hub(name, waits, flow=near, flows=flow_to)

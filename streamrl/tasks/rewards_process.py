@@ -56,7 +56,7 @@ class RewardWorker:
                 "running": self.scoring,
                 "detail": self._detail(),
             }
-            link.reads = MessageReader({"hub": controller_rewards.FROM_CONTROLLER})
+            link.reads = MessageReader(controller_rewards.FROM_CONTROLLER)
             link.on_new_hub = lambda: self._new_controller(link)
             self.context.say(waiting_for(["the controller"]))
             await connect_home(self.context, link, self.context.addresses.controller)

@@ -110,7 +110,7 @@ class TrainerWorker:
                 tasks.create_task(self.weights.serve())
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.local_flow)
-            link.reads = MessageReader({"hub": FROM_CONTROLLER})
+            link.reads = MessageReader(FROM_CONTROLLER)
             link.state = lambda: {
                 "state": self.state,
                 "weight_version": self.version,

@@ -13,9 +13,9 @@ owner.
     hub -> unknown {}                       to a connection that has not said hello: the link says hello (again)
 """
 
-from streamrl.transport.endpoint_base import Delivery, PeerLost, Refused
+from streamrl.transport.endpoint_base import Delivery, PeerLost, Refused, Speaker
 from streamrl.transport.flow import Flow
 from streamrl.transport.hub import Hub, Peer
 from streamrl.transport.link import Link
 
-__all__ = ["Delivery", "Flow", "Hub", "Link", "Peer", "PeerLost", "Refused"]
+__all__ = ["Delivery", "Flow", "Hub", "Link", "Peer", "PeerLost", "Refused", "Speaker"]

@@ -17,6 +17,7 @@ from streamrl.errors import RunFailed
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.flow import Flow
+from streamrl.transport.refusals import Refusals
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, is_plain
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,22 @@ YIELD_EVERY = 32
 """Messages after which a reader lets other tasks run; one that always finds another message never would."""
 
 Frames = list[bytes | memoryview]
-Reads = Callable[[str, str, dict[str, Any]], Any]
-"""Function (sender's role, kind, body) -> message; raises MalformedMessage if the body does not fit, or the role may
-not send the kind."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """The sender of a message, as its connection was admitted."""
+
+    name: str
+    role: str
+    site: str | None = None
+    """Its site; None: the same as the receiver's."""
+
+
+Reads = Callable[[Speaker, str, dict[str, Any]], Any]
+"""Function (sender, kind, body) -> message; raises MalformedMessage if the body does not fit, NotAllowed if the sender
+may not send the kind."""
+HUB = Speaker("hub", "hub")
 
 
 class PeerLost(RunFailed):
@@ -104,6 +118,8 @@ class Endpoint:
         self.session = secrets.token_hex(8)
         self.waits = waits
         self.flow = flow or Flow()
+        self.refusals = Refusals()
+        """What was refused from peers, by cause and peer."""
         self.malformed = 0
         """Messages dropped because they did not follow the protocol."""
         self.unknown = 0
@@ -127,7 +143,7 @@ class Endpoint:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
             self._inbox.put_nowait(error)
 
-    def _deliver(self, peer: str, role: str, message: Message, ack: Callable[[], None]) -> None:
+    def _deliver(self, peer: Speaker, message: Message, ack: Callable[[], None]) -> None:
         """Hand a message to the owner.
 
         Raises:
@@ -136,13 +152,13 @@ class Endpoint:
         body: Any = message.body
         if self.reads is not None:
             try:
-                body = self.reads(role, message.kind, message.body)
+                body = self.reads(peer, message.kind, message.body)
             except MalformedMessage:
                 ack()
                 raise
-        self._inbox.put_nowait(Delivery(peer, message.kind, body, message.arrays, ack))
+        self._inbox.put_nowait(Delivery(peer.name, message.kind, body, message.arrays, ack))
 
-    def _accept(self, inbox: Inbox, peer: str, role: str, message: Message, put: Callable[[Frames], object]) -> None:
+    def _accept(self, inbox: Inbox, peer: Speaker, message: Message, put: Callable[[Frames], object]) -> None:
         """Hand a peer's message to the owner once; `put` sends the acknowledgement after the commit."""
 
         def acknowledge() -> None:
@@ -153,17 +169,16 @@ class Endpoint:
                 acknowledge()
 
         if message.number == 0:
-            self._deliver(peer, role, message, lambda: None)
+            self._deliver(peer, message, lambda: None)
         elif (verdict := inbox.receive(message.session, message.number)) == "new":
-            self._deliver(peer, role, message, commit)
+            self._deliver(peer, message, commit)
         elif verdict == "committed":
             acknowledge()
 
-    def _refuse(self, error: MalformedMessage) -> None:
-        """Count a malformed message; log the 1st, 10th, 100th ..., so that a flood of them does not flood the log."""
+    def _refuse(self, error: MalformedMessage, peer: str) -> None:
+        """Count a malformed message, or one that its sender may not send."""
         self.malformed += 1
-        if str(self.malformed).strip("0") == "1":
-            log.warning("refused %d malformed messages so far; this one: %s", self.malformed, error)
+        self.refusals.count(error.cause, peer, error)
 
     def _control(self, kind: str, body: dict[str, Any] | None = None) -> Frames:
         """Return the frames of a message that is neither kept nor acknowledged."""

@@ -28,7 +28,7 @@ from streamrl.transport import endpoint_base
 from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, unguard
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, send_now, size_of
+from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Speaker, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
@@ -48,6 +48,8 @@ MAX_FRAME_BYTES = 1 << 30
 
 libzmq allocates memory for a frame of any announced size before it has authenticated the sender.
 """
+STRANGER = "a stranger"
+"""Name under which refusals of connections without a hello are counted."""
 HANDSHAKE_MS = 10_000
 """Limit of a handshake at the outer door, in milliseconds."""
 
@@ -96,6 +98,11 @@ class Peer:
     bytes_out: int = 0
     """Bytes of all frames handed to libzmq for it."""
 
+    @property
+    def speaker(self) -> Speaker:
+        """The peer as the sender of its messages."""
+        return Speaker(self.name, self.role, self.site)
+
 
 class Hub(Endpoint):
     """The end that binds ROUTER sockets and serves many links.
@@ -125,6 +132,8 @@ class Hub(Endpoint):
         Its arguments are name, role, meta (`meta["site"]` is the site of the key, or as claimed if there are no keys)
         and the site of the key (None: no keys).
         """
+        self.check_state: Callable[[Speaker, dict[str, Any]], None] | None = None
+        """Checks the state in a heartbeat; a heartbeat for which it raises `MalformedMessage` is refused."""
         self.forwards_hellos = False
         """Whether the owner gets a delivery of kind "hello" for each new session of a peer."""
         self.refused_peers = 0
@@ -141,6 +150,11 @@ class Hub(Endpoint):
     def refused_keys(self) -> int:
         """Handshakes from outside with an unknown key."""
         return sum(door.keys.refused for door in self._doors if door.keys is not None)
+
+    def refused(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of all refusals, by cause and peer."""
+        keys = {"unknown key": {STRANGER: self.refused_keys}} if self.refused_keys else {}
+        return keys | self.refusals.by_cause()
 
     def bind(self, address: str) -> Self:
         """Bind an address such as 'tcp://127.0.0.1:5555' for peers inside the site; needs a running event loop.
@@ -264,6 +278,7 @@ class Hub(Endpoint):
         peer = self._routes.get(route)
         if route.door.keys is not None and (site is None or (peer is not None and peer.site != site)):
             self.misplaced += 1
+            self.refusals.count("wrong key", peer.name if peer is not None else f"site {site}", "a message")
             return
         if peer is not None:
             peer.bytes_in += size_of(frames)
@@ -280,7 +295,7 @@ class Hub(Endpoint):
                 peer.last_seen, peer.lost = time.monotonic(), False
                 self._handle(peer, message, len(frames[0]))
         except MalformedMessage as error:
-            self._refuse(error)
+            self._refuse(error, peer.name if peer is not None else STRANGER)
 
     def _handle(self, peer: Peer, message: Message, size: int) -> None:
         if message.kind == "ack":
@@ -292,12 +307,15 @@ class Hub(Endpoint):
             self._forget(peer)
             self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
         else:
-            self._accept(peer.inbox, peer.name, peer.role, message, lambda frames: self._to(peer, frames))
+            self._accept(peer.inbox, peer.speaker, message, lambda frames: self._to(peer, frames))
 
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
-        peer.state, times = endpoint_base.take_state(message)
+        state, times = endpoint_base.take_state(message)
+        if self.check_state is not None:
+            self.check_state(peer.speaker, state)
+        peer.state = state
         sent = times.get("sent")
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
@@ -309,8 +327,7 @@ class Hub(Endpoint):
         flow = self._judge(route, name, role, meta, site_of_key)
         if isinstance(flow, str):
             self.refused_peers += 1
-            if str(self.refused_peers).strip("0") == "1":
-                log.warning("refused %d hellos so far; this one, of %r: %s", self.refused_peers, name, flow)
+            self.refusals.count("hello", name, flow)
             self._answer(route, self._control("refused", {"hub": self.name, "reason": flow}))
             return
         known = peer = self.peers.get(name)

@@ -213,7 +213,7 @@ class Link(Endpoint):
             else:
                 self._handle(message)
         except MalformedMessage as error:
-            self._refuse(error)
+            self._refuse(error, "hub")
 
     def _met(self, message: Message) -> None:
         """Handle a hub's answer to a hello, or to a connection that it does not know."""
@@ -251,7 +251,7 @@ class Link(Endpoint):
                 if not self._outbox.pending:
                     self._all_acknowledged.set()
         else:
-            self._accept(self._inbox_state, "hub", "hub", message, self._put)
+            self._accept(self._inbox_state, endpoint_base.HUB, message, self._put)
 
     async def _beat(self) -> None:
         last = time.monotonic()

@@ -16,6 +16,8 @@ from typing import Any, TypeGuard
 import msgpack
 import numpy as np
 
+from streamrl.transport.refusals import RefusalCause
+
 PROTOCOL_VERSION = 2
 KEYS = "vksnba"
 """Keys of the envelope, in its order."""
@@ -34,6 +36,14 @@ Arrays = Mapping[str, np.ndarray]
 
 class MalformedMessage(Exception):
     """Raised for frames that are not a message of this protocol; count and drop them, never end a process."""
+
+    cause: RefusalCause = "malformed"
+
+
+class NotAllowed(MalformedMessage):
+    """Raised for a message of a kind that its sender may not send."""
+
+    cause: RefusalCause = "not allowed"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.protocol.message import parse, wire
-from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, ManifestOf, NoVersion
+from streamrl.protocol.message import MessageReader, wire
+from streamrl.protocol.speakers import RIGHTS
+from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
-from streamrl.transport.wire import MalformedMessage
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.pacing import Pacer
@@ -88,6 +88,7 @@ class WeightPublisher:
             eager: whether deltas are made from the first version on, even before any relay has requested one.
         """
         self.hub = hub
+        hub.reads = MessageReader(RIGHTS["publisher"])
         self.chunk_of, self.rate_of, self.eager = chunk_of, rate_of, eager
         self.chain = Chain(anchor_every)
         self._newest: _Version | None = None
@@ -131,25 +132,23 @@ class WeightPublisher:
         """Serve relays until cancelled."""
         while True:
             delivery = await self.hub.receive()
-            match delivery.kind:
-                case "fetch":
-                    self._start(delivery, self._send(delivery.peer, delivery.body))
-                case "again":
-                    self._start(delivery, self._send_again(delivery.peer, delivery.body))
-                case "have":
+            match delivery.body:
+                case Fetch() as order:
+                    self._start(delivery, self._send(delivery.peer, order))
+                case FetchAgain() as repeat:
+                    self._start(delivery, self._send_again(delivery.peer, repeat))
+                case Have():
                     transfer = self._open.pop(delivery.peer, None)
                     if transfer is not None and transfer.is_delta:
                         self.chain.acknowledged(delivery.peer, transfer.manifest.version.number)
                         self._collect()
-                case "bye":
+                case _ if delivery.kind == "bye":
                     if (task := self._tasks.get(delivery.peer)) is not None:
                         task.cancel()
                     self._open.pop(delivery.peer, None)
                     self._pacers.pop(delivery.peer, None)
                     self.chain.left(delivery.peer)
                     self._collect()
-                case other:
-                    log.warning("ignoring an unknown message %r from %s", other, delivery.peer)
             delivery.ack()
 
     def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
@@ -165,13 +164,12 @@ class WeightPublisher:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("sending weights to %s failed: %s", peer, error, exc_info=error)
 
-    async def _send(self, peer: str, body: dict[str, Any]) -> None:
+    async def _send(self, peer: str, order: Fetch) -> None:
         self._open.pop(peer, None)
         try:
-            order = parse(Fetch, body)
             transfer = await self._prepare(peer, order)
-        except (_Refused, MalformedMessage) as refused:
-            await self._refuse(peer, body, str(refused))
+        except _Refused as refused:
+            await self._refuse(peer, order.request, str(refused))
             return
         self._open[peer] = transfer
         parts = [part.to_dict() for part, _ in transfer.streams]
@@ -192,25 +190,22 @@ class WeightPublisher:
         (part, stream), *others = transfer.streams
         return str(stream.filename) if not part.coded and not others and isinstance(stream, np.memmap) else None
 
-    async def _send_again(self, peer: str, body: dict[str, Any]) -> None:
+    async def _send_again(self, peer: str, order: FetchAgain) -> None:
         transfer = self._open.get(peer)
         try:
-            order = parse(FetchAgain, body)
             if transfer is None or transfer.request != order.of:
                 raise LookupError("no such transfer is in flight")
             payloads = [(i, transfer.streams[i][0].payloads[j]) for i, indexes in order.tensors for j in indexes]
-        except (LookupError, MalformedMessage) as error:
-            await self._refuse(peer, body, f"cannot send again: {error}")
+        except LookupError as error:
+            await self._refuse(peer, order.request, f"cannot send again: {error}")
             return
         ranges = [(i, payload.offset, payload.nbytes) for i, payload in payloads]
         await self._send_ranges(peer, transfer, order.request, ranges)
 
-    async def _refuse(self, peer: str, body: dict[str, Any], reason: str) -> None:
+    async def _refuse(self, peer: str, request: int, reason: str) -> None:
         newest = [] if self._newest is None else [self._newest.manifest.version.number]
         available = sorted({*self.chain.complete, *self.chain.deltas, *newest})
-        request = body.get("request")
-        known = request if isinstance(request, int) else None
-        await self.hub.send(peer, *wire(NoVersion(request=known, available=available, reason=reason)))
+        await self.hub.send(peer, *wire(NoVersion(request=request, available=available, reason=reason)))
 
     async def _send_ranges(
         self, peer: str, transfer: _Transfer, request: int, ranges: list[tuple[int, int, int]]

@@ -19,10 +19,11 @@ from streamrl.protocol.controller_trainer import (
     Refusal,
     StepDone,
 )
-from streamrl.protocol.message import MessageReader, body_of, wire
+from streamrl.protocol.message import MessageReader, Right, body_of, wire
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.micro_batch import from_wire, to_wire
 from streamrl.training.trainer import StepResult
+from streamrl.transport.endpoint import Speaker
 from tests.controller.test_pool_and_batch import config, taken
 
 LOSS = Refusal("loss", "micro-batch 0")
@@ -113,18 +114,18 @@ def test_the_micro_batches_of_a_refused_step_are_kept_as_they_were(tmp_path: Pat
 
 
 def test_what_the_trainer_finds_travels_to_the_controller() -> None:
-    reads = MessageReader({"trainer": FROM_TRAINER})
+    reads = MessageReader({"trainer": Right(FROM_TRAINER)})
     times: dict[str, Any] = {"rank": 0, "started": 1.0, "finished": 2.0}
     result = StepResult(float("nan"), 1e-3, True, LOSS)
     kind, body = wire(StepDone(**times, **asdict(result)))
-    done = reads("trainer", kind, body)
+    done = reads(Speaker("trainer-0", "trainer"), kind, body)
     assert isinstance(done, StepDone) and done.refused == LOSS and done.skipped
     kind, body = wire(ExamineDone(**times, not_finite={"b": LOSS}))
-    assert reads("trainer", kind, body) == ExamineDone(**times, not_finite={"b": LOSS})
+    assert reads(Speaker("trainer-0", "trainer"), kind, body) == ExamineDone(**times, not_finite={"b": LOSS})
     batch = sent_batch()
     share = next(share for shares in batch.sent for share in shares if share)
     body, arrays = to_wire(share)
     kind, body = wire(Examine(**body, reference_given=False))
-    order = MessageReader({"hub": FROM_CONTROLLER})("hub", kind, body)
+    order = MessageReader(FROM_CONTROLLER)(Speaker("hub", "hub"), kind, body)
     assert isinstance(order, Examine)
     assert [group.group_id for group in from_wire(body_of(order), arrays)] == [group.group_id for group in share]

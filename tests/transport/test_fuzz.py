@@ -158,9 +158,12 @@ def read_batch(frames: Frames) -> None:
     for body, arrays in unpack_samples(found.body, found.arrays):
         assert isinstance(body, dict) and arrays.keys() == TOKEN_ARRAYS.keys()
         assert all(array.ndim == 1 and array.dtype == TOKEN_ARRAYS[name] for name, array in arrays.items())
-    for one, content in arrived(
-        [Delivery("service-west", found.kind, parse(SampleBatch, found.body), found.arrays, lambda: None)]
-    ):
+    batch = Delivery("service-west", found.kind, parse(SampleBatch, found.body), found.arrays, lambda: None)
+
+    def unreadable(peer: str, error: Exception) -> None:
+        raise RunFailed(f"{peer}: {error}") from error
+
+    for _, one, content in arrived([batch], unreadable):
         kept = sample_from_wire(Sample, *unpack_content(content))
         assert all(getattr(kept, name).tobytes() == getattr(one, name).tobytes() for name in TOKEN_ARRAYS)
 

@@ -20,12 +20,12 @@ from streamrl.protocol import (
 )
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import Park, Use
-from streamrl.protocol.message import MessageReader, TypedMessage, kind_of, parse, wire
+from streamrl.protocol.message import MessageReader, Right, TypedMessage, kind_of, parse, wire
 from streamrl.protocol.site_instance import FinishedSample, GenerateSample, KeptTokens, ReleasedSample
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub, Link
+from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage
 from tests.training.conftest import free_port
 from tests.waiting import until
@@ -108,9 +108,9 @@ def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
     async def body() -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
         hub = Hub("controller", WaitRegistry("controller")).bind(address)
-        hub.reads = MessageReader({"rewards": controller_rewards.FROM_REWARDS})
+        hub.reads = MessageReader({"rewards": Right(controller_rewards.FROM_REWARDS)})
         link = await Link("rewards-home", "rewards", WaitRegistry("rewards")).connect(address, 10)
-        link.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
+        link.reads = MessageReader(controller_site.FROM_CONTROLLER)
         answer = ScoreAnswer(sample_id="a", reward=1.0, seconds=0.5)
         kind, fields = wire(answer)
         await link.send(kind, fields | {"reward": "high"})
@@ -136,8 +136,8 @@ def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
 
 
 def test_a_role_without_messages_may_send_nothing() -> None:
-    reads = MessageReader({"rewards": controller_rewards.FROM_REWARDS})
+    reads = MessageReader({"rewards": Right(controller_rewards.FROM_REWARDS)})
     with pytest.raises(MalformedMessage, match="trainer may not send 'scored'; expected one of none"):
-        reads("trainer", "scored", {})
+        reads(Speaker("trainer-0", "trainer"), "scored", {})
     with pytest.raises(MalformedMessage, match="rewards may not send 'scale'; expected one of scored"):
-        reads("rewards", "scale", {})
+        reads(Speaker("rewards-here", "rewards"), "scale", {})

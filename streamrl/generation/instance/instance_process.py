@@ -124,7 +124,7 @@ class InstanceProcess:
             self.context.local_flow, credits=MANY if self.context.remote else self.context.local_flow.credits
         )
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
-        self.link.reads = MessageReader({"hub": FROM_SERVICE})
+        self.link.reads = MessageReader(FROM_SERVICE)
         self.link.state = self._state
         self.link.on_new_hub = self._orphaned
         await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)

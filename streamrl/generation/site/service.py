@@ -34,6 +34,7 @@ from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_instance
 from streamrl.protocol.message import MessageReader, body_of, wire
 from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, progress_from_wire, sample_from_wire
+from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
@@ -81,9 +82,9 @@ class GenerationService:
         """The newest round that the controller has announced."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
-        self.hub.reads = MessageReader({"instance": site_instance.FROM_INSTANCE})
+        self.hub.reads = MessageReader(RIGHTS["service"])
         self.controller = to_home(context, "service", self.waits)
-        self.controller.reads = MessageReader({"hub": controller_site.FROM_CONTROLLER})
+        self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
         self.uplink = make_uplink(context, self.controller)
         # versions of an earlier service are of no use: the run may have gone back to an older checkpoint since
         WeightStore(context.weights_folder).claim()

@@ -1,0 +1,46 @@
+"""Counts of what a process has refused from its peers, by cause and peer. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+RefusalCause = Literal[
+    "unknown key", "hello", "wrong key", "malformed", "not allowed", "not its own", "unreadable", "too many"
+]
+"""Why something was refused.
+
+unknown key: a handshake; hello: it was not admitted; wrong key: a message over a connection of another site;
+malformed: no message, or fields that do not fit; not allowed: a kind that its role may not send; not its own: about
+a sample, a reward or a version that is not the sender's; unreadable: samples that make no sense; too many: more in
+flight than it may have.
+"""
+MOST_PEERS = 50
+"""Peers counted by name for each cause; further ones are counted together, since a stranger may make up names."""
+OTHERS = "others"
+
+
+class Refusals:
+    """Numbers of refusals."""
+
+    def __init__(self) -> None:
+        self._counts: dict[RefusalCause, Counter[str]] = {}
+
+    def count(self, cause: RefusalCause, peer: str, what: object) -> None:
+        """Count a refusal; log the 1st, 10th, 100th ... of a cause and peer, so that a flood does not flood the log."""
+        counts = self._counts.setdefault(cause, Counter())
+        name = peer if peer in counts or len(counts) < MOST_PEERS else OTHERS
+        counts[name] += 1
+        if str(counts[name]).strip("0") == "1":
+            log.warning("refused from %r so far, as %s: %d; this one: %.500s", name, cause, counts[name], what)
+
+    def of(self, cause: RefusalCause) -> int:
+        """Return the number of refusals of a cause."""
+        return sum(self._counts.get(cause, Counter()).values())
+
+    def by_cause(self) -> dict[str, dict[str, int]]:
+        """Return the numbers by cause and peer."""
+        return {cause: dict(counts) for cause, counts in self._counts.items()}

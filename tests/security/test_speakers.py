@@ -1,0 +1,182 @@
+"""Who may say what, cell by cell: every kind of message, from every role, from inside and from another site."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from streamrl.protocol import (
+    controller_rewards,
+    controller_site,
+    controller_trainer,
+    operator,
+    site_instance,
+    weights,
+)
+from streamrl.protocol.heartbeats import check_state
+from streamrl.protocol.message import MessageReader, TypedMessage, kind_of, wire
+from streamrl.protocol.operator import ScalePool
+from streamrl.protocol.speakers import RIGHTS, HubKind, role_at
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link, Speaker
+from streamrl.transport.wire import MalformedMessage, NotAllowed
+from tests.training.conftest import free_port
+from tests.waiting import until
+
+EDGES = (controller_site, site_instance, controller_trainer, controller_rewards, operator, weights)
+ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "controller", "hub", "stranger", "")
+ANSWERS = "prepare_done train_done step_done examine_done publish_done canary_done checkpoint_done resources_done"
+SERVICE = "samples parked weights_ready asleep fleet canary_measured"
+RELAY = "fetch again have"
+TABLE: dict[tuple[HubKind, str, bool], str] = {
+    # written again by hand: (hub, role, whether from another site) -> kinds
+    ("controller", "trainer", False): f"{ANSWERS} weight_call",
+    ("controller", "service", False): f"{SERVICE} weight_answer",
+    ("controller", "service", True): SERVICE,
+    ("controller", "rewards", False): "scored",
+    ("controller", "rewards", True): "scored",
+    ("controller", "operator", False): "scale checkpoint",
+    ("publisher", "relay", False): RELAY,
+    ("publisher", "relay", True): RELAY,
+    ("service", "instance", False): "sample released progress applied missed asleep weight_answer canary_measured",
+}
+"""Cells that are not here allow nothing."""
+
+
+def every_message() -> list[type[TypedMessage]]:
+    found = {one for edge in EDGES for one in vars(edge).values() if isinstance(one, type)}
+    return sorted(
+        (one for one in found if issubclass(one, TypedMessage)), key=lambda one: (kind_of(one), one.__module__)
+    )
+
+
+def generated(of: inspect.Type, dice: random.Random) -> Any:
+    """Return a random value that fits a type."""
+    match of:
+        case inspect.IntType():
+            return dice.choice([0, 1, -1, 2**40, dice.randrange(100)])
+        case inspect.FloatType():
+            return dice.choice([0.0, -1.5, 1e300, dice.random()])
+        case inspect.StrType():
+            return dice.choice(["", "trainer-0", "p-0.000", "\u0000", "x" * dice.randrange(200)])
+        case inspect.BoolType():
+            return dice.random() < 0.5
+        case inspect.ListType(item_type=item):
+            return [generated(item, dice) for _ in range(dice.randrange(3))]
+        case inspect.TupleType(item_types=items):
+            return [generated(item, dice) for item in items]
+        case inspect.VarTupleType(item_type=item):
+            return [generated(item, dice) for _ in range(dice.randrange(3))]
+        case inspect.DictType(value_type=value):
+            return {str(n): generated(value, dice) for n in range(dice.randrange(3))}
+        case inspect.UnionType(types=types):
+            return generated(dice.choice(types), dice)
+        case inspect.LiteralType(values=values):
+            return dice.choice(list(values))
+        case inspect.EnumType(cls=kind):
+            return dice.choice(list(kind)).value
+        case inspect.StructType(fields=fields):
+            return {field.encode_name: generated(field.type, dice) for field in fields}
+    return None
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("hub", RIGHTS)
+def test_a_role_may_say_what_the_table_says_and_nothing_else(hub: HubKind, role: str, outside: bool) -> None:
+    reads = MessageReader(RIGHTS[hub])
+    speaker = Speaker("somebody", role, "west" if outside else None)
+    allowed, dice = TABLE.get((hub, role, outside), "").split(), random.Random(f"{hub} {role} {outside}")
+    taken = set()
+    for message in every_message():
+        for _ in range(40 if kind_of(message) in allowed else 2):
+            body = generated(inspect.type_info(message), dice)
+            body.pop("kind", None)
+            try:
+                taken.add(kind_of(reads(speaker, kind_of(message), body)))
+            except NotAllowed:
+                assert kind_of(message) not in allowed
+            except MalformedMessage:  # of another edge, or values that contradict each other
+                assert kind_of(message) in allowed
+    assert taken == set(allowed)
+    for kind in ("", "hello", "ack", "pickle", "\u0000", "x" * 10_000):
+        with pytest.raises(NotAllowed) as refusal:
+            reads(speaker, kind, {})
+        assert len(str(refusal.value)) < 500
+
+
+def test_a_process_has_the_role_that_the_plan_gives_it() -> None:
+    assert [role_at("controller", role) for role in ("service", "rewards", "trainer", "instance", "controller")] == [
+        *("service", "rewards", "trainer"),
+        *(None, None),
+    ]
+    assert [role_at("publisher", role) for role in ("service", "trainer", "rewards", "relay")] == ["relay"] + [None] * 3
+
+
+def test_what_may_not_be_said_reaches_nobody_and_is_counted_by_cause_and_peer() -> None:
+    async def body() -> None:
+        hub = Hub("controller", WaitRegistry("controller"))
+        hub.reads = MessageReader(RIGHTS["controller"])
+        address = f"tcp://127.0.0.1:{free_port()}"
+        hub.bind_outside(address, None)
+        link = await Link("service-west", "service", WaitRegistry("west"), {"site": "west"}).connect(address, 10)
+        try:
+            await link.send(*wire(ScalePool(pool="regular", site="home", replicas=0)))
+            await link.send("train_done", {"rank": 0, "started": 0.0, "finished": 0.0, "stats": {}})
+            await link.send("parked", {"sample_id": "p-0.000", "tokens": "many", "round": 1})
+            await link.flush(10)  # acknowledged, so that it is not sent again and again
+            assert hub.receive_now() is None
+            assert hub.refused() == {"not allowed": {"service-west": 2}, "malformed": {"service-west": 1}}
+        finally:
+            await link.close()
+            await hub.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"uplink": 5},
+        {"instances": {"west-regular-0": "busy"}},
+        {"instances": {"x": {"stalled_s": "long"}}},
+        {"waits": [{"since": "now"}]},
+        {"rtt_s": "none"},
+        {"running": "all"},
+        {"tokens_per_s": []},
+        {"state": 3},
+    ],
+)
+def test_a_heartbeat_cannot_break_what_is_shown(state: dict[str, Any]) -> None:
+    with pytest.raises(MalformedMessage, match="state of service"):
+        check_state(Speaker("service-west", "service", "west"), state)
+
+
+def test_a_heartbeat_that_does_not_fit_leaves_the_one_before() -> None:
+    async def body() -> None:
+        hub = Hub("controller", WaitRegistry("controller")).bind(address := f"tcp://127.0.0.1:{free_port()}")
+        hub.check_state = check_state
+        link = Link("service-west", "service", WaitRegistry("west"))
+        state: dict[str, Any] = {"state": "idle", "more": [1]}
+        link.state = lambda: state
+        await link.connect(address, 10)
+        try:
+            await until(lambda: hub.peers["service-west"].state.get("state") == "idle")
+            state = {"state": "idle", "uplink": "broken"}
+            await until(lambda: hub.refusals.of("malformed"))
+            assert hub.peers["service-west"].state["more"] == [1]
+        finally:
+            await link.close()
+            await hub.close()
+
+    asyncio.run(body())
+
+
+def test_every_message_on_the_wire_has_fields_that_can_be_generated() -> None:
+    for message in every_message():
+        assert isinstance(inspect.type_info(message), inspect.StructType) and issubclass(message, msgspec.Struct)
