@@ -9,8 +9,6 @@ arrives damaged.
 
 from __future__ import annotations
 
-from typing import Any
-
 from streamrl.protocol.message import TypedMessage
 
 
@@ -47,13 +45,12 @@ class Have(TypedMessage, frozen=True, tag="have"):
 
 
 class ManifestOf(TypedMessage, frozen=True, tag="manifest"):
-    """The description of a version whose chunks follow."""
+    """The description of a version whose chunks follow. Arrays: description uint8 [bytes].
+
+    The array has manifest and parts (`weights/description.py`).
+    """
 
     request: int
-    manifest: dict[str, Any]
-    """Manifest as made by `weights.version.Manifest.to_dict`."""
-    parts: list[dict[str, Any]]
-    """Parts of the transfer, in order, as made by `weights.version.Part.to_dict`."""
     file: str | None = None
     """Path on the relay's host from which all bytes can be copied; then no chunks follow."""
 

@@ -31,6 +31,7 @@ from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Speaker, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.wire import (
+    MAX_FRAME_BYTES,
     MAX_STATE_BYTES,
     Arrays,
     MalformedMessage,
@@ -43,11 +44,6 @@ from streamrl.transport.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 1 << 30
-"""Largest frame at the outer door, in bytes.
-
-libzmq allocates memory for a frame of any announced size before it has authenticated the sender.
-"""
 STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
 HANDSHAKE_MS = 10_000
@@ -175,6 +171,7 @@ class Hub(Endpoint):
         if any(door.outside for door in self._doors):
             raise RunFailed(f"{self.name} listens to the outside already, it cannot at {address}")
         socket, keys = self._socket(), KeyCheck(security) if security is not None else None
+        # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if keys is not None:

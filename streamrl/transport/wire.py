@@ -23,6 +23,9 @@ KEYS = "vksnba"
 """Keys of the envelope, in its order."""
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
+MAX_FRAME_BYTES = 1 << 30
+"""Largest frame; at a door to other sites libzmq ends the connection of a larger one."""
+MAX_DIMENSIONS = 8
 MAX_STATE_BYTES = 4 * 1024 * 1024
 """Largest heartbeat in bytes; its values are checked one by one."""
 MAX_NESTING = 16
@@ -63,17 +66,25 @@ def encode(message: Message) -> list[bytes | memoryview]:
     """Return the frames of a message; arrays are sent as views of their memory.
 
     Raises:
-        ValueError: an array type that the protocol does not carry.
+        ValueError: a message that `decode` would refuse: an array of a type that the protocol does not carry, or more
+            bytes or arrays than it takes. What is large goes into arrays, not into the body.
     """
     described = []
     frames: list[bytes | memoryview] = []
     for name, array in message.arrays.items():
         if array.dtype.name not in DTYPES:
             raise ValueError(f"array {name!r} has type {array.dtype}, the wire carries {sorted(DTYPES)}")
+        if array.nbytes > MAX_FRAME_BYTES:
+            raise ValueError(f"array {name!r} of {message.kind!r} has {array.nbytes} bytes, at most {MAX_FRAME_BYTES}")
         described.append([name, array.dtype.name, list(array.shape)])
         frames.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     values = PROTOCOL_VERSION, message.kind, message.session, message.number, message.body, described
-    return [msgpack.packb(dict(zip(KEYS, values, strict=True))), *frames]
+    envelope: bytes = msgpack.packb(dict(zip(KEYS, values, strict=True)))
+    try:
+        _read_envelope(envelope, len(frames))
+    except MalformedMessage as error:
+        raise ValueError(f"{message.kind!r:.99} cannot be sent: {error}") from error
+    return [envelope, *frames]
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
@@ -84,10 +95,24 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     """
     if not frames:
         raise MalformedMessage("no frames")
-    if len(frames[0]) > MAX_ENVELOPE_BYTES:
-        raise MalformedMessage(f"envelope of {len(frames[0])} bytes, at most {MAX_ENVELOPE_BYTES}")
+    kind, session, number, body, described = _read_envelope(frames[0], len(frames) - 1)
+    arrays: dict[str, np.ndarray] = {}
+    for entry, frame in zip(described, frames[1:], strict=True):
+        name, array = _decode_array(entry, frame)
+        arrays[name] = array
+    return Message(kind, session, number, body, arrays)
+
+
+def _read_envelope(frame: bytes | memoryview, arrays: int) -> tuple[str, str, int, dict[str, Any], list[Any]]:
+    """Check the first frame of a message with so many arrays; return kind, session, number, body and arrays' entries.
+
+    Raises:
+        MalformedMessage: it is no envelope of this protocol.
+    """
+    if len(frame) > MAX_ENVELOPE_BYTES:
+        raise MalformedMessage(f"envelope of {len(frame)} bytes, at most {MAX_ENVELOPE_BYTES}")
     try:
-        envelope = msgpack.unpackb(frames[0], raw=False, strict_map_key=True, timestamp=0)
+        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, timestamp=0)
     except Exception as error:  # msgpack raises many types on bad input
         raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
     if not isinstance(envelope, dict) or set(envelope) != set(KEYS):
@@ -99,25 +124,28 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise MalformedMessage("kind, session or body of a wrong type")
     if not is_natural(number):
         raise MalformedMessage("sequence number is not a natural number")
-    if not isinstance(described, list) or len(described) > MAX_ARRAYS or len(described) != len(frames) - 1:
+    if not isinstance(described, list) or len(described) > MAX_ARRAYS or len(described) != arrays:
         raise MalformedMessage("number of array frames differs from the envelope's")
-    arrays: dict[str, np.ndarray] = {}
-    for entry, frame in zip(described, frames[1:], strict=True):
-        name, array = _decode_array(entry, frame)
-        if name in arrays:
-            raise MalformedMessage(f"array {name!r} comes twice")
-        arrays[name] = array
-    return Message(kind, session, number, body, arrays)
+    names = [_check_description(entry) for entry in described]
+    if len(set(names)) != len(names):
+        raise MalformedMessage("an array comes twice")
+    return kind, session, number, body, described
 
 
-def _decode_array(entry: object, frame: bytes | memoryview) -> tuple[str, np.ndarray]:
+def _check_description(entry: object) -> str:
+    """Check the description of an array, and return its name."""
     if not isinstance(entry, list) or len(entry) != 3:
         raise MalformedMessage("array description is not [name, dtype, shape]")
     name, dtype_name, shape = entry
     if not isinstance(name, str) or not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise MalformedMessage("array of an unknown name or type")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(map(is_natural, shape)):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(is_natural, shape)):
         raise MalformedMessage(f"array {name!r}: shape is not a short list of natural numbers")
+    return name
+
+
+def _decode_array(entry: list[Any], frame: bytes | memoryview) -> tuple[str, np.ndarray]:
+    name, dtype_name, shape = entry
     dtype = DTYPES[dtype_name]
     if math.prod(shape) * dtype.itemsize != len(frame):
         raise MalformedMessage(f"array {name!r}: {len(frame)} bytes do not fill {dtype_name}{shape}")

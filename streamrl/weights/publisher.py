@@ -30,6 +30,7 @@ from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
+from streamrl.weights.description import DESCRIPTION, describe
 from streamrl.weights.pacing import Pacer
 from streamrl.weights.version import Manifest, Part, Stream, bytes_of, checksum
 
@@ -172,10 +173,10 @@ class WeightPublisher:
             await self._refuse(peer, order.request, str(refused))
             return
         self._open[peer] = transfer
-        parts = [part.to_dict() for part, _ in transfer.streams]
         file = self._file(peer, transfer, order.host)
-        answer = ManifestOf(request=transfer.request, manifest=transfer.manifest.to_dict(), parts=parts, file=file)
-        await self.hub.send(peer, *wire(answer))
+        description = await asyncio.to_thread(describe, transfer.manifest, [part for part, _ in transfer.streams])
+        answer = ManifestOf(request=transfer.request, file=file)
+        await self.hub.send(peer, *wire(answer), {DESCRIPTION: description})
         if file is None:
             everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
             await self._send_ranges(peer, transfer, transfer.request, everything)

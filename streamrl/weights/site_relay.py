@@ -32,6 +32,7 @@ from streamrl.protocol.message import M, kind_of, parse, wire
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays, MalformedMessage
+from streamrl.weights.description import DESCRIPTION, read_description
 from streamrl.weights.received_weights import corrupt_payloads, decode_parts, in_thread
 from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, transfer_kind
 from streamrl.weights.version_store import WeightDraft, WeightStore
@@ -211,9 +212,9 @@ class WeightRelay:
         try:
             async with self.link.waits.deadline(f"the publisher to send weight version {number}", self.limit_s):
                 await self.link.send(*wire(order))
-                answer, _ = await self._next(ManifestOf, number)
-                manifest = Manifest.from_dict(answer.manifest)
-                parts = self._check(manifest, answer.parts, number, content_hash, newest, base)
+                answer, arrays = await self._next(ManifestOf, number)
+                manifest, described = await in_thread(read_description, arrays.get(DESCRIPTION))
+                parts = self._check(manifest, described, number, content_hash, newest, base)
                 if not parts:
                     return manifest, transfer_kind(parts)
                 first, file = parts[0].base, answer.file if self.host else None

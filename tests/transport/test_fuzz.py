@@ -51,6 +51,7 @@ from streamrl.transport.hub import PeerRoute
 from streamrl.transport.wire import DTYPES, MalformedMessage, Message, decode, encode, is_plain
 from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor
 from streamrl.weights.codec.entropy import Writer
+from streamrl.weights.description import DESCRIPTION, describe, read_description
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
@@ -137,8 +138,8 @@ def versions() -> tuple[tuple[Manifest, np.ndarray], ...]:
 
 def answer() -> Message:
     old, new = versions()
-    parts = [code(*old, None)[0].to_dict(), code(*new, (3, old[1]))[0].to_dict()]
-    return message("manifest", {"request": 1, "manifest": new[0].to_dict(), "parts": parts})
+    parts = [code(*old, None)[0], code(*new, (3, old[1]))[0]]
+    return message("manifest", {"request": 1}, {DESCRIPTION: describe(new[0], parts)})
 
 
 # -- readers of messages, and what they must have read
@@ -218,11 +219,9 @@ def read_micro_batch(frames: Frames) -> None:
 
 
 def read_answer(frames: Frames) -> None:
-    body = decode(frames).body
-    manifest = Manifest.from_dict(body.get("manifest"))  # type: ignore[arg-type]
+    manifest, parts = read_description(decode(frames).arrays.get(DESCRIPTION))
     assert all(0 <= t.offset <= t.offset + t.nbytes <= manifest.nbytes for t in manifest.tensors)
-    parts = body.get("parts")
-    for values in parts if isinstance(parts, list) else []:
+    for values in parts:
         part, at = Part.from_dict(values, manifest), 0
         assert len(part.payloads) == len(manifest.tensors)
         for payload in part.payloads if part.coded else ():

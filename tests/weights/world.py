@@ -15,6 +15,7 @@ import torch
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
+from streamrl.weights.description import DESCRIPTION, read_description
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import Encoding, WeightRelay
 from streamrl.weights.version import Manifest, Part, lay_out, transfer_kind
@@ -74,8 +75,8 @@ class DamagingLink(Link):
     async def receive(self) -> Delivery:
         delivery = await super().receive()
         if delivery.kind == "manifest":
-            manifest = Manifest.from_dict(delivery.body["manifest"])
-            self.parts = [Part.from_dict(values, manifest) for values in delivery.body["parts"]]
+            manifest, parts = read_description(delivery.arrays[DESCRIPTION])
+            self.parts = [Part.from_dict(values, manifest) for values in parts]
             self.transfer = delivery.body["request"]
         if delivery.kind != "chunk":
             return delivery
