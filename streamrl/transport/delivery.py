@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+MOST_AHEAD = 1_000_000
+"""Numbers beyond the first that is not committed which a receiver remembers; no sender gets that far."""
 
 
 @dataclass
@@ -82,26 +84,37 @@ class Inbox:
     """Number up to which everything is committed."""
     committed: set[int] = field(default_factory=set)
     """Committed numbers above `committed_to`."""
-    open: set[int] = field(default_factory=set)
-    """Numbers received and not yet committed."""
+    open: dict[int, int] = field(default_factory=dict)
+    """Bytes of each message received and not yet committed, by number."""
+    open_bytes: int = 0
+    """Bytes of all of them."""
+    most_open: float = math.inf
+    """Messages that may be open at once."""
+    most_bytes: float = math.inf
+    """Open bytes from which on no further message is taken; a single one may be larger."""
 
-    def receive(self, session: str, number: int) -> str:
-        """Return what to do with a message: 'new' (process it), 'open' (drop it, it is being processed) or 'committed'
-        (drop it and acknowledge again)."""
+    def receive(self, session: str, number: int, size: int = 0) -> str:
+        """Return what to do with a message of `size` bytes: 'new' (process it), 'open' (drop it, it is being
+        processed), 'committed' (drop it and acknowledge again) or 'full' (drop it; its sender may repeat it)."""
         if session != self.session:
-            self.session, self.committed_to, self.committed, self.open = session, 0, set(), set()
+            self.session, self.committed_to, self.committed, self.open, self.open_bytes = session, 0, set(), {}, 0
         if number <= self.committed_to or number in self.committed:
             return "committed"
         if number in self.open:
             return "open"
-        self.open.add(number)
+        if len(self.open) >= self.most_open or (self.open and self.open_bytes + size > self.most_bytes):
+            return "full"
+        if number - self.committed_to > MOST_AHEAD:
+            return "full"  # numbers with gaps, each of which would have to be remembered
+        self.open[number] = size
+        self.open_bytes += size
         return "new"
 
     def commit(self, session: str, number: int) -> bool:
         """Mark a message committed; return False if it belongs to an earlier session of the peer."""
         if session != self.session or number not in self.open:
             return False
-        self.open.discard(number)
+        self.open_bytes -= self.open.pop(number)
         self.committed.add(number)
         while self.committed_to + 1 in self.committed:
             self.committed_to += 1

@@ -158,8 +158,14 @@ class Endpoint:
                 raise
         self._inbox.put_nowait(Delivery(peer.name, message.kind, body, message.arrays, ack))
 
-    def _accept(self, inbox: Inbox, peer: Speaker, message: Message, put: Callable[[Frames], object]) -> None:
-        """Hand a peer's message to the owner once; `put` sends the acknowledgement after the commit."""
+    def _accept(
+        self, inbox: Inbox, peer: Speaker, message: Message, size: int, put: Callable[[Frames], object]
+    ) -> None:
+        """Hand a peer's message of `size` bytes to the owner once; `put` sends the acknowledgement after the commit.
+
+        Raises:
+            MalformedMessage: it has no number, or `reads` refuses it.
+        """
 
         def acknowledge() -> None:
             put(self._control("ack", {"n": message.number, "s": message.session}))
@@ -169,9 +175,11 @@ class Endpoint:
                 acknowledge()
 
         if message.number == 0:
-            self._deliver(peer, message, lambda: None)
-        elif (verdict := inbox.receive(message.session, message.number)) == "new":
+            raise MalformedMessage(f"a message {message.kind!r:.99} without a number")
+        if (verdict := inbox.receive(message.session, message.number, size)) == "new":
             self._deliver(peer, message, commit)
+        elif verdict == "full":
+            self.refusals.count("too many", peer.name, f"{len(inbox.open)} messages, {inbox.open_bytes} bytes are open")
         elif verdict == "committed":
             acknowledge()
 

@@ -44,6 +44,10 @@ from streamrl.transport.wire import (
 
 log = logging.getLogger(__name__)
 
+MOST_OPEN = 8192
+"""Messages of a peer of another site that may be open at once, and queued in each direction: far above any credits."""
+MOST_OPEN_BYTES = 1 << 31
+"""Open bytes of such a peer from which on nothing more is taken from it."""
 STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
 HANDSHAKE_MS = 10_000
@@ -174,6 +178,9 @@ class Hub(Endpoint):
         # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        # a peer that sends faster than it is read, or does not read what it is answered, waits or goes without
+        socket.setsockopt(zmq.RCVHWM, MOST_OPEN)
+        socket.setsockopt(zmq.SNDHWM, MOST_OPEN)
         if keys is not None:
             guard(socket, self.session, keys)
         return self._open(_Door(socket, True, keys), address)
@@ -290,7 +297,7 @@ class Hub(Endpoint):
                 self._answer(route, self._control("unknown"))
             else:
                 peer.last_seen, peer.lost = time.monotonic(), False
-                self._handle(peer, message, len(frames[0]))
+                self._handle(peer, message, size_of(frames))
         except MalformedMessage as error:
             self._refuse(error, peer.name if peer is not None else STRANGER)
 
@@ -304,7 +311,7 @@ class Hub(Endpoint):
             self._forget(peer)
             self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
         else:
-            self._accept(peer.inbox, peer.speaker, message, lambda frames: self._to(peer, frames))
+            self._accept(peer.inbox, peer.speaker, message, size, lambda frames: self._to(peer, frames))
 
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
@@ -331,6 +338,8 @@ class Hub(Endpoint):
         if peer is None or peer.session != message.session:
             outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
             peer = Peer(name, role, meta, message.session, outbox, flow, meta["site"] if route.door.outside else None)
+            if route.door.outside:
+                peer.inbox = Inbox(most_open=MOST_OPEN, most_bytes=MOST_OPEN_BYTES)
             if known is not None:
                 peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
                 self._forget(known)

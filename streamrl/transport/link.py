@@ -211,7 +211,7 @@ class Link(Endpoint):
             elif message.session != self._hub_session:
                 self.unknown += 1  # from an earlier session of the hub
             else:
-                self._handle(message)
+                self._handle(message, size_of(frames))
         except MalformedMessage as error:
             self._refuse(error, "hub")
 
@@ -239,7 +239,7 @@ class Link(Endpoint):
                 task.cancel()  # no heartbeats to a hub that refuses them
             raise self._refusal
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, size: int) -> None:
         if message.kind == "heartbeat":
             self.hub_state, times = endpoint_base.take_state(message)
             sent, hub = times.get("sent"), times.get("hub")
@@ -251,7 +251,7 @@ class Link(Endpoint):
                 if not self._outbox.pending:
                     self._all_acknowledged.set()
         else:
-            self._accept(self._inbox_state, endpoint_base.HUB, message, self._put)
+            self._accept(self._inbox_state, endpoint_base.HUB, message, size, self._put)
 
     async def _beat(self) -> None:
         last = time.monotonic()

@@ -195,9 +195,9 @@ class DeliveryMachine(RuleBasedStateMachine):
     @invariant()
     def the_inbox_knows_what_is_open_and_what_is_committed(self) -> None:
         if self.inbox.session:
-            assert self.inbox.open == {m.number for m in self.work if m.session == self.inbox.session}
-            assert not self.inbox.open & self.inbox.committed
-            assert min(self.inbox.open | self.inbox.committed, default=1) > 0
+            assert self.inbox.open.keys() == {m.number for m in self.work if m.session == self.inbox.session}
+            assert not self.inbox.open.keys() & self.inbox.committed
+            assert min(self.inbox.open.keys() | self.inbox.committed, default=1) > 0
             assert self.inbox.committed_to + 1 not in self.inbox.committed
 
     def teardown(self) -> None:
