@@ -34,8 +34,8 @@ def stay(name):
 """
 """Each process of a test leaves an empty file with its name and its id."""
 ROLE = """
-from streamrl.launcher.entry_point import _end_with_starter
-_end_with_starter()
+from streamrl.launcher.entry_point import end_with_starter
+end_with_starter()
 """
 DEAF = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -130,11 +130,11 @@ def test_a_role_whose_starter_lives_goes_on_and_what_it_leaves_behind_ends(
     assert is_alive(pids["launcher"])
 
 
-def test_the_ranks_end_with_torchs_launcher_and_with_the_one_behind_it(
+def test_the_ranks_end_with_their_launcher_and_with_the_one_behind_it(
     tmp_path: Path, run: Callable[..., object]
 ) -> None:
     script(tmp_path, "rank", ROLE + DEAF + "stay('rank' + os.environ['RANK'])")
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py"]
+    agent = [sys.executable, "-m", "streamrl.launcher.trainer_ranks", "--ranks=2", "--", sys.executable, "rank.py"]
     text = f"""
 from streamrl.launcher.local_backend import start
 from streamrl.runtime.process_plan import ProcessSpec

@@ -98,9 +98,7 @@ def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_
 ) -> None:
     warm.template()
     before = set(psutil.Process().children(recursive=True))
-    torchs = ["torch.distributed.run", "--nproc-per-node=1", "--nnodes=1", "--rdzv-backend=c10d"]
-    torchs += ["--rdzv-endpoint=127.0.0.1:0", "--no-python"]
-    command = [sys.executable, "-m", *torchs, *look[:3], "0", "rank"]
+    command = [sys.executable, "-m", "streamrl.launcher.trainer_ranks", "--ranks=1", "--", *look[:3], "0", "rank"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
     process = warm.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)

@@ -43,9 +43,9 @@ from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME
 from streamrl.runtime.processes import end_with_parent
 from tests.marks import MARK, WARM
 
-MODULES = ("streamrl", "torch.distributed.run")
+MODULES = ("streamrl",)
 """Prefixes of the modules that the template can run in place of `python -m`."""
-STARTERS = ("streamrl.cli.main", "torch.distributed.run")
+STARTERS = ("streamrl.cli.main", "streamrl.launcher.trainer_ranks")
 """Modules that start further processes."""
 SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
 """Settings that libraries and the interpreter read once; a process that needs others is not forked."""
@@ -64,10 +64,8 @@ LIBRARIES = (
     "vllm.model_executor.models.llama",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
-    "torch.distributed.run",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "torch.distributed.elastic.multiprocessing.subprocess_handler",
     "reasoning_gym",
     "matplotlib.pyplot",
     "lightgbm",

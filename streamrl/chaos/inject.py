@@ -32,7 +32,6 @@ from streamrl.runtime.processes import is_alive
 from streamrl.weights.backends.base import weight_path
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
-ELASTIC_MODULE = "torch.distributed.run"
 ENGINE = "EngineCore"
 LINK_S = 15.0
 """Seconds for which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is reported, and less than
@@ -165,7 +164,7 @@ class Injector:
             raise NotPossible(f"{name} is not running")
         try:
             process = psutil.Process(started.pid)
-            if ROLE_MODULE not in (command := _command(process)) and ELASTIC_MODULE not in command:
+            if ROLE_MODULE not in _command(process):
                 raise NotPossible(f"process {started.pid} is not {name} any more")
         except psutil.Error as error:
             raise NotPossible(f"{name}: {error}") from error

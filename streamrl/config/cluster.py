@@ -45,7 +45,7 @@ class LaunchConfig(StrictModel):
 
 
 class TrainerPool(StrictModel):
-    """The trainer's ranks: one process each, started by torch's elastic launcher."""
+    """The trainer's ranks: one process each, started node by node by `launcher/trainer_ranks.py`."""
 
     ranks: int = Field(1, ge=1, description="trainer processes, over which FSDP2 shards the model")
     nodes: int = Field(

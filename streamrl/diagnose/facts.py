@@ -65,7 +65,7 @@ class ProcessFacts:
 
     name: str
     role: str
-    """A role of status.json, or 'launcher', 'elastic' (torch's launcher of the ranks) or 'proxy'."""
+    """A role of status.json, or 'launcher', 'rank launcher' (`launcher/trainer_ranks.py`) or 'proxy'."""
     pid: int | None = None
     """None: it runs on another machine, or has not been started."""
     site: str = ""

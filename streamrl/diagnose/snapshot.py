@@ -96,10 +96,10 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
     for site, folder in site_folders(run_dir).items():
         written = _written_at(folder)
         for started in _started(folder):
-            role = "elastic" if started.role == "trainer" else started.role
+            role = "rank launcher" if started.role == "trainer" else started.role
             told = {key: getattr(started, key) for key in ("name", "pid", "exit_code", "last_words")}
             facts = ProcessFacts(role=role, site=site, **told)
-            here = role == "elastic" and started.exit_code is None and not started.node
+            here = role == "rank launcher" and started.exit_code is None and not started.node
             ranks = family.ranks(started.pid) if here else {}
             found.append(family.look(facts, folder, written, set(ranks.values()), started.node))
             for rank, pid in ranks.items():
@@ -111,7 +111,7 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
         if name not in known:
             found.append(ObservedProcesses(ProcessFacts(name, str(state.get("role", ""))), run_dir))
     stages, now = {name: one for name, one in read_stages(run_dir).items() if not one.ready}, time.time()
-    if "trainer-0" in known and "trainer" in stages:  # the first rank reports it; torch's launcher reports nothing
+    if "trainer-0" in known and "trainer" in stages:  # the first rank reports it, their launcher nothing
         stages["trainer-0"] = stages.pop("trainer")
     sites = sorted(status.get("sites") or {}, key=len, reverse=True)
     for one in found:
@@ -139,7 +139,7 @@ class _Family:
             self._children.setdefault(one.info["ppid"] or 0, []).append(one)
 
     def ranks(self, pid: int) -> dict[int, int]:
-        """Return the pids of the ranks that torch's launcher `pid` has started, by rank."""
+        """Return the pids of the ranks that the rank launcher `pid` has started, by rank."""
         found = {}
         for one in self._children.get(pid, []):
             with contextlib.suppress(psutil.Error, ValueError, OSError):

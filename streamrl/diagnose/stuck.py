@@ -273,7 +273,7 @@ def _unable(facts: Facts) -> str | None:
     """
     for one in sorted(facts.processes, key=lambda one: one.exit_code is None):
         why = fatal(one, facts)
-        if why is not None and (one.role not in ("launcher", "elastic", "proxy") or why.rank == Rank.DEAD):
+        if why is not None and (one.role not in ("launcher", "rank launcher", "proxy") or why.rank == Rank.DEAD):
             return f"{named(one)} {why.text}" + (f", in its start ({one.stage})" if one.stage else "")
     return None
 

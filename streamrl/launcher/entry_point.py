@@ -32,10 +32,10 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 """Error numbers that a restarted process would meet again: the disk is full or not writable."""
 
 
-def _end_with_starter() -> None:
+def end_with_starter() -> None:
     """End this process with its parent, and with the launcher or Ray actor behind that, however those end.
 
-    The two differ for a trainer rank, whose parent is torch's own launcher.
+    The two differ for a trainer rank, whose parent is the launcher of its node's ranks.
     """
     end_with_parent()
     parent = os.getppid()
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--meeting", default="")
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
-    _end_with_starter()
+    end_with_starter()
     _pin()
     _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
     answer_requests(args.run_dir, _name(args))

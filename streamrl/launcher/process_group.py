@@ -56,8 +56,7 @@ class ProcessGroup:
         logs, namespace = self.share.run_dir / layout.LOGS, self.share.namespace(spec.site)
         host = self.share.hosts.get(spec.site) if spec.role in ON_RAY else None
         if spec.role != "trainer" or spec.index == 0:  # the first of a trainer's nodes speaks for all
-            how = "starting torch's launcher" if spec.role == "trainer" else "starting Python"
-            text = "waiting for a node of the Ray cluster" if host is not None else how
+            text = "waiting for a node of the Ray cluster" if host is not None else "starting Python"
             say(self.share.folders[spec.site], spec.name, text)
         if host is not None:
             return host.start(spec, logs, self._resume, self.share.env, number)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
 from streamrl.config.run import RunConfig
+from streamrl.runtime.interfaces import LOOPBACK_INTERFACE
 
 Role = Literal["controller", "trainer", "service", "instance", "rewards"]
 
@@ -34,12 +35,18 @@ ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """Environment that keeps OpenBLAS to one thread. It starts its threads when loaded, and an instance's process must be
 single-threaded until it has forked its engine (`generation/instance/engine.py`)."""
 
+GLOO_INSIDE = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+"""Environment of an instance on one node: gloo would listen on the address of the host's name."""
+
 CORES = "STREAMRL_CORES"
 """Environment variable: comma-separated numbers of the CPU cores that a process is pinned to."""
 
 MEETING, NODE = "{meeting}", "{node}"
 """Placeholders in a command, filled in once the nodes are known: the rendezvous (host:port) of a trainer's or an
 instance's nodes, and the number of the node."""
+
+RANK_MEETING = "STREAMRL_RANK_MEETING"
+"""Environment variable of a trainer's rank: path of the file, or host:port, at which the ranks meet."""
 
 ON_RAY: frozenset[Role] = frozenset({"trainer", "instance", "rewards"})
 """Roles that Ray places, at a site with `launch: {backend: ray}`."""
@@ -56,7 +63,7 @@ the processes that ask and verify must agree, and a resumed run must ask the sam
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One operating-system process (for the trainer: torch's elastic launcher, which starts its ranks)."""
+    """One operating-system process (for the trainer: `launcher/trainer_ranks.py`, which starts the ranks of a node)."""
 
     name: str
     """Name, unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here'."""
@@ -149,9 +156,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
     gpus = tuple(range(ranks)) if cuda else ()
     specs = [ProcessSpec("controller", "controller", home, None, _role_command(run_dir, "controller"), controller_env)]
     for node in range(trainer.nodes):
-        meeting = [f"--node-rank={node}", "--rdzv-backend=static", f"--rdzv-endpoint={MEETING}"]
-        if trainer.nodes == 1:
-            meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        several = [f"--nodes={trainer.nodes}", f"--node={node}", f"--meeting={MEETING}"] if trainer.nodes > 1 else []
         specs.append(
             ProcessSpec(
                 name="trainer" if node == 0 else f"trainer-node-{node}",
@@ -159,8 +164,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
                 site=home,
                 pool=None,
                 command=[
-                    *[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"],
-                    *[f"--nnodes={trainer.nodes}", *meeting, "--max-restarts=0", "--no-python"],
+                    *[sys.executable, "-m", "streamrl.launcher.trainer_ranks", f"--ranks={ranks}", *several, "--"],
                     *_role_command(run_dir, "trainer"),
                 ],
                 env=_computing(trainer, trainer.cores or (), gpus, cuda) | ({} if cuda else KEPT_HEAP),
@@ -206,7 +210,7 @@ def _instance(
         site=site,
         pool=pool.name,
         command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name, *parts),
-        env=_computing(pool, cores, gpus, cuda) | ONE_BLAS_THREAD,
+        env=_computing(pool, cores, gpus, cuda) | ONE_BLAS_THREAD | ({} if parts else GLOO_INSIDE),
         threads=pool.threads,
         ranks=pool.gpus_per_replica,
         nodes=pool.nodes,

@@ -58,6 +58,7 @@ from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub
 from streamrl.training.learner import Division, agreed_type
+from streamrl.training.rank_store import join_ranks
 from streamrl.training.trainer import Trainer, agreed_packing
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -145,7 +146,7 @@ class TrainerWorker:
             device = torch.device("cpu")
         if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
             self._say(f"joining {ranks} ranks")
-        dist.init_process_group("nccl" if self.cuda else "gloo")
+        join_ranks("nccl" if self.cuda else "gloo", self.limits.startup_s)
         self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
         algorithm = self.run_config.algorithm

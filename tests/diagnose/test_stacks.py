@@ -211,8 +211,10 @@ def test_a_pid_that_another_process_has_by_now_is_gone(tmp_path: Path, start: St
 def test_the_ranks_behind_torchs_launcher_are_processes_of_their_own(tmp_path: Path, start: Start) -> None:
     pid = start("trainer", "compute", role="trainer")
     write(tmp_path, ("controller", "trainer-0 to answer 'train'", 3.0, 900.0))
-    found = looked(tmp_path, lambda one: one.role == "elastic" or (one.loop == "blocked" and not idles(one))).by_name
-    assert found["trainer"].pid == pid and found["trainer"].role == "elastic"
+    found = looked(
+        tmp_path, lambda one: one.role == "rank launcher" or (one.loop == "blocked" and not idles(one))
+    ).by_name
+    assert found["trainer"].pid == pid and found["trainer"].role == "rank launcher"
     assert found["trainer-0"].pid not in (None, pid) and found["trainer-0"].loop == "blocked"
     assert found["trainer-0"].doing == "running"  # status.json calls the ranks 'trainer'
     assert (found["trainer"].cpu or 0.0) < (found["trainer-0"].cpu or 0.0)

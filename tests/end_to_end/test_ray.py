@@ -183,10 +183,10 @@ while True:
 ROLE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from streamrl.launcher.entry_point import _end_with_starter
+from streamrl.launcher.entry_point import end_with_starter
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-_end_with_starter()
+end_with_starter()
 engine = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
 Path(f"{os.getpid()}.new").write_text(str(engine.pid))
 Path(f"{os.getpid()}.new").rename(f"{os.getpid()}.role")

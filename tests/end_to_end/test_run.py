@@ -195,7 +195,7 @@ def test_every_process_says_in_order_what_it_does_until_the_first_sample(finishe
         *(*first, "loading the tokenizer and the tasks", "", "ready")
     ]
     loading = "importing torch", COMPUTE_TYPE, "deciding how to pack groups", "loading the model"
-    assert stages["trainer"] == ["starting torch's launcher", *loading, "waiting for the controller", "ready"]
+    assert stages["trainer"] == ["starting Python", *loading, "waiting for the controller", "ready"]
     waits = "waiting for the controller", "waiting for the trainer", "ready"
     assert stages["service-here"][:3] == [*first, f"waiting for {', '.join(instances)}"]
     assert tuple(stages["service-here"][-3:]) == waits

@@ -51,7 +51,7 @@ def test_every_process_is_planned_once_and_gpus_do_not_overlap() -> None:
     instance = next(spec for spec in specs if spec.name == "here-regular-1")
     assert instance.env["CUDA_VISIBLE_DEVICES"] == "4,5"
     trainer = specs[1]
-    assert "--nproc-per-node=2" in trainer.command
+    assert "--ranks=2" in trainer.command
     assert sum(spec.price_per_hour for spec in specs) == 2 * 3.0 + 2 * 6.0
 
 

@@ -1,0 +1,69 @@
+"""The store through which the trainer's ranks find each other.
+
+Ranks of one node share a file in a folder that only their user can enter. Ranks of several nodes need a network store,
+and torch's neither authenticates nor encrypts. So rank 0's listens on one address alone, that of its node towards
+the others, and not on all interfaces, as torch would let it. Whoever reaches that address may speak to it
+(docs/explanation/security.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from streamrl.errors import RunFailed
+from streamrl.runtime.process_plan import RANK_MEETING
+
+
+def rank_store(environment: Mapping[str, str], limit_s: float) -> dist.Store:
+    """Return the store of a rank whose environment `launcher/trainer_ranks.py` has made.
+
+    Args:
+        environment: its environment variables.
+        limit_s: seconds to wait for the other nodes.
+
+    Raises:
+        RunFailed: rank 0's node does not have the stated address, or another node cannot reach it.
+    """
+    meeting, rank, ranks = environment[RANK_MEETING], int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if meeting.startswith("/"):
+        return dist.FileStore(meeting, ranks)
+    host, _, port = meeting.rpartition(":")
+    limit = timedelta(seconds=limit_s)
+    if rank > 0:
+        try:
+            return dist.TCPStore(host, int(port), ranks, is_master=False, timeout=limit)
+        except dist.DistError as error:
+            raise RunFailed(f"rank {rank} cannot reach rank 0 at {meeting}: {error}") from error
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, int(port)))
+        listening.listen()
+        listening.setblocking(False)  # libuv's loop must never wait in accept
+    except OSError as error:
+        listening.close()
+        raise RunFailed(f"rank 0 cannot listen on {meeting}, the address of its node: {error}") from error
+    return dist.TCPStore(
+        host,
+        int(port),
+        ranks,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def join_ranks(backend: str, limit_s: float) -> None:
+    """Join this process, by its environment, to the trainer's process group.
+
+    Raises:
+        RunFailed: as `rank_store`.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=rank_store(os.environ, limit_s), rank=rank, world_size=ranks)
