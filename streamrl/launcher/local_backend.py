@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from streamrl.emulation.namespaces import enter
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.started_process import RunProcess
+from streamrl.machine.gpus import VISIBLE, devices_of_user
 from streamrl.runtime.process_plan import PROCESS, STARTER, ProcessSpec
 from streamrl.runtime.processes import end_with_parent
 
@@ -113,13 +114,17 @@ def start(
 ) -> LocalProcess:
     """Start a process that appends its output to logs/<name>.log, in a network namespace if one is named.
 
+    Its CUDA devices are taken from those that this user's CUDA_VISIBLE_DEVICES names, by position.
+
     Raises:
         RunFailed: it cannot be started.
     """
     log, begin = begin_log(spec, log_dir)
     try:
         env = os.environ | environment(spec, resume, further_env, number)
+        if spec.gpu_ids:
+            env[VISIBLE] = devices_of_user(spec.gpu_ids, os.environ.get(VISIBLE))
         process = spawn(spec.command, log, env, namespace)
-    except OSError as error:
+    except (OSError, UserError) as error:
         raise RunFailed(f"cannot start {spec.name}: {error}") from error
     return LocalProcess(spec, log, number, begin, process=process)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.machine.gpus import count_gpus
+from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.model_files import read_config, resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.training.packing_choice import decide_packing
@@ -54,7 +54,7 @@ def check(
         check_model(run),
         check_heads(cluster, run),
         check_sites(cluster, run),
-        check_gpus(cluster, run, count_gpus() if cluster.hardware == "cuda" else 0, site),
+        check_gpus(cluster, run, gpu_names() if cluster.hardware == "cuda" else [], site, os.environ.get(VISIBLE)),
         check_disk(run, runs_root),
         check_ray(cluster, run, site),
     ]
@@ -234,19 +234,34 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         yield str(error)
 
 
-def check_gpus(cluster: ClusterConfig, run: RunConfig, present: int, site: str | None = None) -> Iterable[str]:
-    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them."""
+def check_gpus(
+    cluster: ClusterConfig, run: RunConfig, names: Sequence[str], site: str | None = None, visible: str | None = None
+) -> Iterable[str]:
+    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them.
+
+    Args:
+        names: the machine's GPUs, as `gpu_names` lists them.
+        visible: this user's CUDA_VISIBLE_DEVICES; None: not set.
+    """
     if cluster.hardware != "cuda":
+        return
+    try:
+        usable = len(usable_devices(visible, names))
+    except UserError as error:
+        yield str(error)
         return
     together = max if run.schedule.name == "colocated" else sum
     wanted = 0
     for one in sites_here(cluster, site):
         generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)
         wanted += together([one.trainer.ranks if one.trainer else 0, generating])
-    if wanted > present:
+    if wanted > usable:
         who = f"site {site}" if site is not None else "the cluster"
         way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
-        yield f"{who} asks for {wanted} GPUs, this machine has {present}{way_out}"
+        has = (
+            f"this machine has {usable}" if visible is None else f"{VISIBLE}={visible} leaves {usable} of this machine"
+        )
+        yield f"{who} asks for {wanted} GPUs, {has}{way_out}"
 
 
 def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:

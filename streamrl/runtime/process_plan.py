@@ -82,7 +82,7 @@ class ProcessSpec:
     """CPU cores the process is pinned to; (): any."""
     gpu: str = "cpu"
     gpu_ids: tuple[int, ...] = ()
-    """CUDA devices of its machine that the process sees (hardware: cuda)."""
+    """CUDA devices that the process sees, by their positions among those that the launcher may use (hardware: cuda)."""
     price_per_hour: float = 0.0
     """USD per hour for the whole process."""
     index: int = 0
@@ -138,7 +138,7 @@ def possible_instances(cluster: ClusterConfig, run: RunConfig, site_name: str, r
     for pool in site.generation:
         for index in range(pool.most_replicas):
             gpus = tuple(itertools.islice(gpus_taken, pool.gpus_per_replica)) if cuda else ()
-            specs.append(_instance(pool, index, site_name, gpus, cuda, run_dir))
+            specs.append(_instance(pool, index, site_name, gpus, run_dir))
     return specs
 
 
@@ -167,7 +167,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
                     *[sys.executable, "-m", "streamrl.launcher.trainer_ranks", f"--ranks={ranks}", *several, "--"],
                     *_role_command(run_dir, "trainer"),
                 ],
-                env=_computing(trainer, trainer.cores or (), gpus, cuda) | ({} if cuda else KEPT_HEAP),
+                env=_computing(trainer, trainer.cores or ()) | ({} if cuda else KEPT_HEAP),
                 threads=trainer.threads,
                 ranks=ranks,
                 cores=tuple(trainer.cores or ()),
@@ -199,9 +199,7 @@ def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_
     return specs
 
 
-def _instance(
-    pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], cuda: bool, run_dir: Path
-) -> ProcessSpec:
+def _instance(pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], run_dir: Path) -> ProcessSpec:
     name, cores = instance_name(site, pool.name, index), _cores_of(pool, index)
     parts = ["--node", NODE, "--meeting", MEETING] if pool.nodes > 1 else []
     return ProcessSpec(
@@ -210,7 +208,7 @@ def _instance(
         site=site,
         pool=pool.name,
         command=_role_command(run_dir, "instance", "--site", site, "--pool", pool.name, "--name", name, *parts),
-        env=_computing(pool, cores, gpus, cuda) | ONE_BLAS_THREAD | ({} if parts else GLOO_INSIDE),
+        env=_computing(pool, cores) | ONE_BLAS_THREAD | ({} if parts else GLOO_INSIDE),
         threads=pool.threads,
         ranks=pool.gpus_per_replica,
         nodes=pool.nodes,
@@ -230,11 +228,9 @@ def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
     return cores[index * pool.threads : (index + 1) * pool.threads]
 
 
-def _computing(
-    pool: GenerationPool | TrainerPool, cores: Iterable[int], gpus: Iterable[int], cuda: bool
-) -> dict[str, str]:
+def _computing(pool: GenerationPool | TrainerPool, cores: Iterable[int]) -> dict[str, str]:
     """Return the environment of a process that computes with a pool's threads, pinned to `cores` if there are any."""
     env = {"OMP_NUM_THREADS": str(pool.threads)} | PASSIVE_WAITING
     if names := ",".join(map(str, cores)):
         env[CORES] = names
-    return env | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if cuda else {})
+    return env

@@ -31,14 +31,29 @@ def make_model(folder: Path, megabytes: int = 1, **config: object) -> RunConfig:
     return RunConfig.model_validate({"model": {"path": str(folder)}})
 
 
+def gpus(count: int) -> list[str]:
+    return [f"GPU-{number}" for number in range(count)]
+
+
 def test_more_gpus_than_there_are() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
-    assert list(preflight.check_gpus(asked, RunConfig(), 9)) == ["the cluster asks for 10 GPUs, this machine has 9"]
-    assert list(preflight.check_gpus(asked, RunConfig(), 10)) == []
+    assert list(preflight.check_gpus(asked, RunConfig(), gpus(9))) == [
+        "the cluster asks for 10 GPUs, this machine has 9"
+    ]
+    assert list(preflight.check_gpus(asked, RunConfig(), gpus(10))) == []
     in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
-    assert list(preflight.check_gpus(asked, in_turns, 8)) == []
-    assert list(preflight.check_gpus(asked, in_turns, 7)) == ["the cluster asks for 8 GPUs, this machine has 7"]
-    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), 0)) == []
+    assert list(preflight.check_gpus(asked, in_turns, gpus(8))) == []
+    assert list(preflight.check_gpus(asked, in_turns, gpus(7))) == ["the cluster asks for 8 GPUs, this machine has 7"]
+    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), gpus(0))) == []
+
+
+def test_gpus_that_this_user_may_not_use_do_not_count() -> None:
+    asked = cluster("cuda", gpus_per_replica=4)
+    (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12")
+    assert problem == "the cluster asks for 10 GPUs, CUDA_VISIBLE_DEVICES=4,5,6,7,8,9,10,11,12 leaves 9 of this machine"
+    assert list(preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12,15")) == []
+    (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(2), visible="1,2")
+    assert "got '2'; it has GPUs 0 to 1 (GPU-0, GPU-1)" in problem
 
 
 def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:

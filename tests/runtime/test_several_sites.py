@@ -70,7 +70,7 @@ def test_the_shipped_files_are_valid_and_can_be_emulated(name: str) -> None:
     assert {spec.gpu for spec in specs} == {pool.gpu for site in read.sites.values() for pool in site.generation}
     assert all(spec.gpu_ids == () for spec in specs)
     assert emulated(small) == small
-    (problem,) = preflight.check_gpus(read, RunConfig(), 0, "train" if "train" in read.sites else "frankfurt")
+    (problem,) = preflight.check_gpus(read, RunConfig(), [], "train" if "train" in read.sites else "frankfurt")
     assert "this machine has 0; --emulate runs all sites here on CPU" in problem
 
 
