@@ -34,9 +34,9 @@ class Sandbox(StrictModel):
     """The sandbox in which code written by a model runs."""
 
     command: list[str] = Field(
-        min_length=1,
+        default_factory=list,
         description="sandbox program with its arguments, to which the command to run is appended: "
-        "[bwrap, --unshare-all, --die-with-parent, --ro-bind, /usr, /usr, ...]",
+        "[nsjail, -Mo, --chroot, /srv/sandbox, --]; empty: bubblewrap if it is installed, else namespaces",
     )
     seconds: float = Field(5.0, gt=0, description="time limit of one completion's program and its tests, seconds")
     memory_mb: int = Field(1024, ge=64, description="address space limit of each process, MiB")
@@ -70,8 +70,8 @@ class FileTask(StrictModel):
     def _runs_in_a_sandbox(self) -> Self:
         if self.reward == "python_tests" and self.sandbox is None:
             raise ValueError(
-                "reward python_tests runs code that a model wrote: it is off until `sandbox.command` names the program "
-                "that isolates it (bwrap, nsjail, a container)"
+                "reward python_tests runs code that a model wrote: it is off until the task has a `sandbox` "
+                "(`sandbox: {}`: bubblewrap if it is installed)"
             )
         if self.reward != "python_tests" and self.sandbox is not None:
             raise ValueError(f"reward {self.reward} does not use a sandbox: only python_tests does")

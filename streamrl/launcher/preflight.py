@@ -20,6 +20,7 @@ from streamrl.errors import UserError
 from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.model_files import read_config, resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
+from streamrl.tasks.sandbox import isolation_of
 from streamrl.training.packing_choice import decide_packing
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
@@ -67,6 +68,7 @@ def check(
     _refuse(checks)
     return [
         *untried(cluster, run),
+        *sandbox_warnings(run),
         *thread_warnings(cluster, run, usable_cores(), site),
         *memory_warnings(cluster, run, free_memory(), site),
     ]
@@ -232,6 +234,13 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         load_ranker(run)
     except UserError as error:
         yield str(error)
+
+
+def sandbox_warnings(run: RunConfig) -> Iterable[str]:
+    """Say what programs that a model writes can do here in spite of their sandbox."""
+    for task in run.tasks:
+        if task.kind != "reasoning_gym" and task.sandbox and (weaker := isolation_of(task.sandbox).weaker):
+            yield f"task {task.key!r}: {weaker}"
 
 
 def check_gpus(

@@ -93,8 +93,12 @@ def _file_score(task: FileTask) -> Score:
     if task.reward == "exact_match":
         return lambda completion, given: exact_match_score(completion, given["answer"])
     if task.reward == PYTHON_TESTS and (sandbox := task.sandbox) is not None:
-        if shutil.which(sandbox.command[0]) is None:
+        if sandbox.command and shutil.which(sandbox.command[0]) is None:
             raise UserError(f"task {task.key!r}: sandbox.command: there is no program {sandbox.command[0]!r}")
+        try:
+            passes("", "", sandbox)
+        except VoidReward as error:
+            raise UserError(f"task {task.key!r}: sandbox: {error}") from error
         return lambda completion, given: float(passes(completion, str(given["answer"]), sandbox))
     function = load_function(task.reward, f"task {task.key!r}")
     return lambda completion, given: function(completion, prompt=given["prompt"], answer=given["answer"])

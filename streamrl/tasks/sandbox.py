@@ -1,14 +1,21 @@
-"""Tests of model-written code inside the sandbox that the run file configures.
+"""Tests of model-written code in a sandbox.
 
-The isolation is up to the sandbox program (bubblewrap, nsjail, a container); this module starts it, passes it the code,
-and ends it. It also limits time, memory and file sizes, and provides an empty environment and a separate folder.
+The program runs in one process and its tests in another (`sandbox_driver.py`). This module starts both, passes on what
+they ask and answer, and takes the verdict from the tests alone: nothing that the program says, prints or changes in
+its own process counts as success, and no process with its code ever holds an expected answer.
 
-    the sandbox never starts the driver        -> the reward is void: nothing was learned about the code
+    a sandbox never starts its driver          -> the reward is void: nothing was learned about the code
     the driver has begun, and the code fails,
     loops, exits or uses too much memory       -> it does not pass: that is the policy's doing
 
-The driver proves by a secret word that it has begun. Its output goes through a pipe, so that the code, which runs
-later, cannot take that word back.
+Isolation, the first that is there (`isolation_of`):
+
+    sandbox.command        what the run file names (bubblewrap, nsjail, a container): it isolates
+    bubblewrap             no network, no other processes, no files but /usr, Python's own and an empty folder
+    namespaces             no network and no other processes; files that this user can read stay readable
+
+Limits for each process: memory, processes, open files, file size, CPU time. Everything ends with the reward's worker,
+also when that is killed: the kernel kills the first process of each sandbox, and with it its namespace.
 """
 
 from __future__ import annotations
@@ -18,38 +25,36 @@ import json
 import os
 import re
 import resource
-import secrets
+import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from typing import IO
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
 
 from streamrl.config.tasks import Sandbox
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.processes import end_with_parent
+from streamrl.tasks import sandbox_driver
 from streamrl.tasks.void_reward import VoidReward
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+DRIVER = Path(sandbox_driver.__file__).read_text(encoding="utf-8")
 MOST_FILE_BYTES = 16 * 2**20
-MOST_OUTPUT = 64 * 1024
-"""Most bytes of the program's output that are read."""
-LONGEST_READ_S = 2.0
-"""Seconds for which the rest of the output is read after the program's end."""
+MOST_LINE = 2**20
+"""Most bytes of one question or answer."""
 MOST_STDERR = 300
 """Most characters of a sandbox's last words."""
-DRIVER = """
-import json, sys
-given = json.loads(sys.stdin.read())
-print(given["begun"], flush=True)
-space = {"__name__": "__main__"}
-exec(compile(given["code"], "completion", "exec"), space)
-exec(compile(given["tests"], "tests", "exec"), space)
-print("\\n" + given["word"], flush=True)
-"""
-"""Python program that runs the code and its tests. A program that exits early (sys.exit, os._exit) does not print the
-secret word, which it does not know."""
+MOST_PROCESSES = 32
+"""Processes and threads that one program may have."""
+LOOK_S = 0.1
+"""Seconds between two counts of a program's processes."""
 
 
 def code_of(completion: str) -> str:
@@ -62,90 +67,237 @@ def code_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
+@dataclass(frozen=True)
+class Isolation:
+    """How the processes of one sandbox are isolated."""
+
+    command: tuple[str, ...]
+    """Command to which the driver's is appended; (): the driver isolates itself in namespaces."""
+    weaker: str = ""
+    """What it does not isolate, and the remedy; '': streamrl knows of nothing."""
+
+
+def isolation_of(sandbox: Sandbox) -> Isolation:
+    """Choose how programs are isolated here."""
+    if sandbox.command:
+        return Isolation(tuple(sandbox.command))
+    if (bubblewrap := shutil.which("bwrap")) is not None:
+        return Isolation((bubblewrap, *_bubblewrap_options()))
+    return Isolation(
+        (),
+        "there is no bubblewrap (bwrap) here: programs have no network and see no other process, but they can read "
+        "every file that this user can; install bubblewrap, or name another sandbox in `sandbox.command`",
+    )
+
+
+def _bubblewrap_options() -> list[str]:
+    """Return options that show the system's programs and this Python, read-only, and nothing else."""
+    shown = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix, sys.prefix]
+    folders = [word for path in dict.fromkeys(shown) for word in ("--ro-bind-try", path, path)]
+    return [
+        *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *folders,
+        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+    ]
+
+
 def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
     """Whether the program of a completion passes its tests within the limits.
 
     Args:
         completion: the model's text.
-        tests: Python that raises on failure (`assert add(1, 2) == 3`); it sees the program's names.
+        tests: Python that raises on failure (`assert add(1, 2) == 3`); it can use the program's names.
         sandbox: the sandbox to run in.
 
     Raises:
-        VoidReward: the sandbox did not start the driver.
+        VoidReward: a sandbox did not start its driver.
         SyntaxError: the tests are not Python.
     """
     compile(tests, "tests", "exec", dont_inherit=True)  # otherwise every program would fail them
-    begun, word = secrets.token_hex(16), secrets.token_hex(16)
-    given = json.dumps({"code": code_of(completion), "tests": tests, "begun": begun, "word": word})
-    command = [*sandbox.command, sys.executable, "-I", "-c", DRIVER]
+    isolation = isolation_of(sandbox)
+    with (
+        _Boxed("program", code_of(completion), isolation, sandbox) as program,
+        _Boxed("tests", tests, isolation, sandbox) as judge,
+    ):
+        return _verdict(program, judge, time.monotonic() + sandbox.seconds)
 
-    def limit() -> None:
-        end_with_parent(signal.SIGKILL)  # a killed worker cannot end it
-        resource.setrlimit(resource.RLIMIT_AS, (sandbox.memory_mb << 20, sandbox.memory_mb << 20))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    with tempfile.TemporaryDirectory(prefix="streamrl-") as folder, tempfile.TemporaryFile() as complaints:
-        printed = _Printed()
+def _verdict(program: _Boxed, judge: _Boxed, end: float) -> bool:
+    """Pass on questions and answers until the tests have decided, one side has ended, or the time is over.
+
+    Raises:
+        VoidReward: one of them never began.
+    """
+    both, look = (program, judge), time.monotonic() + LOOK_S
+    with selectors.DefaultSelector() as ready:
+        for one in both:
+            ready.register(one.output, selectors.EVENT_READ, one)
+        while (now := time.monotonic()) < end:
+            for key, _ in ready.select(min(end - now, LOOK_S)):
+                for line in key.data.read():
+                    if (verdict := _pass_on(key.data, line, program, judge)) is not None:
+                        return verdict
+            for one in both:
+                if one.closed and one.begun:
+                    return False
+                if one.closed:
+                    raise one.never_began(f"ended with {one.wait()}")
+                one.flush()
+            if time.monotonic() > look:
+                if any(one.has_too_many() for one in both):
+                    return False
+                look = time.monotonic() + LOOK_S
+    for one in both:
+        if not one.begun:
+            one.kill()
+            raise one.never_began(f"did not end within {one.sandbox.seconds:g} s")
+    return False
+
+
+def _pass_on(one: _Boxed, line: bytes, program: _Boxed, judge: _Boxed) -> bool | None:
+    """Take one line of one side; return the verdict, or None: there is none yet."""
+    if not one.begun:
+        one.begun = line == BEGUN
+        return None
+    if one is program:
+        if line.startswith(FAILED):
+            return False
+        judge.pending += line
+        return None
+    if line.startswith(VERDICT):
+        return line == PASSED
+    program.pending += line
+    return None
+
+
+BEGUN, FAILED, VERDICT, PASSED = b'["begun", null]\n', b'["failed", ', b'["verdict", ', b'["verdict", true]\n'
+"""Lines of a driver that are meant for this module; those of the program's process never mean success."""
+
+
+class _Boxed:
+    """One process in its sandbox, with a folder of its own."""
+
+    def __init__(self, side: str, source: str, isolation: Isolation, sandbox: Sandbox) -> None:
+        self.side, self.sandbox = side, sandbox
+        self.begun = self.closed = False
+        self.pending = b""
+        """Bytes that it has not taken yet."""
+        driver = [sys.executable, "-I", "-c", DRIVER]
+        self.command = [*isolation.command, *driver]
+        parent = None if isolation.command else os.getpid()
+        first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent}
+        self.pending = json.dumps(first).encode() + b"\n"
+        self._read = b""
+        self._folder = tempfile.TemporaryDirectory(prefix="streamrl-", ignore_cleanup_errors=True)
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_close`)
+
+    def __enter__(self) -> _Boxed:
+        seconds, memory = int(self.sandbox.seconds) + 2, self.sandbox.memory_mb << 20
+
+        def limit() -> None:
+            end_with_parent(signal.SIGKILL)  # a killed worker cannot end it
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+
+        folder = self._folder.name
         try:
-            process = subprocess.Popen(
-                command,
+            self.process = subprocess.Popen(
+                self.command,
                 stdin=subprocess.PIPE,
-                stdout=printed.writing,
-                stderr=complaints,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                bufsize=0,
                 cwd=folder,
                 env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
                 start_new_session=True,
                 preexec_fn=limit,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            raise VoidReward(VoidCause.SANDBOX, f"the sandbox {command[0]} did not start: {error}") from error
-        finally:
-            printed.read()
-        ended = f"did not end within {sandbox.seconds:g} s"
+            self._close()
+            raise VoidReward(VoidCause.SANDBOX, f"the sandbox {self.command[0]} did not start: {error}") from error
+        for pipe in (self._input, self.output):
+            os.set_blocking(pipe.fileno(), False)
+        self.flush()
+        return self
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def output(self) -> IO[bytes]:
+        """The pipe from it."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def read(self) -> list[bytes]:
+        """Return the lines that are there now; whoever sends too long a line has ended."""
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(given.encode(), timeout=sandbox.seconds)
-                ended = f"ended with {process.returncode}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        printed.end()
-        if begun.encode() not in printed.head.splitlines():
-            text = f"the sandbox {command[0]} {ended} and never started the program: {_last_words(complaints)}"
-            raise VoidReward(VoidCause.SANDBOX, text)
-        lines = printed.tail.splitlines()
-    return process.returncode == 0 and bool(lines) and lines[-1] == word.encode()
+            part = os.read(self.output.fileno(), MOST_LINE)
+        except BlockingIOError:
+            return []
+        self.closed = not part or len(self._read) > MOST_LINE
+        *lines, self._read = (self._read + part).split(b"\n")
+        return [line + b"\n" for line in lines]
 
+    def flush(self) -> None:
+        """Write as much of what is pending as it takes now."""
+        try:
+            while self.pending and (count := os.write(self._input.fileno(), self.pending)):
+                self.pending = self.pending[count:]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.pending = b""
 
-def _last_words(complaints: IO[bytes]) -> str:
-    """Return the end of what a sandbox has written to its standard error, in one line."""
-    complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - MOST_STDERR))
-    return " ".join(complaints.read().decode(errors="replace").split()) or "it said nothing"
+    def has_too_many(self) -> bool:
+        """Whether it has started too many processes; for root, whom the kernel does not limit."""
+        if os.geteuid():
+            return False
+        try:
+            return len(psutil.Process(self.process.pid).children(recursive=True)) > MOST_PROCESSES
+        except psutil.Error:
+            return False
 
+    def last_words(self) -> str:
+        """Return the end of what the sandbox has written to its standard error, in one line."""
+        self._complaints.seek(max(0, self._complaints.seek(0, os.SEEK_END) - MOST_STDERR))
+        return " ".join(self._complaints.read().decode(errors="replace").split()) or "it said nothing"
 
-class _Printed:
-    """A program's output: its first and its last bytes, read by a thread as they come."""
+    def never_began(self, ended: str) -> VoidReward:
+        """Return the error of a sandbox that has not started its driver."""
+        text = f"the sandbox {self.command[0]} {ended} and never started the {self.side}: {self.last_words()}"
+        return VoidReward(VoidCause.SANDBOX, text)
 
-    def __init__(self) -> None:
-        self._reading, self.writing = os.pipe()
-        """`writing` is the end for the program; `read` closes it here."""
-        self.head = self.tail = b""
-        self._thread = threading.Thread(target=self._keep, name="read-sandbox", daemon=True)
+    def wait(self) -> int:
+        """Return the exit code of a process that has closed its output."""
+        try:
+            return self.process.wait(LOOK_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.process.wait()
 
-    def read(self) -> None:
-        """Begin to read, now that the program has its end of the pipe."""
-        os.close(self.writing)
-        self._thread.start()
+    def kill(self) -> None:
+        """Kill the process, its group, and all that it has started elsewhere."""
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            started = psutil.Process(self.process.pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for one in started:  # those that have left the group
+            with contextlib.suppress(psutil.Error):
+                one.kill()
 
-    def end(self) -> None:
-        """Wait until all is read; a process that has left its group, and still writes, is not waited for."""
-        self._thread.join(LONGEST_READ_S)
+    def _close(self) -> None:
+        self._complaints.close()
+        self._folder.cleanup()
 
-    def _keep(self) -> None:
-        with open(self._reading, "rb", buffering=0) as pipe:
-            while part := pipe.read(MOST_OUTPUT):
-                if len(self.head) < MOST_OUTPUT:
-                    self.head += part
-                self.tail = (self.tail + part)[-MOST_OUTPUT:]
+    def __exit__(self, *_: Any) -> None:
+        self.kill()
+        self.process.wait()
+        self._input.close()
+        self.output.close()
+        self._close()

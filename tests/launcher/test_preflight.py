@@ -145,3 +145,13 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         preflight.check(cluster(), run, tmp_path, emulate=True)
     assert sum("none" in line for line in str(error.value).splitlines()) == 1
+
+
+def test_a_sandbox_that_does_not_hide_files_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {"kind": "file", "name": "programs", "path": "x.jsonl", "reward": "python_tests"}
+    run = RunConfig.model_validate({"tasks": [programs | {"sandbox": {}}]})
+    monkeypatch.setenv("PATH", "/nowhere")
+    (warning,) = preflight.sandbox_warnings(run)
+    assert warning.startswith("task 'programs': there is no bubblewrap (bwrap) here: programs have no network")
+    run = RunConfig.model_validate({"tasks": [programs | {"sandbox": {"command": ["env"]}}]})
+    assert list(preflight.sandbox_warnings(run)) == []

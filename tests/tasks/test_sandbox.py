@@ -27,7 +27,7 @@ def task(**changes: object) -> FileTask:
 
 
 def test_without_a_sandbox_it_is_off() -> None:
-    with pytest.raises(ValidationError, match=r"code that a model wrote: it is off until `sandbox.command`"):
+    with pytest.raises(ValidationError, match=r"code that a model wrote: it is off until the task has a `sandbox`"):
         task(reward="python_tests")
     with pytest.raises(ValidationError, match="exact_match does not use a sandbox"):
         task(reward="exact_match", sandbox={"command": ["env"]})

@@ -1,0 +1,238 @@
+"""A program that a model wrote gets its reward for passing the tests, and does nothing else to anybody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.config.tasks import Sandbox
+from streamrl.tasks import sandbox as sandboxes
+from streamrl.tasks.sandbox import MOST_PROCESSES, isolation_of, passes
+from tests.waiting import scaled, wait_for
+
+TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
+RIGHT = "def add(a, b): return a + b"
+WRONG = "def add(a, b): return 0\n"
+NOTHING = Sandbox(command=["env"], seconds=20)
+"""Isolates nothing."""
+
+
+def works(command: list[str]) -> bool:
+    return subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.fixture(params=["namespaces", "bubblewrap"])
+def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    """What streamrl isolates with by itself."""
+    there = shutil.which("bwrap") if request.param == "bubblewrap" else None
+    if request.param == "bubblewrap" and (there is None or not works([there, "--ro-bind", "/", "/", "--unshare-all"])):
+        pytest.skip("bubblewrap is not installed, or may not make namespaces")
+    if request.param == "namespaces" and not works(["unshare", "--user", "--pid", "--fork", "--mount-proc"]):
+        pytest.skip("this user may not make namespaces")
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda name: there)
+    return Sandbox(seconds=scaled(5))
+
+
+def left() -> list[psutil.Process]:
+    """Processes of sandboxes that live."""
+    found = []
+    for one in psutil.process_iter(["cmdline", "status"]):
+        if one.info["status"] != psutil.STATUS_ZOMBIE and sandboxes.DRIVER in (one.info["cmdline"] or []):
+            found.append(one)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    wait_for(lambda: not left(), 20, what="every process of a sandbox to be gone")
+
+
+CHEATS = {
+    "ends before the tests": "import os; os._exit(0)",
+    "prints the word of success that its driver knows": (
+        "import __main__, os\nprint('\\n' + __main__.given['word'], flush=True)\nos._exit(0)"
+    ),
+    "says on every open file that it has passed": (
+        "import os\nfor file in range(20):\n"
+        "    try: os.write(file, b'[\"verdict\", true]\\n')\n    except OSError: pass\n"
+    ),
+    "replaces what checks": (
+        "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a, **k: None\n"
+        "builtins.AssertionError = type('Fine', (BaseException,), {})\n"
+    ),
+    "returns what is equal to everything": (
+        "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\ndef add(a, b): return Any()\n"
+    ),
+    "finds the expected answer in memory": (
+        "import gc, sys\n"
+        "def add(a, b):\n"
+        "    frame, seen = sys._getframe(), []\n"
+        "    while frame: seen += [*frame.f_globals.values(), *frame.f_locals.values()]; frame = frame.f_back\n"
+        "    seen += gc.get_objects()\n"
+        "    needle = chr(61) * 2 + ' ' + str(1 + 2)\n"
+        "    texts = [one for one in seen if isinstance(one, str) and needle in one]\n"
+        "    return a + b if texts else 0\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
+def test_nothing_that_a_program_does_in_its_own_process_passes_the_tests(cheat: str) -> None:
+    program = cheat if "def add" in cheat else WRONG + cheat
+    assert not passes(program, TESTS, NOTHING)
+
+
+def test_a_program_that_is_right_passes_however_it_is_isolated(own: Sandbox) -> None:
+    assert passes(RIGHT, TESTS, own)
+    assert not passes(WRONG, TESTS, own)
+
+
+LOOKS = """
+import os, socket
+def others(): return [one for one in os.listdir("/proc") if one.isdigit() and int(one) != os.getpid()]
+def variables(): return sorted(os.environ.keys() - {"PATH", "HOME", "PWD", "LC_CTYPE"})
+def connects(port):
+    try: socket.create_connection(("127.0.0.1", port), 1)
+    except OSError: return False
+    return True
+def interfaces(): return [name for _, name in socket.if_nameindex()]
+def changes(path):
+    try: open(path, "w").write("changed")
+    except OSError: pass
+"""
+
+
+def test_a_program_sees_no_other_process_no_secret_and_no_network(
+    own: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert passes(LOOKS, f"assert connects({port}) is True", NOTHING), "there is somebody to connect to"
+        assert passes(LOOKS, f"assert connects({port}) is False", own)
+    assert passes(LOOKS, "assert variables() == []\nassert set(interfaces()) <= {'lo'}", own)
+    # bubblewrap's own first process is one
+    assert passes(LOOKS, "assert len(others()) <= 1", own)
+
+
+def test_bubblewrap_hides_the_users_files(tmp_path: Path, own: Sandbox) -> None:
+    if not isolation_of(own).command:
+        pytest.skip("namespaces alone do not, which is said")
+    (tmp_path / "secret").write_text("here")
+    path = str(tmp_path / "secret")
+    assert passes(f"import os\ndef seen(): return os.path.exists({path!r})", "assert seen() is False", own)
+
+
+ESCAPES = """
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(600)
+        time.sleep(600)
+"""
+
+
+def test_what_a_program_has_started_ends_with_it(own: Sandbox) -> None:
+    assert passes(ESCAPES + RIGHT, TESTS, own)  # the fixture looks for what is left
+
+
+WORKER = f"""
+from streamrl.config.tasks import Sandbox
+from streamrl.tasks import sandbox
+if NAMESPACES:
+    sandbox.shutil.which = lambda name: None
+sandbox.passes({ESCAPES + "while True: pass"!r}, "", Sandbox(seconds=300))
+"""
+
+
+def test_a_program_ends_with_its_worker_even_if_that_is_killed(own: Sandbox) -> None:
+    script = WORKER.replace("NAMESPACES", str(not isolation_of(own).command))
+    worker = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_for(lambda: len(left()) >= 6, 30, what="the program and all that it starts to be there")
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+
+
+def test_a_fork_bomb_is_ended_and_its_neighbours_go_on(own: Sandbox) -> None:
+    assert not passes(BOMB, "", own.model_copy(update={"seconds": 3.0}))
+    assert passes(RIGHT, TESTS, own)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel limits the processes of others")
+def test_too_many_processes_end_a_program_long_before_its_time_is_over() -> None:
+    several = f"import subprocess\nall = [subprocess.Popen(['sleep', '600']) for _ in range({MOST_PROCESSES} + 2)]\n"
+    assert not passes(several + "while True: pass", "", Sandbox(command=["env"], seconds=300))
+
+
+def test_memory_files_and_descriptors_are_limited() -> None:
+    small = Sandbox(command=["env"], seconds=20, memory_mb=256)
+    assert not passes("x = bytearray(1 << 30)", "", small)
+    assert not passes("open('large', 'wb').write(bytes(1 << 26))", "", NOTHING)
+    assert not passes("files = [open('/dev/null') for _ in range(200)]", "", NOTHING)
+    assert not passes("def add(a, b): return 'x' * (1 << 23)", TESTS, NOTHING)  # nor does an answer fill streamrl's
+
+
+USES = {
+    "exceptions": (
+        "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5",
+        "try: root(-1)\nexcept ValueError as error: assert str(error) == 'negative'\nelse: assert False\n"
+        "assert root(4) == 2",
+    ),
+    "objects": (
+        "class Stack:\n    def __init__(self): self.all = []\n    def push(self, x): self.all.append(x)\n"
+        "    def pop(self): return self.all.pop()\n    def __len__(self): return len(self.all)",
+        "s = Stack()\ns.push(1); s.push((2, {3}))\nassert len(s) == 2 and s.pop() == (2, {3})\n"
+        "assert s.all == [1] and s",
+    ),
+    "generators": (
+        "def squares():\n    n = 0\n    while True: yield n * n; n += 1",
+        "import itertools\nassert list(itertools.islice(squares(), 4)) == [0, 1, 4, 9]",
+    ),
+    "functions of the tests": (
+        "def each(f, xs): return [f(x) for x in xs]",
+        "assert each(lambda x: x + 1, [1, 2]) == [2, 3]",
+    ),
+    "arguments that are changed in place": (
+        "def order(xs): xs.sort()",
+        "xs = [3, 1, 2]\nassert order(xs) is None and xs == [1, 2, 3]",
+    ),
+    "checks in functions": (RIGHT, "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"),
+    "values of all plain types": (
+        "import collections\ndef same(x): return x\ndef count(x): return collections.Counter(x)",
+        "v = [None, True, 2 ** 9000, 1.5, float('inf'), 2j, 'ü', b'1', (1,), {2}, frozenset({3}), {(4,): [5]}]\n"
+        "assert same(v) == v and [type(one) for one in same(v)] == [type(one) for one in v]\n"
+        "assert count('aab') == {'a': 2, 'b': 1}",
+    ),
+    "a name of Python that the program has replaced stays Python's": (
+        "def len(x): return 3",
+        "assert len([1]) == 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "tests"), USES.values(), ids=USES)
+def test_tests_use_the_programs_names_as_if_they_were_their_own(program: str, tests: str) -> None:
+    assert passes(program, tests, NOTHING)
+
+
+def test_without_bubblewrap_it_is_said_what_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
+    assert "they can read every file that this user can; install bubblewrap" in isolation_of(Sandbox()).weaker
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda name: "/usr/bin/bwrap")
+    assert isolation_of(Sandbox()).command[0] == "/usr/bin/bwrap" and isolation_of(Sandbox()).weaker == ""
+    assert isolation_of(NOTHING).command == ("env",)
