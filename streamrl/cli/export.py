@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -204,10 +205,20 @@ def _kuberay(
     }
     kube = KubeOptions(
         *(options["image"], options["volume_claim"], files, options["resume"] or ""),
-        *(selectors, _ports(cluster, site)),
+        *(selectors, _ports(cluster, site), _ray_version()),
     )
     job = replace(job, cluster_file=f"{FILES}/cluster.yaml", run_file=f"{FILES}/run.yaml", runs_dir=runs_dir)
     return yaml.safe_dump_all(kuberay_manifest(job, groups, kube), sort_keys=False, allow_unicode=True)
+
+
+def _ray_version() -> str:
+    """Return the version of Ray here, which the image should have too; KubeRay needs to know it."""
+    from streamrl.launcher.job_files import FIRST_WITH_TOKEN
+
+    try:
+        return importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return FIRST_WITH_TOKEN
 
 
 def _ports(cluster: ClusterConfig, name: str) -> dict[str, int]:

@@ -33,6 +33,11 @@ IDLE_S = 900
 FILES = "/etc/streamrl"
 """Folder of the cluster file and run file in a pod."""
 HEAD_LABEL = "streamrl/head"
+RUN_LABEL = "streamrl/run"
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+"""Labels of KubeRay's operator, which asks Ray's head how the job is."""
+FIRST_WITH_TOKEN = "2.52.0"
+"""Ray's first version with token authentication; KubeRay 1.5.1 is the first to set it up."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class KubeOptions:
     """Labels of the nodes that have a GPU type, by type."""
     ports: Mapping[str, int] = field(default_factory=dict)
     """Ports that other sites connect to, by name."""
+    ray_version: str = FIRST_WITH_TOKEN
+    """Version of Ray in the image."""
 
 
 def node_groups(
@@ -219,6 +226,8 @@ for head_ip in ${{STREAMRL_HEAD_IP:-}} $(hostname --ip-address) $(hostname -I); 
 done
 address=$head_ip:$((20000 + SLURM_JOB_ID % 5000))
 export RAY_ADDRESS=$address RAY_TMPDIR=/tmp/streamrl-$SLURM_JOB_ID
+# without its token, whoever reaches a node could run commands as this user (all nodes mount this folder)
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={runs_dir}/.ray-token-$SLURM_JOB_ID
 steps=() launch=""
 stop() {{
     local code=$?
@@ -228,6 +237,7 @@ stop() {{
     [ -z "$(jobs -r)" ] || kill -TERM "${{steps[@]}}" 2>/dev/null
     for _ in {{1..30}}; do [ -z "$(jobs -r)" ] || sleep 1; done
     [ -z "$(jobs -r)" ] || kill -KILL "${{steps[@]}}" 2>/dev/null
+    rm -f "$RAY_AUTH_TOKEN_PATH"
     exit "$code"
 }}
 fail() {{ echo "error: $*" >&2; exit 1; }}
@@ -253,6 +263,8 @@ all_there() {{
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 sys.exit(sum(node["Alive"] for node in ray.nodes()) < {count})' "$address" >/dev/null 2>&1
 }}
+(umask 077 && mkdir -p {runs_dir} && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH") ||
+    fail "cannot write Ray's token to $RAY_AUTH_TOKEN_PATH"
 echo "Ray: head on $head_node ($address), {count} nodes in all"
 {head}
 wait_for "an answer of Ray's head" head_answers
@@ -350,6 +362,8 @@ def kuberay_manifest(job: Job, groups: Sequence[NodeGroup], options: KubeOptions
         "headGroupSpec": {"rayStartParams": params, "template": _pod(job, head, options, "ray-head")},
         "workerGroupSpecs": workers,
         "enableInTreeAutoscaling": any(group.most > group.nodes for group in others),
+        "rayVersion": options.ray_version,
+        "authOptions": {"mode": "token"},  # the operator makes a Secret and hands it to every pod of Ray's
     }
     cluster |= {"autoscalerOptions": {"idleTimeoutSeconds": IDLE_S}} if cluster["enableInTreeAutoscaling"] else {}
     spec = {
@@ -362,12 +376,36 @@ def kuberay_manifest(job: Job, groups: Sequence[NodeGroup], options: KubeOptions
     documents = [
         _document("v1", "ConfigMap", f"{job.name}-files", data=dict(options.files)),
         _document("ray.io/v1", "RayJob", job.name, spec=spec),
+        *_network_policies(job, options),
     ]
     if options.ports:
         ports = [{"name": name, "port": n, "targetPort": n, "protocol": "TCP"} for name, n in options.ports.items()]
         service = {"type": "LoadBalancer", "selector": {HEAD_LABEL: job.name}, "ports": ports}
         documents.append(_document("v1", "Service", f"{job.name}-sites", spec=service))
     return documents
+
+
+def _network_policies(job: Job, options: KubeOptions) -> list[dict[str, Any]]:
+    """Let only the run's own pods, the pod that submits it and KubeRay's operator reach the run's pods.
+
+    Other sites may reach the ports of the head that they connect to, whose connections are authenticated by their keys.
+    """
+    own = [
+        {"podSelector": {"matchLabels": {RUN_LABEL: job.name}}},
+        {"podSelector": {"matchLabels": {"job-name": job.name}}},  # Kubernetes' label of the submitter
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}},
+    ]
+    wanted: list[tuple[str, dict[str, str], dict[str, Any]]] = [(job.name, {RUN_LABEL: job.name}, {"from": own})]
+    if options.ports:
+        ports = [{"port": number, "protocol": "TCP"} for number in options.ports.values()]
+        wanted.append((f"{job.name}-sites", {HEAD_LABEL: job.name}, {"ports": ports}))
+    return [
+        _document(
+            *("networking.k8s.io/v1", "NetworkPolicy", name),
+            spec={"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"], "ingress": [rule]},
+        )
+        for name, labels, rule in wanted
+    ]
 
 
 def _document(version: str, kind: str, name: str, **content: dict[str, Any]) -> dict[str, Any]:
@@ -393,5 +431,5 @@ def _pod(job: Job, group: NodeGroup, options: KubeOptions, name: str) -> dict[st
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     if selector := options.selectors.get(group.gpu):
         spec["nodeSelector"] = dict(selector)
-    labels = {HEAD_LABEL: job.name} if group.name == HEAD else {}
+    labels = {RUN_LABEL: job.name} | ({HEAD_LABEL: job.name} if group.name == HEAD else {})
     return {"metadata": {"labels": labels}, "spec": spec}

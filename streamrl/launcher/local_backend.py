@@ -47,10 +47,13 @@ class LocalProcess(RunProcess):
         if self.exit_code is None:
             self.process.send_signal(number)
 
-    def kill(self) -> None:
+    def request_kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=10)
+
+    def finish_kill(self, limit_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel cannot end yet
+            self.process.wait(timeout=limit_s)
 
 
 def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], number: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -69,6 +69,7 @@ def check(
     return [
         *untried(cluster, run),
         *sandbox_warnings(run),
+        *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
         *memory_warnings(cluster, run, free_memory(), site),
     ]
@@ -234,6 +235,17 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         load_ranker(run)
     except UserError as error:
         yield str(error)
+
+
+def ray_warnings(cluster: ClusterConfig, environment: Mapping[str, str], site: str | None) -> Iterable[str]:
+    """Say that a Ray cluster without its token lets everyone in that reaches it."""
+    names = [site] if site is not None else list(cluster.sites)
+    on_ray = [name for name in names if cluster.sites[name].on_ray]
+    if on_ray and environment.get("RAY_AUTH_MODE") != "token":
+        yield (
+            f"site {on_ray[0]}: whoever reaches its Ray can run commands there; start Ray and streamrl with "
+            "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN_PATH on all nodes"
+        )
 
 
 def sandbox_warnings(run: RunConfig) -> Iterable[str]:

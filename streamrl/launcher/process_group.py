@@ -6,11 +6,12 @@ import contextlib
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
 from streamrl.launcher.site_setup import Share
-from streamrl.launcher.started_process import RunProcess
+from streamrl.launcher.started_process import KILL_S, RunProcess
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.run_dir.start_stages import say
@@ -120,8 +121,8 @@ class ProcessGroup:
     def _restart(self, process: RunProcess) -> None:
         home = process.spec.role in HOME
         old = [p for p in self._processes if p.spec.role != "instance"] if home else [process]
+        self._kill(old)
         for one in old:
-            one.kill()
             self._due.pop(one.spec.name, None)
         self._resume = self._resume or home
         if home:
@@ -202,5 +203,12 @@ class ProcessGroup:
             process.signal(signal.SIGTERM)
         while any(p.exit_code is None for p in self._processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for process in self._processes:
-            process.kill()  # also the leftovers of finished processes
+        self._kill(self._processes)  # also the leftovers of finished processes
+
+    def _kill(self, processes: Sequence[RunProcess]) -> None:
+        """Kill processes at once, with one deadline: a node that does not answer holds up no other."""
+        for process in processes:
+            process.request_kill()
+        deadline = time.monotonic() + KILL_S
+        for process in processes:
+            process.finish_kill(max(0.0, deadline - time.monotonic()))

@@ -21,7 +21,7 @@ import signal
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 
 CONNECT_S = 5.0
 """Seconds within which Ray's address must accept a connection."""
-END_S = 5.0
-"""Seconds that an actor has to end its process before it is killed itself."""
 OF_TYPE = "accelerator_type:"
 
 
@@ -98,6 +96,8 @@ class RayProcess(RunProcess):
     """Placement group of a process that spans nodes."""
     _place: tuple[int, str] | None = None
     _end: tuple[int, str] | None = None
+    _kills: list[Any] = field(default_factory=list)
+    """Ray references of its kill, one per node."""
 
     @property
     def exit_code(self) -> int | None:
@@ -142,10 +142,13 @@ class RayProcess(RunProcess):
             for actor in self.actors:
                 actor.signal.remote(number)
 
-    def kill(self) -> None:
-        """Kill the process and free its resources in the cluster."""
-        awaited = [*(actor.kill.remote() for actor in self.actors), *self.ended]
-        ray.wait(awaited, num_returns=len(awaited), timeout=END_S)
+    def request_kill(self) -> None:
+        if not self._kills:
+            self._kills = [actor.kill.remote() for actor in self.actors]
+
+    def finish_kill(self, limit_s: float) -> None:
+        awaited = [*self._kills, *self.ended]
+        ray.wait(awaited, num_returns=len(awaited), timeout=limit_s)
         self.exit_code  # noqa: B018  (it may have ended by itself before)
         for actor in self.actors:
             ray.kill(actor)

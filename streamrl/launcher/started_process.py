@@ -13,6 +13,8 @@ from streamrl.launcher.entry_point import AGAIN, LAST_WORDS, UNEXPECTED
 from streamrl.runtime.process_plan import ProcessSpec
 
 LOG_TAIL_LINES = 12
+KILL_S = 5.0
+"""Seconds within which a process, or all processes of a run together, must be gone once they are killed."""
 MOST_LOG_BYTES = 1 << 20
 """Most bytes of a process's output that are searched for its last words."""
 
@@ -50,8 +52,17 @@ class RunProcess(ABC):
         """Signal the process only; it ends its own children."""
 
     @abstractmethod
+    def request_kill(self) -> None:
+        """Let the process and all that it started be killed, without waiting for that."""
+
+    @abstractmethod
+    def finish_kill(self, limit_s: float) -> None:
+        """Wait at most this long, in seconds, until a requested kill is done, and free what the process held."""
+
     def kill(self) -> None:
         """Kill the process and all that it started."""
+        self.request_kill()
+        self.finish_kill(KILL_S)
 
     def short_words(self) -> str:
         """Return in one line why it ended."""

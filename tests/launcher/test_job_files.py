@@ -31,6 +31,7 @@ SBATCH = {
 }
 """Options of sbatch that a script may use."""
 RAY = {"backend": "ray", "address": "auto"}
+SELECTORS = [text for gpu in ("H20", "H800") for text in ("--node-selector", f"{gpu}=nvidia.com/gpu.product={gpu}")]
 
 
 def two_types() -> dict[str, Any]:
@@ -84,13 +85,17 @@ class Export:
     def kuberay(self, values: dict[str, Any], *options: str) -> dict[str, dict[str, Any]]:
         """Documents of the manifest, by kind; the RayJob holds to its schema."""
         text = self("kuberay", values, "--image", "example.org/streamrl:1", "--volume-claim", "shared", *options)
-        documents = {one["kind"]: one for one in yaml.safe_load_all(text)}
+        documents: dict[str, dict[str, Any]] = {}
+        for one in yaml.safe_load_all(text):
+            sites = one["kind"] == "NetworkPolicy" and one["metadata"]["name"].endswith("-sites")
+            documents["for sites" if sites else one["kind"]] = one
         jsonschema.validate(documents["RayJob"], SCHEMA)
         return documents
 
 
 @pytest.fixture
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Export:
+    monkeypatch.chdir(tmp_path)  # where runs/ is
     return Export(tmp_path, monkeypatch, capsys)
 
 
@@ -220,6 +225,7 @@ case "$*" in *--head*) role=head ;; *) role=workers ;; esac
 trap 'echo "ended $role" >>"$STUBS/calls"; exit 0' TERM
 if [ "$role" = "${FAILS:-}" ]; then exit 3; fi
 echo "ray $*" >>"$STUBS/calls"
+echo "$RAY_AUTH_MODE $(stat -c %a "$RAY_AUTH_TOKEN_PATH") $(cat "$RAY_AUTH_TOKEN_PATH")" >>"$STUBS/tokens"
 echo "$NODES" >>"$STUBS/nodes"
 while :; do /bin/sleep 0.05; done
 """,
@@ -274,7 +280,7 @@ class Started:
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_script_starts_ray_then_the_run_and_stops_all(export: Export, tmp_path: Path, code: int) -> None:
-    script = export("slurm", two_types(), "--setup", "export SET_UP=yes", "--runs-dir", "/shared/runs")
+    script = export("slurm", two_types(), "--setup", "export SET_UP=yes", "--runs-dir", f"{tmp_path}/shared")
     job = Started(tmp_path, script, CODE=str(code))
     ended, error = job.end()
     assert ended == code, error
@@ -293,10 +299,28 @@ def test_a_script_starts_ray_then_the_run_and_stops_all(export: Export, tmp_path
         '8 --resources={"H800": 8}',
     ]
     launched = next(number for number, call in enumerate(calls) if call.startswith("streamrl"))
-    files = f"--cluster {tmp_path}/cluster.yaml --runs-dir /shared/runs --plain"
+    files = f"--cluster {tmp_path}/cluster.yaml --runs-dir {tmp_path}/shared --plain"
     assert calls[launched] == f"streamrl launch {files} at 10.0.0.5:20007"
     assert all(calls.index(call) < launched for call in (*steps, head, *workers))
     assert sorted(calls[launched + 1 :]) == ["ended head", "ended workers", "ended workers"]
+
+
+def test_every_node_gets_one_token_that_others_cannot_read_and_that_is_gone_with_the_job(
+    export: Export, tmp_path: Path
+) -> None:
+    job = Started(tmp_path, export("slurm", two_types()))
+    assert job.end()[0] == 0
+    tokens = (job.folder / "tokens").read_text().splitlines()
+    assert len(tokens) == 3 and len(set(tokens)) == 1
+    assert re.fullmatch(r"token 600 [0-9a-f]{64}", tokens[0])
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_without_its_token_ray_is_not_started(export: Export, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file, where the folder should be")
+    job = Started(tmp_path, export("slurm", two_types()))
+    code, error = job.end()
+    assert code == 1 and "cannot write Ray's token to" in error and job.calls() == []
 
 
 def test_a_script_goes_on_with_a_run(export: Export, tmp_path: Path) -> None:
@@ -340,9 +364,8 @@ def test_a_failed_setup_line_starts_nothing(export: Export, tmp_path: Path) -> N
 
 
 def test_a_manifest_has_a_group_for_each_gpu_type(export: Export) -> None:
-    selectors = [text for gpu in ("H20", "H800") for text in ("--node-selector", f"{gpu}=nvidia.com/gpu.product={gpu}")]
-    documents = export.kuberay(two_types(), *selectors, "--memory", "500")
-    assert list(documents) == ["ConfigMap", "RayJob"]
+    documents = export.kuberay(two_types(), *SELECTORS, "--memory", "500")
+    assert list(documents) == ["ConfigMap", "RayJob", "NetworkPolicy"]
     spec = documents["RayJob"]["spec"]
     trains, generates = spec["rayClusterSpec"]["workerGroupSpecs"]
     counts = [(one["minReplicas"], one["replicas"], one["maxReplicas"]) for one in (trains, generates)]
@@ -385,6 +408,32 @@ def test_pods_get_the_files_and_the_volume(export: Export, tmp_path: Path) -> No
         assert claims["files"]["configMap"]["name"] == files["metadata"]["name"]
     resumed = export.kuberay(one_type(), "--resume", "/data/runs/mine")
     assert resumed["RayJob"]["spec"]["entrypoint"].endswith("--plain --resume /data/runs/mine")
+
+
+def test_rays_nodes_authenticate_each_other_and_only_the_runs_pods_reach_them(export: Export) -> None:
+    documents = export.kuberay(two_types(), *SELECTORS)
+    cluster = documents["RayJob"]["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] >= "2.52.0"
+    policy = documents["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    pods = policy["podSelector"]["matchLabels"]
+    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    assert all(pods.items() <= template["metadata"]["labels"].items() for template in templates)
+    name = documents["RayJob"]["metadata"]["name"]
+    ((rule),) = policy["ingress"]
+    who = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert who == [pods, {"job-name": name}, {"app.kubernetes.io/name": "kuberay-operator"}]
+    assert [one for one in rule["from"] if "namespaceSelector" in one] == [rule["from"][2]]
+    assert "for sites" not in documents
+    text = export("kuberay", two_types(), *SELECTORS, "--image", "example.org/streamrl:1", "--volume-claim", "shared")
+    assert "auth_token" not in text, "a secret is the operator's, not the file's"
+
+
+def test_other_sites_reach_two_ports_of_the_head_through_the_policy(export: Export) -> None:
+    documents = export.kuberay(two_sites(), "--site", "train")
+    policy, head = documents["for sites"]["spec"], documents["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert policy["podSelector"]["matchLabels"].items() <= head["template"]["metadata"]["labels"].items()
+    assert policy["ingress"] == [{"ports": [{"port": port, "protocol": "TCP"} for port in (5600, 5601)]}]
 
 
 def test_other_sites_reach_the_trainers_site_only(export: Export) -> None:

@@ -155,3 +155,12 @@ def test_a_sandbox_that_does_not_hide_files_is_told_before_a_run(monkeypatch: py
     assert warning.startswith("task 'programs': there is no bubblewrap (bwrap) here: programs have no network")
     run = RunConfig.model_validate({"tasks": [programs | {"sandbox": {"command": ["env"]}}]})
     assert list(preflight.sandbox_warnings(run)) == []
+
+
+def test_a_ray_cluster_that_lets_everyone_in_is_told() -> None:
+    site = {"launch": {"backend": "ray"}, "trainer": {}, "generation": [{"name": "regular"}]}
+    on_ray = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
+    (warning,) = preflight.ray_warnings(on_ray, {}, None)
+    assert warning.startswith("site here: whoever reaches its Ray can run commands there")
+    assert list(preflight.ray_warnings(on_ray, {"RAY_AUTH_MODE": "token"}, "here")) == []
+    assert list(preflight.ray_warnings(cluster("cpu"), {}, None)) == []

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -264,3 +265,28 @@ entry_point.answer_requests = entry_point.say = lambda *args: None
 sys.argv = ["role", "controller", "--run-dir", "."]
 sys.exit(entry_point.main())
 """
+
+
+def test_all_are_asked_to_end_before_one_is_waited_for_and_share_one_deadline(
+    tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["controller", "trainer", "rewards-here"]
+    family = families(tmp_path, spec(names[0], "controller"), spec(names[1], "trainer"), spec(names[2], "rewards"))
+    asked: list[str] = []
+    limits: list[float] = []
+    request, finish = LocalProcess.request_kill, LocalProcess.finish_kill
+
+    def note(self: LocalProcess) -> None:
+        asked.append(self.spec.name)
+        request(self)
+
+    def slow(self: LocalProcess, limit_s: float) -> None:
+        assert asked == names
+        finish(self, limit_s)
+        limits.append(limit_s)
+        threading.Event().wait(0.05)
+
+    monkeypatch.setattr(LocalProcess, "request_kill", note)
+    monkeypatch.setattr(LocalProcess, "finish_kill", slow)
+    family.stop()
+    assert len(limits) == 3 and limits[0] > limits[1] > limits[2]
