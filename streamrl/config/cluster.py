@@ -127,8 +127,9 @@ class Site(StrictModel):
         0,
         ge=0,
         le=65534,
-        description="trainer's site: the controller's port; weights use the next one (0: any free ports, one site "
-        "only); other sites: the port from which further sites can fetch weights (0: they cannot)",
+        description="trainer's site: the port at which other sites reach the controller, or on Ray its nodes; weights "
+        "use the next one (0: any free ports, one site only); other sites: the port from which further sites can fetch "
+        "weights (0: they cannot)",
     )
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     trainer: TrainerPool | None = None

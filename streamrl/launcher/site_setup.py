@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from streamrl.launcher.ray_backend import RaySite
 
 LOOPBACK = "127.0.0.1"
+LONGEST_SOCKET_PATH = 107
+"""Most bytes of a Unix socket's path on Linux."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """Environment inside an emulated site, where a process cannot find its own address by an outside route."""
 
@@ -124,6 +126,7 @@ def prepare(
         WeightStore(layout.weights_folder(path, not cluster.sites[name].on_ray)) for name, path in folders.items()
     ]
     with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))  # mode 0700
         network = None
         if emulate:
             cluster = _with_keys(cluster, run_dir / layout.KEYS)
@@ -143,12 +146,12 @@ def prepare(
             start_stages.forget(folder)
             for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # this launch may resume from any step
                 left.unlink()
-            choose_addresses(cluster, name, network, hosts[name].host if name in hosts else "").save(folder)
+            node = hosts[name].host if name in hosts else ""
+            choose_addresses(cluster, name, scratch, network, node).save(folder)
         (run_dir / layout.LOGS).mkdir(exist_ok=True)
         for store in stores:
             store.clear()
             stack.callback(store.clear)
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))
         forwarder = None
         if home in hosts and cluster.remote_sites:
             here = cluster.sites[home]
@@ -167,30 +170,36 @@ def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
 
 
 def choose_addresses(
-    cluster: ClusterConfig, site: str, network: EmulatedNetwork | None = None, node: str = ""
+    cluster: ClusterConfig, site: str, sockets: Path, network: EmulatedNetwork | None = None, node: str = ""
 ) -> Addresses:
     """Choose the addresses on which a site's processes listen and to which they connect.
 
+    Processes on one machine use Unix sockets in a folder that only their user can enter.
+
     Args:
+        sockets: that folder.
         network: network between emulated sites; None: real ones.
         node: address at which the other nodes of the site reach this machine; '': there are none.
 
     Raises:
-        RunFailed: the trainer's site has a host name that cannot be resolved.
+        RunFailed: the trainer's site has a host name that cannot be resolved, or `sockets` is too long a path.
     """
     home = cluster.sites[cluster.trainer_site]
     several = bool(cluster.remote_sites)
-    host = node or (LOOPBACK if several else home.address)
-    controller, publisher, service, nccl = free_ports(4, host)
-    services = {site: f"tcp://{host}:{service}"}
+    controller, publisher, service, nccl = free_ports(4, node or LOOPBACK)
+
+    def inside(name: str, port: int) -> str:
+        return f"tcp://{node}:{port}" if node else _unix_socket(sockets / name)
+
+    services = {site: inside(f"service-{site}", service)}
     if site != cluster.trainer_site:
         ports = network.ports if network else (home.port, home.port + 1)
         first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
         addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
         return addresses if network else _with_relays(addresses, cluster, site)
     addresses = Addresses(
-        controller=f"tcp://{host}:{controller if several else home.port or controller}",
-        publisher=f"tcp://{host}:{publisher}",
+        controller=inside("controller", controller if several else home.port or controller),
+        publisher=inside("publisher", publisher),
         services=services,
         nccl_port=nccl,
     )
@@ -203,6 +212,17 @@ def choose_addresses(
         controller_outside=f"tcp://{listen}:{for_samples}",
         publisher_outside=f"tcp://{listen}:{for_weights}",
     )
+
+
+def _unix_socket(path: Path) -> str:
+    """Return the ZeroMQ address of a Unix socket.
+
+    Raises:
+        RunFailed: the system takes no path of that length.
+    """
+    if len(str(path).encode()) > LONGEST_SOCKET_PATH:
+        raise RunFailed(f"{path} is too long for a socket ({LONGEST_SOCKET_PATH} bytes): set TMPDIR to a shorter path")
+    return f"ipc://{path}"
 
 
 def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:

@@ -54,7 +54,7 @@ def second_node(run: RunConfig, folder: Path, meeting: str) -> Iterator[None]:
     """Its part of the instance, as Ray's actor starts and ends it."""
     folder.mkdir()
     save_resolved(folder, CLUSTER, run)
-    choose_addresses(CLUSTER, "here").save(folder)
+    choose_addresses(CLUSTER, "here", folder).save(folder)
     command = [
         sys.executable,
         "-m",

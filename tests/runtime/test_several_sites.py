@@ -50,14 +50,17 @@ def test_sites_with_folders_of_their_own_get_them() -> None:
     assert folders["service-generate"] == folders["generate-regular-0"] == "b"
 
 
+SOCKETS = Path("/tmp/sockets")
+
+
 def test_only_the_trainers_site_listens_to_the_outside() -> None:
-    home = choose_addresses(cluster(), "train")
+    home = choose_addresses(cluster(), "train", SOCKETS)
     assert home.controller_outside == "tcp://127.0.0.1:5600"
     assert home.publisher_outside == "tcp://127.0.0.1:5601"
-    assert home.controller.startswith("tcp://127.0.0.1:") and home.controller != home.controller_outside
-    away = choose_addresses(cluster(), "generate")
+    assert (home.controller, home.publisher) == ("ipc:///tmp/sockets/controller", "ipc:///tmp/sockets/publisher")
+    away = choose_addresses(cluster(), "generate", SOCKETS)
     assert (away.controller, away.publisher) == ("tcp://localhost:5600", "tcp://localhost:5601")
-    assert away.controller_outside == "" and set(away.services) == {"generate"}
+    assert away.controller_outside == "" and away.services == {"generate": "ipc:///tmp/sockets/service-generate"}
 
 
 @pytest.mark.parametrize("name", ["heterogeneous.yaml", "cross_datacenter.yaml"])

@@ -38,7 +38,7 @@ def test_no_process_of_a_one_node_trainer_listens_where_another_machine_could_re
     model = {"path": str(save_tiny_model(tmp_path / "model")), "max_context": 96, "dtype": "float32"}
     run = RunConfig.model_validate({"model": model, "batch": {"packing": "separate"}, "sampling": {"max_tokens": 16}})
     save_resolved(tmp_path, cluster, run)
-    choose_addresses(cluster, "here").save(tmp_path)
+    choose_addresses(cluster, "here", tmp_path).save(tmp_path)
     spec = next(one for one in plan_processes(cluster, run, tmp_path) if one.role == "trainer")
     seen: set[str] = set()
 
