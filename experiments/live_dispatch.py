@@ -50,6 +50,8 @@ HERE = Path(__file__).parent
 OUT = HERE / "results" / "live_dispatch"
 PROMPT_SEED = 1007
 """Not the one of the data sets: the ranker has not seen these prompts."""
+CALIBRATION_S = 120.0
+"""Seconds for which the step times of both instances are measured, at most."""
 CLOSE = 0.03
 """Policies whose measured times differ by less are not expected to be simulated in that order."""
 
@@ -145,13 +147,16 @@ class Bench:
 
         for engine in self.engines.values():
             await engine.warm_up()
-        curves = await asyncio.gather(
+        measured = await asyncio.gather(
             *(
-                measure(engine, slots, self.run.model.max_context // 2, 2, lambda _: None)
+                measure(engine, slots, self.run.model.max_context // 2, CALIBRATION_S, lambda _: None)
                 for engine, slots in zip(self.engines.values(), self.workload.slots, strict=True)
             )
         )
-        mean = StepCurve.mean(curves)
+        for trials, load in measured:
+            if trials.doubts:
+                print(f"doubtful step times: {trials.doubts}; {load}")
+        mean = StepCurve.mean([trials.curve for trials, _ in measured])
         self.fleet = [
             SimulatedInstance(name, mean, slots) for name, slots in zip(self.engines, self.workload.slots, strict=True)
         ]

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.hardware import Device
+from scheduler.cost.step_measurement import describe_fall, steepest_fall
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,10 +98,11 @@ class StepCurve:
 
     @classmethod
     def from_json(cls, values: Any) -> StepCurve:
-        """Read a calibration; other keys are ignored.
+        """Read a calibration; other keys are ignored, and a file without the times per token leaves them out.
 
         Raises:
-            ValueError: a key is missing or has a wrong value; the message names it.
+            ValueError: a key is missing or has a wrong value, or step times fall with the batch beyond noise; the
+                message names the key.
         """
         points = values.get("step_seconds") if isinstance(values, dict) else None
         if not isinstance(points, dict) or not points:
@@ -110,7 +112,16 @@ class StepCurve:
             rates = [float(values.get(key, 0.0)) for key in ("per_context_token", "per_prefill_token")]
         except (TypeError, ValueError) as error:
             raise ValueError(f"a calibration holds numbers: {error}") from error
+        if all(seconds > 0 for seconds in measured.values()) and (fall := steepest_fall(measured)) is not None:
+            raise ValueError(
+                f'"step_seconds": {describe_fall(measured, *fall)}; expected times that do not fall with the batch, '
+                "measured while the machine does nothing else"
+            )
         return cls.measured(measured, *rates)
+
+    def step(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
+        """Return tau(batch, context) in seconds; `context`: tokens of context of the whole batch."""
+        return self.base(batch) + self.per_context_token * np.asarray(context, dtype=np.float64)
 
     @cached_property
     def _slope(self) -> float:

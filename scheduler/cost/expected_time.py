@@ -7,8 +7,8 @@ is about binomial, and a step costs
     g(A) = P tau(A / P),   P = 1 - (1 - A / n)^n (the probability that any runs),
 
 and the instance needs sum_k (g(k / 16) - g((k - 1) / 16)) v_k over all values v_1 >= v_2 >= ... Requests beyond the
-slots run later, at a full batch. Reading the context adds per_context_token * L^2 / 2 for every request (prompts left
-out).
+slots run later, at a full batch. Reading the context adds per_context_token * (P L + L^2 / 2) for every request, P the
+tokens of context that it begins with.
 """
 
 from __future__ import annotations
@@ -55,9 +55,15 @@ def _steps(curve: StepCurve, slots: int, count: int, each: int) -> Floats:
     return np.diff(step_cost(np.arange(count * each + 1) / each, curve, slots, None if each == 1 else count))
 
 
-def context_seconds(curve: StepCurve, lengths: Floats) -> Floats:
-    """Return the seconds that reading a request's own tokens adds to the steps, by length."""
-    return curve.per_context_token / 2 * lengths * lengths
+def context_seconds(curve: StepCurve, lengths: Floats, begun: npt.ArrayLike = 0.0) -> Floats:
+    """Return the seconds that reading a request's context adds to the steps.
+
+    Args:
+        curve: step time of the instance.
+        lengths: tokens to generate.
+        begun: tokens of context that each begins with (a prompt, and what it has produced); broadcasts.
+    """
+    return curve.per_context_token * lengths * (np.asarray(begun, dtype=np.float64) + lengths / 2)
 
 
 def step_cost(alive: npt.ArrayLike, curve: StepCurve, slots: int, uncertain: int | None = None) -> Floats:

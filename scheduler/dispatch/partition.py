@@ -90,6 +90,7 @@ def plan(
     prompts: PromptGroups | None = None,
     arrivals: Sequence[int] | None = None,
     objective: DispatchObjective = MAKESPAN,
+    contexts: Floats | None = None,
 ) -> Plan:
     """Return the cheapest plan, given what the workers already run.
 
@@ -104,6 +105,8 @@ def plan(
         prompts: prompts of the requests; None: prefilling them costs nothing.
         arrivals: [n] places in the order of arrival; None: unknown.
         objective: what is made small; a streamed training needs `prompts`, whose groups it trains.
+        contexts: [n + running] tokens of context with which each request begins, the running ones worker by worker;
+            None: none.
 
     Raises:
         ValueError: there is no worker, or a streamed objective has no groups.
@@ -120,7 +123,7 @@ def plan(
     drawn = scenarios(everything, 1 if known else SCENARIOS, seed, limit, tails)
     ends = len(values) + np.cumsum([len(part) for part in beside])
     columns = [range(end - len(part), end) for part, end in zip(beside, ends.tolist(), strict=True)]
-    timed = _Timed(drawn, workers, columns, prompts, objective)
+    timed = _Timed(drawn, workers, columns, prompts, objective, contexts)
     everyone, each = [list(range(len(workers)))], [[seat] for seat in range(len(workers))]
     slots, taken = [worker.slots for worker in workers], [len(part) for part in beside]
     dealt = even(len(values), slots, taken)
@@ -184,6 +187,8 @@ class _Timed:
     """Columns, by worker, of the requests that it already runs."""
     prompts: PromptGroups | None = None
     objective: DispatchObjective = MAKESPAN
+    contexts: Floats | None = None
+    """[n + running] tokens of context with which each begins; None: none."""
 
     def both(
         self,
@@ -213,6 +218,7 @@ class _Timed:
             ranks[request] = rank
         latest = np.zeros(len(self.drawn))
         ends = np.zeros_like(self.drawn)
+        context = np.zeros(self.drawn.shape[1]) if self.contexts is None else self.contexts
         for seats in stretches:
             at_once: list[list[int]] = []
             waiting: list[int] = []
@@ -227,8 +233,9 @@ class _Timed:
             for place, (seat, worker, taken, ran) in enumerate(zip(seats, workers, at_once, steps, strict=True)):
                 reading = np.zeros(len(self.drawn))
                 if worker.curve.per_context_token:
-                    reading += context_seconds(worker.curve, self.drawn[:, taken]).sum(axis=1)
-                    reading += context_seconds(worker.curve, beside).sum(axis=1) / len(seats)
+                    reading += context_seconds(worker.curve, self.drawn[:, taken], context[taken]).sum(axis=1)
+                    shared = context_seconds(worker.curve, beside, context[waiting]).sum(axis=1)
+                    reading += shared / len(seats)
                 if self.prompts is not None and worker.curve.per_prefill_token:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading

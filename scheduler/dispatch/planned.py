@@ -229,8 +229,8 @@ class SkewAware(Planned):
         ordered = longest_first(requests)
         forecasts = [request.forecast for request in ordered if request.forecast is not None]
         self._changed(*self.instances.values())
-        running = [self._remaining(instance, produced).values for instance in instances]
-        waiting, *beside = same_width([equally_likely(forecasts), *running])
+        running = [self._remaining(instance, produced) for instance in instances]
+        waiting, *beside = same_width([equally_likely(forecasts), *(some.values for some in running)])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
         arrived = {request.request_id: place for place, request in enumerate(requests)}
         prompts = PromptGroups([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
@@ -243,6 +243,7 @@ class SkewAware(Planned):
             prompts=prompts,
             arrivals=[arrived[request.request_id] for request in ordered],
             objective=self.objective,
+            contexts=np.concatenate([prompts.tokens, *(some.contexts for some in running)]),
         )
         self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}

@@ -20,7 +20,13 @@ from streamrl.errors import UserError
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file.")
 @click.option("--pool", help="Generation pool whose instance is measured (default: the first in the file).")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Repetitions per median.")
+@click.option(
+    "--seconds",
+    default=180.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Most seconds of measuring; fewer if repeats agree earlier.",
+)
 @click.option("--engine", is_flag=True, help="Compare vLLM's settings on this CPU instead.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 def command(
@@ -28,13 +34,15 @@ def command(
     run_file: Path | None,
     overrides: tuple[str, ...],
     pool: str | None,
-    repeats: int,
+    seconds: float,
     engine: bool,
     out: Path,
 ) -> None:
-    """Measure how long a decode step takes at each batch size, with vLLM, on this machine.
+    """Measure how long a decode step takes at each batch size and context, with vLLM, on this machine.
 
-    Starts a single instance as the cluster file describes it; takes a minute or two. With --engine, starts it once with
+    Starts a single instance as the cluster file describes it; takes a minute or two. Each step time is measured again
+    until its repeats agree, and what else the machine does meanwhile is noted. Step times that fall with the batch are
+    nonsense, so no file is written. With --engine, starts it once with
     each of vLLM's compile modes, thread bindings and KV-cache types, then prints and stores a table of their speeds.
     Runs keep vLLM's default settings; docs/how-to/machines.md says why.
 
@@ -76,10 +84,28 @@ def command(
         engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
         try:
             await engine.warm_up()
-            curve = await measure(engine, chosen.max_batch, run.model.max_context, repeats, click.echo)
+            trials, load = await measure(engine, chosen.max_batch, run.model.max_context, seconds, click.echo)
         finally:
             engine.close()
+        curve = trials.curve
+        for batch, step in zip(curve.batches, curve.seconds, strict=True):
+            click.echo(f"batch {batch}: {1e3 * step:.1f} ms a step")
+        rates = 1e6 * curve.per_context_token, 1e6 * curve.per_prefill_token
+        click.echo(f"context {rates[0]:.3f} us a token and step, prefill {rates[1]:.0f} us a token; {load}")
+        if trials.fall:
+            raise UserError(
+                f"these step times are not usable: {trials.fall}; {load}. Nothing was written: measure again while the "
+                "machine does nothing else"
+            )
+        if trials.doubts:
+            click.echo(f"doubtful: {trials.doubts}; measure again while the machine does nothing else, or longer")
         return curve.to_json() | {
+            "repeats": [
+                {"batch": batch, "prompt_tokens": prompt, "step_seconds": times}
+                for (batch, prompt), times in trials.times.items()
+            ],
+            "doubts": trials.doubts,
+            "load": str(load),
             "model": run.model.path,
             "dtype": types.dtype,
             "dtype_why": types.why,

@@ -352,9 +352,15 @@ def _curve(path: Path | None, device: str) -> StepCurve:
         except ValueError as error:
             raise UserError(f"--device {device}: {error}") from error
     try:
-        return StepCurve.from_json(json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        curve = StepCurve.from_json(values)
     except (OSError, ValueError) as error:
         raise UserError(f"--curve {path}: {error}; streamrl calibrate writes such a file") from error
+    if values.get("doubts"):
+        click.echo(f"--curve {path} is doubtful: {values['doubts']}", err=True)
+    if "per_context_token" not in values:
+        click.echo(f"--curve {path} has no per_context_token: reading the context costs nothing here", err=True)
+    return curve
 
 
 def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:

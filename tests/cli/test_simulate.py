@@ -43,11 +43,13 @@ def test_a_recorded_run_with_a_rankers_forecasts(
     model, _ = train(read_rollouts([str(run)]))
     model.save(tmp_path / "ranker.lgb")
     curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps({"step_seconds": {"1": 0.02, "8": 0.03, "32": 0.08}}))
+    steps = {"1": 0.02, "8": 0.03, "32": 0.08}
+    curve.write_text(json.dumps({"step_seconds": steps, "doubts": "repeats differ"}))
     fleet = ["--instances", "2", "--slots", "32", "--curve", curve, "--policy", "skew-aware"]
     files = ["--trace", run, "--ranker", tmp_path / "ranker.lgb", "--out", tmp_path / "p.svg"]
     assert streamrl(monkeypatch, "simulate", *fleet, *files) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert "curve.json is doubtful: repeats differ" in said and "has no per_context_token" in said
     assert "2 steps" in shown and "120 requests" in shown
     assert "skew-aware" in shown and "round-robin" not in shown
 
@@ -146,14 +148,21 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--lengths", "lognormal:7"], "expected lognormal:MU,SIGMA"),
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),
         (["--device", "H21"], "--device H21: unknown device"),
+        (["--curve", "falls.json"], '--curve falls.json: "step_seconds": a step of batch 8 took 10 ms'),
         (["--curve", "no.json"], "--curve no.json"),
         (["--ranker", "r.lgb"], "--ranker needs --trace"),
         (["--trace", "nowhere"], "--trace nowhere: no rollouts"),
     ],
 )
 def test_bad_input_gets_one_message(
-    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("falls.json").write_text(json.dumps({"step_seconds": {"1": 0.05, "8": 0.01}}))
     assert streamrl(monkeypatch, "simulate", *arguments) == 2
     error = capsys.readouterr().err
     assert complaint in error and "Traceback" not in error

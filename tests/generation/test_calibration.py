@@ -42,13 +42,16 @@ def test_a_real_instance_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "curve.json"
     wanted = (f"model.path={model}", "model.dtype=float32", "model.max_context=128", "sampling.max_tokens=24")
     settings = [word for one in wanted for word in ("--set", one)]
-    done = calibrate(tmp_path, *settings, "--repeats", "1", "--out", str(out))
+    done = calibrate(tmp_path, *settings, "--seconds", "20", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "batch 6:" in done.stdout and "prefill" in done.stdout
     values = json.loads(out.read_text())
     curve = StepCurve.from_json(values)
     assert curve.batches == (1, 2, 4, 6) and values["model"] == str(model)
     assert all(1e-5 < seconds < 5 for seconds in curve.seconds)
+    contexts = {(one["batch"], one["prompt_tokens"]) for one in values["repeats"]}
+    assert {(1, 1), (6, 1), (4, 88)} <= contexts, "two context lengths"
+    assert "other processes kept" in values["load"] and values["load"] in done.stdout
 
 
 @pytest.mark.parametrize(

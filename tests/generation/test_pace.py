@@ -24,6 +24,15 @@ def test_steps_as_long_as_the_curve_says_have_pace_1() -> None:
     assert pace(CURVE, before, Worked(1750, 80.0, 23.0)) == pytest.approx(2.0)
 
 
+def test_context_is_part_of_what_the_curve_says() -> None:
+    curve = StepCurve(CURVE.batches, CURVE.seconds, per_context_token=1e-5)
+    # 150 steps of 10 requests: 20 ms, and 10 ms for a mean of 1,000 tokens of context
+    before, now = Worked(0, 0.0, 0.0, context=500), Worked(1500, 45.0, 4.5, context=1500)
+    assert pace(curve, before, now) == pytest.approx(1.0)
+    assert pace(CURVE, before, now) == pytest.approx(1.5)
+    assert pace(curve, Worked(), Worked(1500, 45.0, 4.5, context=1000)) == pytest.approx(1.0)  # nothing ran before
+
+
 def test_idle_time_does_not_count() -> None:
     assert pace(CURVE, Worked(), Worked(100, 1.0, 1.0)) == pytest.approx(1.0)
 
@@ -49,6 +58,21 @@ def test_a_curve_is_improved_where_work_was_seen_and_follows_the_load_elsewhere(
     assert worked.curve.per_prefill_token == pytest.approx(1.1 * 0.001)
 
 
+def test_a_doubtful_start_gives_way_to_the_first_sizes_that_work_has_shown() -> None:
+    start = StepCurve.measured({1: 0.1, 4: 0.1, 16: 0.1})
+    worked = WorkedCurve(start, [2, 8], doubts="repeats differ")
+    assert worked.doubts == "repeats differ"
+    for _ in range(ENOUGH - 1):
+        worked.saw(4.0, 0.2)
+        worked.saw(16.0, 0.5)
+    assert worked.doubts and set(worked.curve.batches) == {1, 2, 4, 8, 16}
+    worked.saw(4.0, 0.2)
+    worked.saw(16.0, 0.5)
+    assert worked.doubts == ""
+    assert worked.curve.batches == (4, 16) and worked.curve.seconds == pytest.approx((0.02, 0.05))
+    assert float(worked.curve.base(8)) == pytest.approx(0.03)  # between both, whatever the start said
+
+
 def test_old_work_is_forgotten() -> None:
     worked = WorkedCurve(StepCurve.measured({1: 0.01, 16: 0.04}), [])
     for ratio in [3.0] * KEPT + [1.0] * KEPT:
@@ -69,6 +93,25 @@ def test_like_instances_get_the_mean_of_what_their_work_says_and_others_nothing_
     assert curves.simulated("c-0", "c", 4).curve == CURVE
     curves.worked("a-0", "a", CURVE.scaled(4.0))  # in place of what it has told before
     assert curves.simulated("b-0", "b", 4).curve.seconds == pytest.approx(CURVE.scaled(4.0).seconds)
+
+
+def test_doubtful_measurements_do_not_count_beside_others_and_disagreement_is_said() -> None:
+    pools = {name: GenerationPool(name=name) for name in ("a", "b")}
+    curves = FleetCurves(pools)
+    curves.measured("a", CURVE.scaled(9.0), doubts="repeats differ")
+    assert curves.simulated("a-0", "a", 4).curve == CURVE.scaled(9.0)  # there is no other
+    curves.measured("b", CURVE)
+    assert curves.simulated("a-0", "a", 4).curve == CURVE and curves.note("a") == ""
+    curves.measured("b", CURVE.scaled(2.0))
+    assert curves.simulated("a-0", "a", 4).curve.seconds == pytest.approx(CURVE.scaled(1.5).seconds)
+    assert "measured 10 to 20 ms for a step of batch 1; plans use the mean" in curves.note("a")
+    curves.worked("a-0", "a", CURVE)
+    assert curves.note("a") == ""
+
+
+def test_curves_differ_by_what_context_costs() -> None:
+    assert not differ(CURVE, StepCurve(CURVE.batches, CURVE.seconds, per_context_token=1e-8))
+    assert differ(CURVE, StepCurve(CURVE.batches, CURVE.seconds, per_context_token=2e-6))
 
 
 def test_curves_differ_if_any_step_time_does_by_more_than_is_passed_on() -> None:

@@ -245,3 +245,15 @@ def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None
         for mine, alone in zip(together, steps(lengths[None]), strict=True):
             assert mine[number] == pytest.approx(alone[0])
     assert sum(one.sum() for one in together) == pytest.approx(drawn.sum())
+
+
+def test_a_plan_is_timed_with_the_context_that_requests_begin_with() -> None:
+    curve = StepCurve((1, 8), (10e-3, 20e-3), per_context_token=1e-6)
+    lengths, begun = np.asarray([400.0, 300.0, 200.0]), np.asarray([5000.0, 0.0, 100.0])
+    fleet = [Worker("a", curve, 8)]
+    expected = replica_time(lengths, curve, begun)
+    assert plan(lengths[:, None], fleet, contexts=begun).makespan == pytest.approx(expected)
+    # as one of them runs already
+    running = [lengths[2:, None]]
+    assert plan(lengths[:2, None], fleet, running=running, contexts=begun).makespan == pytest.approx(expected)
+    assert replica_time(lengths, curve) < expected

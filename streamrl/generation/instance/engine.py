@@ -44,6 +44,8 @@ class Worked:
     """Running seconds, summed over all requests."""
     busy_s: float = 0.0
     """Seconds with at least one running request."""
+    context: int = 0
+    """Tokens of context, prompt and generated, of the requests that run now."""
 
 
 class Engine:
@@ -88,6 +90,8 @@ class Engine:
         """Tokens that running requests had already when they arrived here."""
         self._begun: dict[str, tuple[float, float]] = {}
         """Arrival of running requests, in (unix seconds, monotonic seconds)."""
+        self._prompts: dict[str, int] = {}
+        """Prompt tokens of running requests."""
         model = resolve_model(run.model.path)
         config = engine_config(pool, run, cuda, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
@@ -112,6 +116,12 @@ class Engine:
     def vocabulary(self) -> int:
         """Number of the tokenizer's token ids."""
         return len(self._tokenizer)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of context that the KV cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
 
     async def warm_up(self) -> None:
         """Generate a few tokens with one request and with several, so that kernels are ready before the first sample.
@@ -143,11 +153,12 @@ class Engine:
         self._count(1)
         self.busy_since = self.busy_since or t_dispatched
         self._begun[request.sample_id] = t_dispatched, started
+        self._prompts[request.sample_id] = len(request.prompt_tokens)
         try:
             output = await self._generate(request, min(longest, request.pause_at or longest))
         finally:
             self._count(-1)
-            del self._begun[request.sample_id]
+            del self._begun[request.sample_id], self._prompts[request.sample_id]
             if self.running == 0:
                 self.busy_since = None
         completion = output.outputs[0]
@@ -198,8 +209,10 @@ class Engine:
     def worked(self) -> Worked:
         """Return the work done here so far."""
         self._count(0)
-        made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in self.produced().items())
-        return replace(self._worked, tokens=self._ended_tokens + made)
+        produced = self.produced()
+        made = sum(tokens - self._kept.get(sample_id, 0) for sample_id, tokens in produced.items())
+        context = sum(self._prompts.get(sample_id, 0) + tokens for sample_id, tokens in produced.items())
+        return replace(self._worked, tokens=self._ended_tokens + made, context=context)
 
     async def release(self, sample_id: str) -> None:
         """Preempt a running request: its `generate` returns a partial sample. A no-op for one that has ended."""

@@ -100,10 +100,15 @@ class InstanceProcess:
             self.context.say("warming up")
             await self.engine.warm_up()
             largest, context = self.pool.max_batch, self.context.run.model.max_context
-            measured = await measure_quickly(self.engine, largest, context, self.context.say)
+            measured, load = await measure_quickly(self.engine, largest, context, self.context.say)
             log.info(measured.left_out or f"step times measured in {measured.spent_s:.1f} s")
-            self.worked = WorkedCurve(measured.curve, batch_sizes(largest))
-            note = f" ({measured.left_out})" if measured.left_out else ""
+            if doubts := measured.doubts:
+                doubts = f"step times measured at the start are doubtful ({doubts}; {load}); its work replaces them"
+                log.warning("%s", doubts)
+            elif load.disturbed:
+                log.info("while step times were measured, %s", load)
+            self.worked = WorkedCurve(measured.curve, batch_sizes(largest), doubts)
+            note = "".join(f" ({part})" for part in (measured.left_out, doubts) if part)
             self.context.say(waiting_for([f"service-{self.site}"]) + note)
             await self._serve()
         finally:
@@ -115,6 +120,7 @@ class InstanceProcess:
             "slots": self.pool.max_batch,
             "world_size": self.pool.gpus_per_replica,
             "curve": self.worked.start.to_json(),
+            "doubts": self.worked.doubts,
             "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines
@@ -261,6 +267,7 @@ class InstanceProcess:
         self._updated = self.updating
         return {
             "state": self._doing(),
+            "detail": self.worked.doubts,
             **self._compute_type,
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),

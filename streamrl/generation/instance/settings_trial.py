@@ -26,6 +26,10 @@ from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 
 SIZES = (1, 16, 64)
 """Batch sizes that are timed, up to the pool's largest: a last long answer, a small batch and a large one."""
+TOKENS = 8, 20
+"""Tokens of a pair of runs: 12 steps, without what both share."""
+BUDGET_S = 60.0
+"""Seconds of measuring each setting."""
 TRIAL_LIMIT_S = 300.0
 
 
@@ -89,8 +93,9 @@ def error_of(stderr: str) -> str:
 
 
 async def _measure(order: dict[str, object]) -> dict[str, object]:
-    from streamrl.generation.instance.calibration import LONG_TOKENS, SHORT_PROMPT, SHORT_TOKENS, Stopwatch
+    from streamrl.generation.instance.calibration import Stopwatch
     from streamrl.generation.instance.engine import Engine
+    from streamrl.generation.instance.step_trials import ONE_TOKEN, StepTrials, TimingTrial
 
     pool = GenerationPool.model_validate(order["pool"])
     run, settings = RunConfig.model_validate(order["run"]), EngineSettings(**order["settings"])  # type: ignore[arg-type]
@@ -99,14 +104,16 @@ async def _measure(order: dict[str, object]) -> dict[str, object]:
     try:
         await engine.warm_up()
         start_s = time.monotonic() - begun
-        watch = Stopwatch(engine, repeats=2)
+        watch = Stopwatch(engine)
         sizes = sorted({min(size, pool.max_batch) for size in SIZES})
         for size in sizes:  # compilation is not to be measured
-            await watch.step(size, SHORT_PROMPT, (1, 3))
-        steps = [(size, await watch.step(size, SHORT_PROMPT, (SHORT_TOKENS, LONG_TOKENS // 2))) for size in sizes]
+            await watch.trial(TimingTrial(size, ONE_TOKEN, 3))
+        trials = StepTrials(sizes, 2, 0, 0, TOKENS, BUDGET_S, BUDGET_S)
+        while (trial := trials.next()) is not None:
+            trials.took(await watch.trial(trial))
     finally:
         engine.close()
-    return {"start_s": start_s, "step_s": steps}
+    return {"start_s": start_s, "step_s": sorted(trials.points.items())}
 
 
 if __name__ == "__main__":

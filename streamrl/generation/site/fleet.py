@@ -128,7 +128,8 @@ class SiteFleet:
         finally:
             coming.cancel()
         for name in sorted(names):
-            self.curves.measured(self.lives[name].pool, StepCurve.from_json(self.hub.peers[name].meta["curve"]))
+            meta = self.hub.peers[name].meta
+            self.curves.measured(self.lives[name].pool, StepCurve.from_json(meta["curve"]), meta["doubts"])
             self.lives[name].on("met")
             if not self._weights_fetched:
                 await self.admit(name)  # the trainer pushes their weights

@@ -26,7 +26,8 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
     """Return the ratio of the measured step time of a stretch of work to the one that the curve gives.
 
     A running request gets one token per step, so the mean step took request_s / tokens, and its batch was
-    request_s / busy_s. Prompts that were prefilled meanwhile are part of that time.
+    request_s / busy_s. Its context is taken as the mean of the contexts at both ends of the stretch; an end at which
+    nothing ran does not count. Prompts that were prefilled meanwhile are part of that time.
 
     Args:
         curve: step curve of the instance.
@@ -39,7 +40,9 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
     tokens, request_s, busy_s = now.tokens - before.tokens, now.request_s - before.request_s, now.busy_s - before.busy_s
     if tokens < LEAST_TOKENS or busy_s <= 0:
         return None
-    return request_s / tokens / float(curve.base(request_s / busy_s))
+    contexts = [work.context for work in (before, now) if work.context]
+    context = statistics.mean(contexts) if contexts else 0.0
+    return request_s / tokens / float(curve.step(request_s / busy_s, context))
 
 
 class WorkedCurve:
@@ -47,21 +50,33 @@ class WorkedCurve:
 
     Each stretch of work has a ratio of its step time to the curve's (`pace`). Near batch sizes with enough stretches
     the curve is multiplied by the median of their ratios, elsewhere by the median of all, so that one size seen under
-    load does not stand out from others that were measured without load.
+    load does not stand out from others that were measured without load. Where the start's measurement is doubtful, its
+    shape does not count: as soon as one batch size has enough stretches, only such sizes are points of the curve.
     """
 
-    def __init__(self, start: StepCurve, sizes: Sequence[int]) -> None:
+    def __init__(self, start: StepCurve, sizes: Sequence[int], doubts: str = "") -> None:
         """
         Args:
             start: curve measured at the start.
             sizes: batch sizes at which the refined curve has points.
+            doubts: why the measurement at the start is doubtful; '': it is not.
         """
-        self.start = start
+        self.start, self._start_doubts = start, doubts
         self._ratios: dict[int, deque[float]] = {size: deque(maxlen=KEPT) for size in {*sizes, *start.batches}}
 
     def saw(self, batch: float, ratio: float) -> None:
         """Add a stretch of work, given by its mean batch size and its pace."""
         self._ratios[min(self._ratios, key=lambda size: abs(math.log(batch / size)))].append(ratio)
+
+    @property
+    def _shown(self) -> bool:
+        """Whether any batch size has enough stretches."""
+        return any(len(ratios) >= ENOUGH for ratios in self._ratios.values())
+
+    @property
+    def doubts(self) -> str:
+        """Why the curve is doubtful; '': it is not, or work has replaced what was."""
+        return "" if self._shown else self._start_doubts
 
     @property
     def curve(self) -> StepCurve:
@@ -70,9 +85,11 @@ class WorkedCurve:
         if len(seen) < ENOUGH:
             return self.start
         overall = statistics.median(seen)
+        only_shown = bool(self._start_doubts) and self._shown
         points = {
             size: float(self.start.base(size)) * (statistics.median(ratios) if len(ratios) >= ENOUGH else overall)
             for size, ratios in sorted(self._ratios.items())
+            if len(ratios) >= ENOUGH or not only_shown
         }
         rates = self.start.per_context_token * overall, self.start.per_prefill_token * overall
         return StepCurve.measured(points, *rates)

@@ -330,6 +330,8 @@ class GenerationService:
                 state["running"] = len(self.dispatcher.works_on(name))
             elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
                 state["detail"] = f"{factor:.1f} times as slow as the others"
+            elif note := self.fleet.curves.note(life.pool):
+                state["detail"] = state.get("detail") or note
             states[name] = state
         return states
 

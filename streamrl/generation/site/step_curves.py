@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from scheduler.cost.decode import StepCurve
+from scheduler.cost.step_measurement import disagreement
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import GenerationPool
 
+log = logging.getLogger(__name__)
+
 CHANGE = 0.1
 """Smallest relative change of a step time that is passed on; two measurements differ by less."""
+CONTEXT = 1000
+"""Tokens of context of each request at which step times are compared, besides those without context."""
 
 
 class FleetCurves:
     """Step times shared by instances of a kind: the mean of their measurements.
 
-    So plans do not take noise for a difference between instances.
+    So plans do not take noise for a difference between instances. Measurements that are doubtful count only while there
+    are no others. Those that disagree all the same are averaged until work replaces them, which is logged and in
+    `note`.
     """
 
     def __init__(self, pools: Mapping[str, GenerationPool]) -> None:
         self._pools = pools
-        self._measured: list[tuple[str, StepCurve]] = []
+        self._measured: list[tuple[str, StepCurve, bool]] = []
         self._worked: dict[str, tuple[str, StepCurve]] = {}
 
-    def measured(self, pool: str, curve: StepCurve) -> None:
-        """Add the curve that an instance of a pool measured as it started."""
-        self._measured.append((pool, curve))
+    def measured(self, pool: str, curve: StepCurve, doubts: str = "") -> None:
+        """Add the curve that an instance of a pool measured as it started, and why it is doubtful ('': it is not)."""
+        before = self.note(pool)
+        self._measured.append((pool, curve, bool(doubts)))
+        if (note := self.note(pool)) and note != before:
+            log.warning("%s", note)
+
+    def note(self, pool: str) -> str:
+        """Return a line about disagreeing measurements of a pool's kind; '': they agree, or work replaced them."""
+        found = disagreement(self._at_start(pool))
+        if found is None or self._alike(self._worked.values(), pool):
+            return ""
+        batch, shortest, longest = found
+        return (
+            f"instances like those of pool {pool} measured {1e3 * shortest:.4g} to {1e3 * longest:.4g} ms for a step "
+            f"of batch {batch}; plans use the mean until their work shows which is right"
+        )
 
     def worked(self, name: str, pool: str, curve: StepCurve) -> None:
         """Set the curve that an instance's work shows (`pace.WorkedCurve`).
@@ -39,7 +61,11 @@ class FleetCurves:
     def simulated(self, name: str, pool: str, slots: int) -> SimulatedInstance:
         """Return an instance with the step times of its kind."""
         worked = self._alike(self._worked.values(), pool)
-        return SimulatedInstance(name, StepCurve.mean(worked or self._alike(self._measured, pool)), slots, pool)
+        return SimulatedInstance(name, StepCurve.mean(worked or self._at_start(pool)), slots, pool)
+
+    def _at_start(self, pool: str) -> list[StepCurve]:
+        sound = self._alike(((other, curve) for other, curve, doubtful in self._measured if not doubtful), pool)
+        return sound or self._alike(((other, curve) for other, curve, _ in self._measured), pool)
 
     def _alike(self, curves: Iterable[tuple[str, StepCurve]], pool: str) -> list[StepCurve]:
         return [curve for other, curve in curves if self._kind(other) == self._kind(pool)]
@@ -52,7 +78,9 @@ class FleetCurves:
 def differ(one: StepCurve, other: StepCurve) -> bool:
     """Return whether two curves are so far apart that plans should change.
 
-    They are if their step times differ by more than the fraction `CHANGE` at a batch size that either of them has.
+    They are if their step times differ by more than the fraction `CHANGE` at a batch size that either of them has,
+    without context or with `CONTEXT` tokens of it for each request.
     """
-    sizes = sorted({*one.batches, *other.batches})
-    return bool(np.any(np.abs(np.log(one.base(sizes) / other.base(sizes))) > np.log1p(CHANGE)))
+    sizes = np.asarray(sorted({*one.batches, *other.batches}))
+    contexts = np.asarray([[0], [CONTEXT]]) * sizes
+    return bool(np.any(np.abs(np.log(one.step(sizes, contexts) / other.step(sizes, contexts))) > np.log1p(CHANGE)))

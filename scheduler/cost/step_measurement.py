@@ -1,0 +1,82 @@
+"""Judgement of measured step times: are they stable, are they possible, and do two measurements agree? Pure functions.
+
+A machine that does something else meanwhile makes steps slower, for a while. So every step time is measured again until
+its repeats agree, and a step of a larger batch that seems faster than one of a smaller batch is nonsense: within
+`NOISE` both get their mean (`StepCurve.measured`), beyond it the measurement is refused or said to be doubtful.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from scheduler.cost.decode import StepCurve
+
+NOISE = 0.15
+"""Share by which a step of a larger batch may seem faster before that is nonsense: an assumption, half as much again as
+the spread that repeats may have."""
+SPREAD = 0.10
+"""Largest relative spread (`spread`) of repeats that counts as stable: an assumption; plans pass on no smaller change
+of a step time either."""
+LEAST_REPEATS = 3
+"""Fewest repeats that can be stable: of two that differ, none is the odd one out."""
+DISAGREEMENT = 1.25
+"""Ratio from which two measurements of the same kind of instance are said to disagree: an assumption, what two stable
+ones that are off by a `SPREAD` in opposite directions may reach."""
+
+
+def spread(repeats: Sequence[float]) -> float:
+    """Return the median absolute deviation of repeats, as a share of their median."""
+    middle = statistics.median(repeats)
+    return statistics.median(abs(one - middle) for one in repeats) / middle
+
+
+def is_stable(repeats: Sequence[float]) -> bool:
+    """Return whether a time was measured often enough, and its repeats agree within `SPREAD`."""
+    return len(repeats) >= LEAST_REPEATS and spread(repeats) <= SPREAD
+
+
+def steepest_fall(points: Mapping[int, float], spreads: Mapping[int, float] | None = None) -> tuple[int, int] | None:
+    """Return the smaller and the larger batch between which the step time falls most; None: by noise at most.
+
+    Args:
+        points: seconds of a step by batch size.
+        spreads: relative spread of each one's repeats, by which it may be off besides `NOISE`; None: not known.
+    """
+    off = spreads or {}
+    falls = [
+        (points[large] / points[small], small, large)
+        for small, large in itertools.combinations(sorted(points), 2)
+        if points[large] * (1 + off.get(large, 0.0)) < (1 - NOISE) * points[small] * (1 - off.get(small, 0.0))
+    ]
+    return min(falls)[1:] if falls else None
+
+
+def describe_fall(points: Mapping[int, float], small: int, large: int) -> str:
+    """Return a clause about a step time that falls between two batch sizes."""
+    return (
+        f"a step of batch {large} took {1e3 * points[large]:.4g} ms and one of batch {small} "
+        f"{1e3 * points[small]:.4g} ms, but a larger batch cannot be faster (by more than {NOISE:.0%}, for noise)"
+    )
+
+
+def disagreement(curves: Sequence[StepCurve]) -> tuple[int, float, float] | None:
+    """Return where measurements of the same kind of instance disagree most.
+
+    Returns:
+        The batch size, and its shortest and its longest step time in seconds; None: they agree within `DISAGREEMENT`.
+    """
+    sizes = sorted({size for curve in curves for size in curve.batches})
+    if len(curves) < 2:
+        return None
+    seconds = np.asarray([curve.base(sizes) for curve in curves])
+    shortest, longest = seconds.min(axis=0), seconds.max(axis=0)
+    worst = int(np.argmax(longest / shortest))
+    if longest[worst] <= DISAGREEMENT * shortest[worst]:
+        return None
+    return sizes[worst], float(shortest[worst]), float(longest[worst])
