@@ -14,22 +14,23 @@ is answered for GPUs of several types in several sites (`Offer`):
 More time never needs more GPUs. So for throughput, the least t that fits counts and budget is found by bisection, and
 whatever the set at that t does not use is *released*. For cost, t runs over a grid with steps of `COARSE`, refined to
 `FINE` around the best: a set for t costs no more than one for any smaller t, so no plan is cheaper by more than a
-coarse step. Under synchronous schedules the times of the stages add up: for every number of trainer GPUs (if many, a
-geometric selection of `SYNC_SIZES`) the best generation beside it is found.
+coarse step. Under synchronous schedules the times of the stages add up, and under `stream` in part: for every number of
+trainer GPUs (if many, a geometric selection of `SYNC_SIZES`, then all around the best) the best generation beside it is
+found.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from scheduler.capacity.covering import Choice, Cover, Replicas
-from scheduler.cost.generation_cost import MOST_SLOTS, Batch, ReplicaKind, degrees, replica_kind
+from scheduler.cost.generation_cost import Batch, ReplicaKind, degrees, finish_profile, replica_kind
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
@@ -65,14 +66,14 @@ class Offer:
     count: int
     usd_per_hour: float
     """Price of one GPU."""
-    max_batch: int = MOST_SLOTS
-    """Largest number of sequences that a replica decodes together."""
+    max_batch: int | None = None
+    """Largest number of sequences that a replica may decode together; None: as many as its memory holds."""
     trains: bool = True
     """Whether the trainer may run here."""
     generates: bool = True
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.max_batch < 1:
+        if self.count < 1 or (self.max_batch is not None and self.max_batch < 1):
             raise ValueError(f"{self.site}: {self.device.name}: counts must be 1 or more, got {self.count}")
         if not 0 < self.usd_per_hour < math.inf:
             raise ValueError(
@@ -119,6 +120,8 @@ class Problem:
     """USD per hour, traffic included."""
     delta_ratio: float = DELTA_RATIO
     """Ratio of the full weights to the bytes that cross a link; 1: full weights are sent."""
+    home: str = ""
+    """Site that trains now; of plans that are alike, one that trains there is chosen. '': none."""
 
     def __post_init__(self) -> None:
         if not self.offers:
@@ -264,9 +267,9 @@ class Allocator:
     def candidates(self, objective: PlanObjective) -> Iterator[Split]:
         """Yield splits of which one is the best; several for each trainer."""
         for trainer in self.trainers:
-            if self.schedule == "sync":
+            if not KINDS[self.schedule].overlaps:
                 yield from self._following(trainer, objective)
-            else:
+            if not KINDS[self.schedule].whole_batches or KINDS[self.schedule].overlaps:
                 yield from self._overlapping(trainer, objective)
 
     def _overlapping(self, trainer: int, objective: PlanObjective) -> Iterator[Split]:
@@ -298,30 +301,75 @@ class Allocator:
         return max((self.generation_s([one]) for one in alone), default=0.0)
 
     def _following(self, trainer: int, objective: PlanObjective) -> Iterator[Split]:
+        """Yield splits for stages of which the second waits for (parts of) the first: all trainer sizes, or a selection
+        and then those around the best one."""
         times = [one for one in self.trainers[trainer] if one is not None]
         sizes = sorted({one.gpus: one for one in times}.items())
-        if len(sizes) > SYNC_SIZES:
-            wanted = set(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int).tolist())
-            sizes = [one for place, one in enumerate(sizes, 1) if place in wanted]
-        estimates: list[tuple[float, int, Split]] = []
-        for gpus, time in sizes:
-            price = gpus * self.problem.offers[trainer].usd_per_hour
+        tried: dict[int, list[tuple[float, float, Split]]] = {}
 
-            def affordable(t: float, gpus: int = gpus, price: float = price) -> bool:
-                found = self.cover(trainer, gpus, t)
-                return found is not None and found[0] + price <= self.problem.budget
+        def attempt(places: Iterable[int]) -> None:
+            for place in places:
+                if place not in tried:
+                    tried[place] = list(self._beside(trainer, *sizes[place], objective))
 
-            least = _least(affordable, 0.0, 1e-3)
-            if not math.isfinite(least):
-                continue
-            steps = SLOWER if objective == "cost" else (1.0,)
-            for slower in steps:
-                found = self.cover(trainer, gpus, least * slower)
-                if found is not None:
-                    usd = (found[0] + price) * (least * slower + time.seconds)
-                    estimates.append((usd, len(estimates), Split(trainer, time, found[1])))
-        estimates.sort(key=lambda one: one[0] if objective == "cost" else 0.0)
-        yield from (split for _, _, split in estimates[:SYNC_KEPT])
+        def merit(place: int) -> float:
+            found = [seconds if objective == "throughput" else cost for seconds, cost, _ in tried[place]]
+            return min(found, default=math.inf)
+
+        coarse = np.unique(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int) - 1).tolist()
+        attempt(coarse if len(sizes) > SYNC_SIZES else range(len(sizes)))
+        best = min(tried, key=merit)
+        around = sorted(tried).index(best)
+        reach = sorted(tried)[max(0, around - 1) : around + 2]
+        attempt(range(reach[0], reach[-1] + 1))
+        found = [one for some in tried.values() for one in some]
+        found.sort(key=lambda one: one[0] if objective == "throughput" else one[1])
+        yield from (split for _, _, split in found[:SYNC_KEPT])
+
+    def _beside(
+        self, trainer: int, gpus: int, time: TrainerTime, objective: PlanObjective
+    ) -> Iterator[tuple[float, float, Split]]:
+        """Yield the fastest generation beside a trainer, and for `cost` slower ones.
+
+        Each with the seconds of a step, and its price: USD per hour times these seconds.
+        """
+        price = gpus * self.problem.offers[trainer].usd_per_hour
+
+        def affordable(t: float) -> bool:
+            found = self.cover(trainer, gpus, t)
+            return found is not None and found[0] + price <= self.problem.budget
+
+        least = _least(affordable, 0.0, 1e-3)
+        if not math.isfinite(least):
+            return
+        for slower in SLOWER if objective == "cost" else (1.0,):
+            found = self.cover(trainer, gpus, least * slower)
+            if found is not None:
+                seconds = self.step_seconds(found[1], least * slower, time.seconds)
+                yield seconds, (found[0] + price) * seconds, Split(trainer, time, found[1])
+
+    def step_seconds(self, generation: Sequence[Replicas], generation_s: float, training_s: float) -> float:
+        """Return the seconds of generation and training of a step under a schedule that does not overlap steps.
+
+        Args:
+            generation: replicas that generate the batch.
+            generation_s: seconds in which they do.
+            training_s: seconds of training.
+        """
+        if KINDS[self.schedule].whole_batches:
+            return generation_s + training_s
+        return streamed_seconds(generation, generation_s, training_s, self.problem.batch)
+
+
+def streamed_seconds(generation: Sequence[Replicas], makespan_s: float, training_s: float, batch: Batch) -> float:
+    """Return the seconds until a step is trained whose samples are trained as they arrive."""
+    main = max(generation, key=lambda one: one.count * one.kind.share(makespan_s, False))
+    alone = main.count * main.kind.share(makespan_s, False)
+    ends = finish_profile(main.kind, main.count / alone, batch) * makespan_s
+    whole = np.asarray(batch.lengths)[::-1] + batch.prompt_tokens
+    work = whole / whole.sum() * training_s
+    after = np.cumsum(work[::-1])[::-1]
+    return float((ends + after).max())
 
 
 def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:

@@ -303,7 +303,7 @@ class Comparison:
         Raises:
             ValueError: its GPUs do not hold both trainer and generation.
         """
-        return Cost.of(plans(self.here(at, self.trains), at.schedule, "throughput")[0])
+        return Cost.of(plans(self.here(at, self.trains), at.schedule, "throughput", simulated=False)[0])
 
     def limit(self, at: Point) -> float:
         """Return the seconds of a step that every placement must keep up with."""

@@ -3,7 +3,7 @@
     sync    generation + training + weights
     stream  the last of: a sample's end + the training of it and of all that end later; + weights
     one_step_off   max(generation, training, weights): a batch is generated while the one before it is trained
-    async   the same, where generation continues across steps, so that no instance waits for a batch's last answers
+    async   simulated: generation continues across steps, and training waits for groups that are due (`steady_step.py`)
     colocated   generation + training on the same GPUs + two changes of turn
 
 Weights: one copy over each link (a lossless delta), then from one GPU to the others of its site, then every replica
@@ -19,10 +19,18 @@ from functools import cached_property
 
 import numpy as np
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, generation_seconds
+from scheduler.capacity.allocation import (
+    Allocator,
+    PlanObjective,
+    Problem,
+    Split,
+    generation_seconds,
+    streamed_seconds,
+)
 from scheduler.capacity.covering import Replicas
+from scheduler.capacity.steady_step import SteadyStep, steady_step
 from scheduler.cost.expected_time import Worker
-from scheduler.cost.generation_cost import degrees, finish_profile, replica_kind
+from scheduler.cost.generation_cost import degrees, replica_kind
 from scheduler.cost.hardware import Device
 from scheduler.cost.length_forecast import NORMAL_SCORES
 from scheduler.cost.training_cost import switch_seconds, trainer_times
@@ -39,6 +47,11 @@ TAIL_REPLICAS, TAIL_REQUESTS = 12, 384
 """Replicas and requests beyond which only a proportional part of a plan is examined for its tail."""
 ALTERNATIVES = 3
 """Number of plans that are shown beside the best."""
+SIMULATED = 3
+"""Best plans by rates alone whose steps are simulated under `async`, besides the best of each further assignment of GPU
+types to roles that may be shown."""
+MOVE = 0.01
+"""Share by which a plan that moves the trainer to another site must be better: moving it has a price of its own."""
 ALIKE = 0.02
 """Share by which plans with the same GPU types in the same roles must differ to be shown separately."""
 
@@ -103,6 +116,8 @@ class PlacementPlan:
     """Seconds for which every replica pauses to load new weights."""
     transfer_s: float
     """Seconds of new weights to the last site and to all its GPUs."""
+    simulated: bool = False
+    """Whether steps under `async` are simulated; otherwise they are those of rates alone, in which nobody waits."""
 
     @property
     def training_s(self) -> float:
@@ -131,29 +146,34 @@ class PlacementPlan:
                 seen.add(site)
         return usd
 
+    @cached_property
+    def steady(self) -> SteadyStep:
+        """Simulated step of the split under `async`."""
+        return steady_step(self.split.generation, self.problem.batch, self.training_s, self.transfer_s + self.load_s)
+
     def step(self, schedule: str) -> Step:
         """Return the step of the same split under any schedule."""
         kind = KINDS[schedule]
+        seconds = self.least_seconds(schedule)
         generation = self.steady_s if kind.continuous else self.makespan_s
-        if kind.overlaps:
-            seconds = max(generation + self.load_s, self.training_s, self.transfer_s)
-        else:
-            both = generation + self.training_s if kind.whole_batches else self._streamed()
-            seconds = both + self.transfer_s + self.load_s
+        idle = 1 - generation / seconds
+        if kind.continuous and self.simulated:
+            seconds = max(seconds, self.steady.seconds)
+            idle = max(0.0, min(1 - generation / seconds, self.steady.generation_bubble))
         usd = self.split.rent(self.problem.offers) + self.egress_usd * 3600 / seconds
         rate = self.problem.batch.samples / seconds
-        return Step(schedule, seconds, 1 - generation / seconds, 1 - self.training_s / seconds, rate, usd)
+        return Step(schedule, seconds, idle, 1 - self.training_s / seconds, rate, usd)
 
-    def _streamed(self) -> float:
-        """Return the seconds until a step is trained whose samples are trained as they arrive."""
-        batch = self.problem.batch
-        main = max(self.split.generation, key=lambda one: one.count * one.kind.share(self.makespan_s, False))
-        alone = main.count * main.kind.share(self.makespan_s, False)
-        ends = finish_profile(main.kind, main.count / alone, batch) * self.makespan_s
-        whole = np.asarray(batch.lengths)[::-1] + batch.prompt_tokens
-        work = whole / whole.sum() * self.training_s
-        after = np.cumsum(work[::-1])[::-1]
-        return float((ends + after).max())
+    def least_seconds(self, schedule: str) -> float:
+        """Return the seconds of a step by the stages' times; under `async` one in which nobody waits."""
+        kind = KINDS[schedule]
+        generation = self.steady_s if kind.continuous else self.makespan_s
+        if kind.overlaps:
+            return max(generation + self.load_s, self.training_s, self.transfer_s)
+        both = generation + self.training_s
+        if not kind.whole_batches:
+            both = streamed_seconds(self.split.generation, generation, self.training_s, self.problem.batch)
+        return both + self.transfer_s + self.load_s
 
     @property
     def chosen(self) -> Step:
@@ -204,6 +224,14 @@ class PlacementPlan:
         long, short = max(self.training_s, generation), min(self.training_s, generation)
         if KINDS[self.schedule].overlaps and self.transfer_s > long:
             return f"new weights limit it: {self.transfer_s:.1f} s to the last site; smaller deltas or a faster link"
+        if self.chosen.seconds > 1.05 * self.least_seconds(self.schedule) and self.chosen.seconds > 1.05 * max(
+            long, self.transfer_s
+        ):
+            return (
+                f"groups that are due limit it: with their longest answers a step takes {self.chosen.seconds:.1f} s, "
+                f"generation by rate {generation:.1f} s and training {self.training_s:.1f} s; a larger max_staleness "
+                "or smaller groups would help"
+            )
         pools = " and ".join(f"{one.gpus} {offers[one.offer].device.name}" for one in self.split.generation)
         who = f"{self.split.time.gpus} {trainer.device.name}" if slower == "training" else pools
         head = f"{slower} limits it ({who}: {long:.1f} s a step"
@@ -254,13 +282,14 @@ def _spread(problem: Problem, device: Device) -> float:
     return problem.model.weight_bytes * (1 / network + 2 / (device.link_gb_s * 1e9))
 
 
-def plans(problem: Problem, schedule: str, objective: PlanObjective) -> list[PlacementPlan]:
+def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: bool = True) -> list[PlacementPlan]:
     """Return the best plan, and the next-best ones that differ.
 
     Args:
         problem: what to plan for.
         schedule: determines which stages overlap.
         objective: `throughput`: the shortest step, of equal ones the cheapest; `cost`: the fewest USD per sample.
+        simulated: whether `async` is simulated (a second or so); without, a study of many plans goes by rates alone.
 
     Raises:
         ValueError: no plan fits into memory, counts, links or budget; the message says what is missing.
@@ -269,6 +298,10 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective) -> list[Pla
 
     allocator = Allocator(problem, schedule)
     splits = {split.key: split for split in allocator.candidates(objective)}
+    if KINDS[schedule].continuous and simulated:
+        # rates alone give generation too little where groups are waited for
+        waiting = Allocator(problem, "one_step_off")
+        splits |= {split.key: split for split in waiting.candidates("throughput")}
     if not splits:
         raise ValueError(explain(problem, allocator))
 
@@ -276,7 +309,16 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective) -> list[Pla
         step = one.chosen
         return (step.seconds, step.usd_per_1k) if objective == "throughput" else (step.usd_per_1k, step.seconds)
 
-    made = sorted((evaluate(allocator, split, objective) for split in splits.values()), key=worth)
+    made = [evaluate(allocator, split, objective) for split in splits.values()]
+    if simulated:
+        if KINDS[schedule].continuous:
+            made = _worth_simulating(made, schedule, objective)
+        made = [replace(one, simulated=True) for one in made]
+    made.sort(key=worth)
+    here = next((one for one in made if problem.offers[one.split.trainer].site == problem.home), None)
+    if here is not None and worth(here)[0] <= worth(made[0])[0] * (1 + MOVE):
+        made.remove(here)
+        made.insert(0, here)
     shown = made[:1]
     for one in made[1:]:
         if len(shown) > ALTERNATIVES:
@@ -284,6 +326,24 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective) -> list[Pla
         if all(_roles(one) != _roles(other) or worth(one)[0] > worth(other)[0] * (1 + ALIKE) for other in shown):
             shown.append(one)
     return shown
+
+
+def _worth_simulating(made: Sequence[PlacementPlan], schedule: str, objective: PlanObjective) -> list[PlacementPlan]:
+    """Return the best plans by the stages' times alone, and the best of some further assignments of roles."""
+
+    def rough(one: PlacementPlan) -> float:
+        seconds = one.least_seconds(schedule)
+        return seconds if objective == "throughput" else seconds * one.split.rent(one.problem.offers)
+
+    ranked = sorted(made, key=rough)
+    by_waiting = sorted(made, key=lambda one: one.least_seconds("one_step_off"))
+    kept = [*ranked[:SIMULATED], *by_waiting[:1]]
+    for one in ranked[SIMULATED:]:
+        if len({_roles(other) for other in kept}) > ALTERNATIVES:
+            break
+        if all(_roles(one) != _roles(other) for other in kept):
+            kept.append(one)
+    return list({one.split.key: one for one in kept}.values())
 
 
 def _roles(one: PlacementPlan) -> tuple[int, frozenset[int]]:
@@ -304,7 +364,8 @@ def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
             if kind is None or offer.count < tp:
                 continue
             generation = generation_seconds([Replicas(number, offer.count // tp, kind)], False)
-            switch = switch_seconds(problem.model, problem.work, offer.device, offer.count, time.shard)
+            parts = time.shard * time.tensor_parallel
+            switch = switch_seconds(problem.model, problem.work, offer.device, offer.count, parts)
             seconds = generation + time.seconds + switch
             step = Step(
                 *("colocated", seconds, 1 - generation / seconds, 1 - time.seconds / seconds),

@@ -34,18 +34,12 @@ and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)
 """
 ENGINE_BYTES = 2e9
 """Bytes per GPU for the engine's activations and CUDA graphs (assumption; no published figure was found)."""
-MOST_SLOTS = 256
-"""Default for the largest number of sequences decoded together: vLLM 0.32's default of `max_num_seqs` for an A100 and
-for GPUs below 70 GiB (vllm/engine/arg_utils.py). Larger ones get 1,024 there; one value for all is an assumption.
-"""
 LENGTHS = 512
 """Number of length quantiles on which the fluid is computed."""
 GRID = 96
 """Numbers of replicas at which a makespan is computed; values between them are interpolated on logarithms."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Degrees to try: the divisors of a machine of 8."""
-STALENESS = 1
-"""Steps that async samples may be old (StreamRL's async, arXiv 2504.15930)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,10 @@ class Batch:
     """Mean prompt length."""
     longest: float = 0.0
     """Tokens of the longest answer that must fit; 0: the longest of `lengths`."""
+    group: int = 1
+    """Samples of a prompt, which are trained together: a group is complete with its last one."""
+    staleness: int = 1
+    """Steps that the samples of `async` may be old (1 in StreamRL's async, arXiv 2504.15930)."""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) <= 0 or not np.isfinite(self.lengths).all():
@@ -69,15 +67,25 @@ class Batch:
             raise ValueError(
                 f"a batch needs samples >= 1 and prompt_tokens >= 0, got {self.samples}, {self.prompt_tokens}"
             )
+        if self.group < 1 or self.staleness < 1:
+            raise ValueError(f"a batch needs group >= 1 and staleness >= 1, got {self.group}, {self.staleness}")
 
     @classmethod
-    def of(cls, lengths: Floats, samples: int, prompt_tokens: float, longest: float = 0.0) -> Batch:
+    def of(
+        cls,
+        lengths: Floats,
+        samples: int,
+        prompt_tokens: float,
+        longest: float = 0.0,
+        group: int = 1,
+        staleness: int = 1,
+    ) -> Batch:
         """Create a batch from any number of observed lengths."""
         count = min(samples, LENGTHS)
         if not len(lengths):
             raise ValueError("a batch needs at least one length")
         values = np.quantile(lengths, 1 - (np.arange(count) + 0.5) / count)
-        return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest)
+        return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest, group, staleness)
 
     @property
     def most_tokens(self) -> float:
@@ -140,17 +148,18 @@ class ReplicaKind:
         return model.weight_bytes / self.tensor_parallel / (HOST_LINK_GB_S * 1e9)
 
 
-def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int = MOST_SLOTS) -> int:
-    """Return how many requests a replica holds at once, its KV cache divided by their mean context.
+def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int | None = None) -> int:
+    """Return how many requests a replica holds at once: its KV cache divided by their mean context.
 
-    0 if not even the longest request fits.
+    At most `most` (None: no such limit) and the whole batch; 0 if not even the longest request fits.
     """
     free = free_bytes(model, device, tensor_parallel)
     # with more ranks than KV heads, each rank holds a copy
     per_token = model.shape.kv_bytes_per_token * max(1.0, tensor_parallel / model.kv_heads)
     if free < per_token * batch.most_tokens:
         return 0
-    return max(1, min(most, int(free / (per_token * batch.running_context))))
+    held = min(batch.samples, int(free / (per_token * batch.running_context)))
+    return max(1, held if most is None else min(held, most))
 
 
 def free_bytes(model: Transformer, device: Device, tensor_parallel: int) -> float:
@@ -166,7 +175,7 @@ def degrees(model: Transformer, device: Device) -> list[int]:
 
 @lru_cache(maxsize=256)
 def replica_kind(
-    model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int = MOST_SLOTS
+    model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int | None = None
 ) -> ReplicaKind | None:
     """Compute the speed of one replica; None: the model or the longest request does not fit."""
     slots = slots_of(model, device, tensor_parallel, batch, most)
@@ -215,7 +224,7 @@ def _rates(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...
     reading = _reading(curve, batch)
     # while a request runs, its replica reads the context of all of them
     latency = mean * steps + reading / batch.samples * sizes
-    longest = batch.lengths[0] / mean * latency / (1 + STALENESS)
+    longest = batch.lengths[0] / mean * latency / (1 + batch.staleness)
     alone = batch.samples * latency / sizes
     allowed = np.maximum(latency, longest)
     best = np.maximum.accumulate(1 / alone)

@@ -44,6 +44,11 @@ class Device:
     """Devices of one machine, which tensor parallelism and fast links reach. 8 in DGX and HGX machines and in AMD's
     MI300X platform; for cards on PCIe an assumption.
     """
+    matmul_share: float = 0.80
+    """Share of `bf16_tflops` that the best large product reaches."""
+    attention_share: float = 0.35
+    """Share of `bf16_tflops` that FlashAttention reaches over the forward and backward pass."""
+    shares_source: str = "assumption: those of an H100"
     price: Price | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +58,18 @@ class Device:
                 raise ValueError(f"device {self.name}: {key} must be a positive number, got {value!r}")
         if self.per_machine != int(self.per_machine):
             raise ValueError(f"device {self.name}: per_machine must be a whole number, got {self.per_machine!r}")
+        if max(self.matmul_share, self.attention_share) > 1:
+            raise ValueError(f"device {self.name}: matmul_share and attention_share are shares of the peak, at most 1")
         if self.price is not None and not 0 < self.price.usd_per_hour < math.inf:
             raise ValueError(f"device {self.name}: its price must be positive, got {self.price.usd_per_hour!r} USD/h")
 
 
-POSITIVE = ("bf16_tflops", "memory_gb", "memory_bandwidth_gb_s", "link_gb_s", "network_gbit_s", "per_machine")
+POSITIVE = (
+    *("bf16_tflops", "memory_gb", "memory_bandwidth_gb_s", "link_gb_s", "network_gbit_s", "per_machine"),
+    *("matmul_share", "attention_share"),
+)
+NEEDED = ("bf16_tflops", "memory_gb", "memory_bandwidth_gb_s", "link_gb_s")
+"""Figures that a device of a user's own must have."""
 
 _PAPER = "StreamRL, arXiv 2504.15930, table 1"
 _PAPER_PRICE = f"{_PAPER}: machine cost relative to an H20, not USD"
@@ -114,26 +126,72 @@ _ROCM = (
 )
 _PCIE = "assumption: one 100 Gbit/s adapter for the 8 devices of a machine"
 
+_MAMF = (
+    "products: S. Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS in bf16 (A100 SXM 267.9 of "
+    "312, H100 and H200 SXM 794.5 of 989, B200 1,745 of 2,250, MI300X 781.9 of 1,300), "
+    "https://github.com/stas00/ml-engineering/tree/master/compute/accelerator; "
+)
+_FLASH_H100 = _MAMF + "attention: FlashAttention-2 on an H100, 35 % (FlashAttention-3, arXiv 2407.08608, abstract)"
+_FLASH_A100 = _MAMF + "attention: FlashAttention-2 on an A100, 50 to 73 % (arXiv 2307.08691, abstract), the middle"
+_OTHER_FLASH = _MAMF + "attention: assumption, that of an H100"
+_AS_H100 = _FLASH_H100 + "; that this GPU reaches the same is an assumption"
+
 CATALOGUE: dict[str, Device] = {
     device.name: device
     for device in (
         Device(
             *("H20", 148.0, 96.0, 4000.0, 900.0, _PAPER),
             *(12.5, "StreamRL, arXiv 2504.15930: 100 Gbit/s, taken as one machine's"),
+            matmul_share=0.803,
+            attention_share=0.35,
+            shares_source=_AS_H100,
             price=Price(1.0, "2025-04", _PAPER_PRICE),
         ),
         Device(
             *("H800", 989.5, 80.0, 3350.0, 400.0, _PAPER),
             *(200.0, "StreamRL, arXiv 2504.15930: 8 x 200 Gbit/s per machine"),
+            matmul_share=0.803,
+            attention_share=0.35,
+            shares_source=_AS_H100,
             price=Price(2.85, "2025-04", _PAPER_PRICE),
         ),
-        Device("H100", 989.5, 80.0, 3350.0, 900.0, _H100, 400.0, _DGX, price=_cloud(3.0)),
-        Device("H200", 989.5, 141.0, 4800.0, 900.0, _H200, 400.0, _DGX, price=_cloud(3.8)),
-        Device("A100-80", 312.0, 80.0, 2039.0, 600.0, _A100, 200.0, _DGX_A100, price=_cloud(1.8)),
+        Device("H100", 989.5, 80.0, 3350.0, 900.0, _H100, 400.0, _DGX, 8, 0.803, 0.35, _FLASH_H100, price=_cloud(3.0)),
+        Device("H200", 989.5, 141.0, 4800.0, 900.0, _H200, 400.0, _DGX, 8, 0.803, 0.35, _FLASH_H100, price=_cloud(3.8)),
+        Device(
+            "A100-80",
+            312.0,
+            80.0,
+            2039.0,
+            600.0,
+            _A100,
+            200.0,
+            _DGX_A100,
+            8,
+            0.859,
+            0.6,
+            _FLASH_A100,
+            price=_cloud(1.8),
+        ),
         Device("L40S", 362.05, 48.0, 864.0, 64.0, _L40S, 12.5, _PCIE, price=_cloud(0.9)),
         Device("RTX4090", 165.2, 24.0, 1008.0, 64.0, _RTX4090, 12.5, _PCIE, price=_cloud(0.5)),
-        Device("B200", 2250.0, 180.0, 8000.0, 1800.0, _B200, 400.0, _DGX, price=_cloud(5.5)),
-        Device("MI300X", 1307.4, 192.0, 5300.0, 896.0, _MI300X, 400.0, _ROCM, price=_cloud(2.5)),
+        Device(
+            "B200", 2250.0, 180.0, 8000.0, 1800.0, _B200, 400.0, _DGX, 8, 0.776, 0.35, _OTHER_FLASH, price=_cloud(5.5)
+        ),
+        Device(
+            "MI300X",
+            1307.4,
+            192.0,
+            5300.0,
+            896.0,
+            _MI300X,
+            400.0,
+            _ROCM,
+            8,
+            0.601,
+            0.35,
+            _OTHER_FLASH,
+            price=_cloud(2.5),
+        ),
     )
 }
 
@@ -162,7 +220,7 @@ def this_cpu() -> Device:
         10.0,
         "assumption: 10 Gbit/s",
         cores,
-        Price(0.05, "2025-07", "assumption: order of magnitude of a cloud's virtual core"),
+        price=Price(0.05, "2025-07", "assumption: order of magnitude of a cloud's virtual core"),
     )
 
 
@@ -222,7 +280,6 @@ def devices_from(values: Any) -> dict[str, Device]:
         raise ValueError("expected devices by name, like {H100: {usd_per_hour: 2.1}}")
     allowed = [entry.name for entry in fields(Device) if entry.name not in ("name", "price")]
     allowed += ["usd_per_hour", "price_date", "price_source"]
-    needed = [key for key in POSITIVE if key not in ("network_gbit_s", "per_machine")]
     found, made = known_devices(), {}
     for name, given in values.items():
         if not isinstance(name, str) or not isinstance(given, Mapping):
@@ -236,7 +293,7 @@ def devices_from(values: Any) -> dict[str, Device]:
             old: Device | None = device(name, found)
         except ValueError:
             old = None
-        if old is None and (missing := [key for key in needed if key not in given]):
+        if old is None and (missing := [key for key in NEEDED if key not in given]):
             raise ValueError(f"device {name} is not in the catalogue, so it also needs {', '.join(missing)}")
         price = None if old is None else old.price
         if "usd_per_hour" in given:

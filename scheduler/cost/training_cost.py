@@ -1,7 +1,12 @@
 """Cost of an optimizer step: time and memory of FSDP training on GPUs of one type. Pure functions.
 
-    compute = operations / (GPUs x peak x utilisation)
+    compute = (products / matmul rate + attention / attention rate + bytes of activations / bandwidth) / GPUs
+              / REACHED + all-reduces of tensor parallelism
     step    = max(compute, communication) + optimizer + gradients between replicas
+
+The rates are what kernels of each type reach (`hardware.Device`), so a shape with long samples, small layers or a GPU
+with much bandwidth for its compute has a utilisation of its own: a roofline (Williams et al., CACM 2009) of three kinds
+of work, one after the other.
 
 A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group, and there may be several (hybrid
 sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass, and
@@ -20,16 +25,22 @@ from functools import lru_cache
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 
-TRAINING_UTILISATION = 0.40
-"""Share of the peak that executed operations reach: an assumption within measured values
-(docs/explanation/cost_model.md).
+REACHED = 0.75
+"""Share of that roofline that whole steps reach: what kernel launches, unhidden communication and power limits leave.
 
-Recomputed forward passes count as executed (hardware FLOPs utilisation; PaLM's MFU, arXiv 2204.02311 appendix B, leaves
-them out), and attention counts half of the sequence. Counted so, FSDP on H100 reaches 0.50, 0.44 and 0.30 for MPT 7B at
-4k, 8k and 32k tokens and 0.56 for 70B at 2k (MosaicML's llm-foundry, scripts/train/benchmarking/README.md, whose HFU
-counts the whole sequence: 0.54, 0.50, 0.41, 0.57). MFU on H100: 0.38 to 0.43 for Llama 3 405B (arXiv 2407.21783,
-table 4), 0.33 to 0.39 for 8B under FSDP2 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md).
+Median over ten published FSDP steps (MosaicML's llm-foundry, scripts/train/benchmarking/README.md: 7B, 13B and 70B at
+2k to 32k tokens on H100 and A100), which reach 0.60 to 0.89 of it; the long samples on H100 are the lower ones
+(docs/explanation/cost_model.md has the rows).
 """
+ELEMENTWISE_BYTES = 68
+"""Bytes per token and hidden unit that a layer's forward pass moves apart from its products, counted: each of the
+`LAYER_ACTIVATION_BYTES` is written once and read once. A backward pass moves twice that.
+"""
+BANDWIDTH_SHARE = 0.90
+"""Share of the peak bandwidth that element-wise kernels reach: what FlashMLA's memory-bound kernel does on an H800,
+3,000 of 3,350 GB/s (https://github.com/deepseek-ai/FlashMLA); that others do is an assumption."""
+TENSOR_PARALLEL = (1, 2, 4, 8)
+"""Degrees of tensor parallelism to try, inside a machine."""
 TRAINED_BYTES = 16
 """Bytes per trained weight: fp32 master 4, AdamW's two moments 8, fp32 gradient 4 (ZeRO, arXiv 1910.02054, section 3.1,
 with gradients in fp32 as `training/learner.py` reduces them).
@@ -43,6 +54,8 @@ OPTIMIZER_BYTES = 28
 each."""
 LAYER_ACTIVATION_BYTES = 34
 """Bytes per token and hidden unit of one layer without its attention matrix (Korthikanti et al., arXiv 2205.05198)."""
+UNSPLIT_ACTIVATION_BYTES = 10
+"""Bytes of these that tensor parallelism does not split: norms, dropouts and inputs (the same, table 2)."""
 CHECKPOINT_BYTES = 2
 """Bytes per token and hidden unit of one layer whose activations are recomputed: its input in bf16."""
 LOGIT_BYTES, LOGIT_TOKENS = 12, 1024
@@ -111,6 +124,8 @@ class TrainerTime:
     """Seconds of gathers and scatters; overlaps with compute."""
     optimizer_s: float
     """Seconds of the optimizer, including the exchange of gradients between replicas."""
+    tensor_parallel: int = 1
+    """GPUs that split each layer; FSDP shards over the others (`trainer.tensor_parallel`)."""
 
     @property
     def seconds(self) -> float:
@@ -118,26 +133,49 @@ class TrainerTime:
         return max(self.compute_s, self.communication_s) + self.optimizer_s
 
 
-def memory_per_gpu(model: Transformer, work: TrainingWork, shard: int, micro_tokens: float) -> float:
-    """Return the bytes that each of `shard` GPUs needs.
+@dataclass(frozen=True)
+class TrainerLayout:
+    """How a model is spread over GPUs."""
+
+    shard: int
+    """Ranks that hold one copy of the weights together (FSDP), beside tensor parallelism."""
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    """GPUs that split each sequence. The trainer has none; for the memory of other set-ups."""
+    sequence_parallel: bool = False
+    """Whether what tensor parallelism does not split is split over the sequence (Megatron); this trainer does not."""
+
+
+def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout, micro_tokens: float) -> float:
+    """Return the bytes that each GPU needs.
 
     Args:
         model: one size for all roles.
         work: models that are held.
-        shard: GPUs that hold one copy together.
+        layout: how they are spread.
         micro_tokens: tokens of a rank's micro-batch.
     """
-    states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / shard
-    gathered = 2 * GATHER_BYTES * model.parameters / model.layers if shard > 1 else 2.0 * model.parameters
-    head = LOGIT_BYTES * model.vocabulary * min(micro_tokens, LOGIT_TOKENS)
-    return states + gathered + head + micro_tokens * _activation_bytes(model, work)
+    tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
+    states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
+    gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
+    tokens = micro_tokens / layout.context_parallel
+    head = LOGIT_BYTES * model.vocabulary * min(tokens, LOGIT_TOKENS)
+    return states + (gathered + head) / tp + tokens * _activation_bytes(model, work, layout)
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork) -> float:
-    """Return the bytes of activations per token of a micro-batch."""
+def _activation_bytes(model: Transformer, work: TrainingWork, layout: TrainerLayout) -> float:
+    """Return the bytes of activations per token of a micro-batch.
+
+    With tensor parallelism of t a layer keeps 10 + 24 / t per hidden unit, and with sequence parallelism 34 / t
+    (Korthikanti et al., arXiv 2205.05198, table 2, without the attention matrix).
+    """
+    t = layout.tensor_parallel
+    kept = LAYER_ACTIVATION_BYTES / t
+    if not layout.sequence_parallel:
+        kept = UNSPLIT_ACTIVATION_BYTES + (LAYER_ACTIVATION_BYTES - UNSPLIT_ACTIVATION_BYTES) / t
     if work.recompute:
-        return model.hidden * (model.layers * CHECKPOINT_BYTES + LAYER_ACTIVATION_BYTES)
-    return model.hidden * model.layers * LAYER_ACTIVATION_BYTES
+        return model.hidden * (model.layers * CHECKPOINT_BYTES / (t if layout.sequence_parallel else 1) + kept)
+    return model.hidden * model.layers * kept
 
 
 def usable(device: Device) -> float:
@@ -147,59 +185,109 @@ def usable(device: Device) -> float:
 
 def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, longest: float) -> int | None:
     """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does."""
-    fixed = memory_per_gpu(model, work, 10**9, longest)
-    if fixed >= usable(device):
+    found = [_smallest(model, work, device, longest, tp) for tp in _degrees(model, device)]
+    return min((gpus for gpus in found if gpus is not None), default=None)
+
+
+def _smallest(model: Transformer, work: TrainingWork, device: Device, longest: float, tp: int) -> int | None:
+    """Return the fewest GPUs, a multiple of the degree of tensor parallelism."""
+
+    def fits(shard: int) -> bool:
+        return memory_per_gpu(model, work, TrainerLayout(shard, tp), longest) <= usable(device)
+
+    if not fits(10**9):
         return None
     low = 1
-    while memory_per_gpu(model, work, low, longest) > usable(device):
+    while not fits(low):
         low *= 2
     lower = low // 2
     while low - lower > 1:
         middle = (low + lower) // 2
-        if memory_per_gpu(model, work, middle, longest) > usable(device):
-            lower = middle
-        else:
-            low = middle
-    return low
+        lower, low = (lower, middle) if fits(middle) else (middle, low)
+    return low * tp
 
 
-def _shards(gpus: int, machine: int) -> list[int]:
-    """Return the sizes of shard groups that divide the GPUs and align with machine boundaries."""
+def _degrees(model: Transformer, device: Device) -> list[int]:
+    return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and model.kv_heads % tp == 0]
+
+
+def _shards(ranks: int, machine: int) -> list[int]:
+    """Return the sizes of shard groups that divide the ranks and align with machine boundaries."""
     return [
         size
-        for size in range(1, gpus + 1)
-        if gpus % size == 0 and (size == gpus or machine % size == 0 or size % machine == 0)
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (size == ranks or machine % size == 0 or size % machine == 0)
     ]
 
 
+def compute_seconds(model: Transformer, work: TrainingWork, device: Device, tokens: float, squares: float) -> float:
+    """Return the seconds that one GPU would compute for all passes over samples; see the module.
+
+    Args:
+        model: one size for all roles.
+        work: models that are trained and evaluated.
+        device: the GPU.
+        tokens: tokens of all samples together.
+        squares: sum of their squared lengths.
+    """
+    peak = device.bf16_tflops * 1e12
+    attention = model.forward_flops(tokens, squares) - model.forward_flops(tokens, 0.0)
+    products = model.forward_flops(tokens, 0.0) / (peak * device.matmul_share)
+    moved = ELEMENTWISE_BYTES * model.hidden * model.layers * tokens
+    rest = attention / (peak * device.attention_share) + moved / (device.memory_bandwidth_gb_s * 1e9 * BANDWIDTH_SHARE)
+    return work.forwards * (products + rest) / REACHED
+
+
+def _all_reduce_seconds(model: Transformer, work: TrainingWork, device: Device, tokens: float, tp: int) -> float:
+    """Return the seconds of tensor parallelism's all-reduces over a rank's tokens.
+
+    Two per layer in a forward pass and two in a backward pass (Megatron-LM, arXiv 1909.08053, section 3), in bf16.
+    """
+    passes = work.trained * (3 if work.recompute else 2) + work.forward_only
+    moved = 2 * (tp - 1) / tp * tokens * model.hidden * GATHER_BYTES
+    return 2 * model.layers * passes * moved / (device.link_gb_s * 1e9 / 2)
+
+
 def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens) -> TrainerTime | None:
-    """Return the time of a step on all of these GPUs with the best shard group; None: it does not fit into memory."""
-    peak = device.bf16_tflops * 1e12 * TRAINING_UTILISATION
-    network = device.network_gbit_s * 1e9 / 8
-    flops = work.forwards * model.forward_flops(step.tokens, step.squares)
-    longest = work.forwards * model.forward_flops(step.longest, step.longest**2)
-    compute = max(flops / gpus, longest if step.samples else 0.0) / peak
+    """Return the time of a step on all of these GPUs, spread in the best way; None: it does not fit into memory."""
     best: TrainerTime | None = None
-    for shard in _shards(gpus, device.per_machine):
-        free = usable(device) - memory_per_gpu(model, work, shard, 0.0)
-        head = LOGIT_BYTES * model.vocabulary * LOGIT_TOKENS
-        micro = min((free - head) / _activation_bytes(model, work), max(MICRO_BATCH_TOKENS, step.longest))
-        if micro < step.longest:
-            continue
-        rounds = max(1, math.ceil(step.tokens / gpus / micro))
-        between = device.link_gb_s * 1e9 / 2 if shard <= device.per_machine else network
-        per_weight = work.trained * (2 * GATHER_BYTES + REDUCE_BYTES) + work.forward_only * GATHER_BYTES
-        moved = rounds * per_weight * model.parameters * (shard - 1) / shard
-        optimizer = work.trained * OPTIMIZER_BYTES * model.parameters / shard / (device.memory_bandwidth_gb_s * 1e9)
-        replicas = gpus // shard
-        if replicas > 1:
-            crossing = network if gpus > device.per_machine else device.link_gb_s * 1e9 / 2
-            share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * model.parameters / shard
-            optimizer += work.trained * share / crossing
-        one = TrainerTime(gpus, shard, compute, moved / between, optimizer)
-        if best is None or one.seconds < best.seconds:
-            best = one
+    for tp in _degrees(model, device):
+        if gpus % tp == 0:
+            for shard in _shards(gpus // tp, max(1, device.per_machine // tp)):
+                one = _spread_over(model, work, device, gpus, step, TrainerLayout(shard, tp))
+                if one is not None and (best is None or one.seconds < best.seconds):
+                    best = one
     return best
+
+
+def _spread_over(
+    model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens, layout: TrainerLayout
+) -> TrainerTime | None:
+    """Return the time of a step in one layout; None: it does not fit into memory."""
+    tp, shard = layout.tensor_parallel, layout.shard
+    free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
+    head = LOGIT_BYTES * model.vocabulary * LOGIT_TOKENS / tp
+    micro = min((free - head) / _activation_bytes(model, work, layout), max(MICRO_BATCH_TOKENS, step.longest))
+    if micro < step.longest:
+        return None
+    ranks = gpus // tp
+    whole = compute_seconds(model, work, device, step.tokens, step.squares) / gpus
+    longest = compute_seconds(model, work, device, step.longest, step.longest**2) / tp if step.samples else 0.0
+    compute = max(whole, longest)
+    if tp > 1:
+        compute += _all_reduce_seconds(model, work, device, max(step.tokens / ranks, step.longest), tp)
+    network, fast = device.network_gbit_s * 1e9 / 8, device.link_gb_s * 1e9 / 2
+    weights = model.parameters / tp
+    rounds = max(1, math.ceil(step.tokens / ranks / micro))
+    per_weight = work.trained * (2 * GATHER_BYTES + REDUCE_BYTES) + work.forward_only * GATHER_BYTES
+    moved = rounds * per_weight * weights * (shard - 1) / shard
+    optimizer = work.trained * OPTIMIZER_BYTES * weights / shard / (device.memory_bandwidth_gb_s * 1e9)
+    replicas = ranks // shard
+    if replicas > 1:
+        share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * weights / shard
+        optimizer += work.trained * share / (network if gpus > device.per_machine else fast)
+    between = fast if shard * tp <= device.per_machine else network
+    return TrainerTime(gpus, shard, compute, moved / between, optimizer, tp)
 
 
 @lru_cache(maxsize=64)
@@ -214,12 +302,12 @@ def trainer_times(
     return tuple(times)
 
 
-def switch_seconds(model: Transformer, work: TrainingWork, device: Device, gpus: int, shard: int) -> float:
+def switch_seconds(model: Transformer, work: TrainingWork, device: Device, gpus: int, parts: int) -> float:
     """Return the seconds to change from generation to training and back on shared GPUs.
 
     Optimizer states and masters go to host memory and come back, and each GPU's share of the new weights is gathered
     once.
     """
-    states = work.trained * TRAINED_BYTES * model.parameters / shard
+    states = work.trained * TRAINED_BYTES * model.parameters / parts
     between = device.link_gb_s * 1e9 / 2 if gpus <= device.per_machine else device.network_gbit_s * 1e9 / 8
     return 2 * states / (HOST_LINK_GB_S * 1e9) + model.weight_bytes / between

@@ -124,12 +124,14 @@ def _show(
         ("stage", "seconds", "of which"),
         [
             ("generation, a batch by itself", f"{best.makespan_s:.1f}", "the longest answers included"),
-            ("generation, across steps", f"{best.steady_s:.1f}", "async: instances never run dry"),
+            ("generation, across steps", f"{best.steady_s:.1f}", "async by rates alone: nobody waits"),
+            *_waiting_rows(best),
             (
                 "training",
                 f"{best.training_s:.1f}",
                 f"compute {time.compute_s:.1f}, FSDP traffic beside it {time.communication_s:.1f}, "
-                f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}",
+                f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}"
+                + (f", tensor_parallel {time.tensor_parallel}" if time.tensor_parallel > 1 else ""),
             ),
             ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{problem.delta_ratio:g} of them over links"),
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
@@ -168,14 +170,23 @@ def _show(
         _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
 
 
+def _waiting_rows(best: PlacementPlan) -> list[tuple[str, str, str]]:
+    """Return the row of what a simulated `async` step adds to its stages, if the plan is for `async`."""
+    if not KINDS[best.schedule].continuous:
+        return []
+    waited = best.chosen.seconds - best.least_seconds(best.schedule)
+    what = f"tails, groups and staleness, simulated: a step takes {best.chosen.seconds:.1f} s"
+    return [("waiting, across steps", f"{waited:.1f}", f"{what}, its groups are {best.steady.staleness:.1f} steps old")]
+
+
 def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     offers = best.problem.offers
     home = offers[best.split.trainer]
     gpus = best.split.time.gpus
     price = f"{gpus * home.usd_per_hour:.2f}"
-    rows: list[tuple[str, ...]] = [
-        (home.site, "trainer", home.device.name, str(gpus), f"FSDP {best.split.time.shard}", "", "", price)
-    ]
+    time = best.split.time
+    spread = f"FSDP {time.shard}" + (f" x TP {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
+    rows: list[tuple[str, ...]] = [(home.site, "trainer", home.device.name, str(gpus), spread, "", "", price)]
     for one, share in zip(best.split.generation, best.shares, strict=True):
         offer = offers[one.offer]
         shape, price = f"{one.count} x {one.kind.tensor_parallel}", f"{one.gpus * offer.usd_per_hour:.2f}"
@@ -261,6 +272,7 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
             "gpu": trainer.device.name,
             "gpus": one.split.time.gpus,
             "shard": one.split.time.shard,
+            "tensor_parallel": one.split.time.tensor_parallel,
         },
         "generation": [
             {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scheduler.cost.hardware import Device
     from scheduler.cost.model_shapes import Transformer
     from scheduler.cost.training_cost import TrainingWork
-    from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
+    from streamrl.config.cluster import ClusterConfig, TrainerPool
     from streamrl.config.run import RunConfig
 
 PAPER_TAIL, PAPER_MODE, PAPER_SPREAD = 0.12, 2200.0, 0.45
@@ -72,21 +72,24 @@ def offers_of(
 ) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
     """Return all GPUs of the cluster file by site, type and price, whatever their pool, and the prices' sources.
 
+    A `max_batch` that the file states limits replicas on all GPUs of that type, wherever they are, to the largest one
+    stated: what a GPU can do does not depend on the pool that it is in. Where none is stated, memory is the limit.
+
     Raises:
         UserError: an unknown GPU type, or a price that is missing or zero.
     """
     from scheduler.capacity.allocation import Offer
-    from scheduler.cost.generation_cost import MOST_SLOTS
     from scheduler.cost.hardware import CPU, device
+    from streamrl.config.cluster import GenerationPool
 
     counts: Counter[tuple[str, str, float, str]] = Counter()
-    slots: Counter[tuple[str, str, float, str]] = Counter()
+    slots: dict[str, int] = {}
     for site, entry in cluster.sites.items():
-        pools: list[tuple[str, TrainerPool | GenerationPool, int, int, int]] = []
+        pools: list[tuple[str, TrainerPool | GenerationPool, int, int]] = []
         if entry.trainer is not None:
-            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1, 0))
-        pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica, p.max_batch) for p in entry.generation]
-        for what, pool, members, each, most in pools:
+            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1))
+        pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica) for p in entry.generation]
+        for what, pool, members, each in pools:
             try:
                 found = device(pool.gpu, devices)
             except ValueError as error:
@@ -109,11 +112,9 @@ def offers_of(
                 )
             key = (site, found.name, usd, source)
             counts[key] += members * each
-            slots[key] = max(most, slots[key])
-    offers = [
-        Offer(site, devices[gpu], count, usd, slots[site, gpu, usd, source] or MOST_SLOTS)
-        for (site, gpu, usd, source), count in counts.items()
-    ]
+            if isinstance(pool, GenerationPool) and "max_batch" in pool.model_fields_set:
+                slots[found.name] = max(pool.max_batch, slots.get(found.name, 0))
+    offers = [Offer(site, devices[gpu], count, usd, slots.get(gpu)) for (site, gpu, usd, _), count in counts.items()]
     return tuple(offers), tuple(source for *_, source in counts)
 
 
@@ -230,10 +231,12 @@ def gather(
     if delta_ratio is None:
         delta_ratio = 1.0 if run is not None and run.weights.encoding == "raw" else DELTA_RATIO
     try:
-        batch = Batch.of(values, samples, float(prompt_tokens), longest)
+        group = run.batch.samples_per_prompt if run else 1
+        staleness = run.schedule.max_staleness if run and run.schedule.name == "async" else 1
+        batch = Batch.of(values, samples, float(prompt_tokens), longest, group, staleness)
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
-            *(math.inf if budget is None else budget, delta_ratio),
+            *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),
         )
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from ranker.data import read_rollouts
+from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli
+from streamrl.config.load import load_cluster
+from streamrl.planning.planning_inputs import offers_of
 from tests.cli.calling import streamrl
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +95,29 @@ def test_a_run_file_gives_model_batch_and_algorithm(
     shown = capsys.readouterr().out
     assert "smollm2-135m" in shown and "grpo, 128 samples a step" in shown and "stream (chosen)" in shown
     assert "default of" in shown, "local.yaml has no prices"
+
+
+@pytest.mark.parametrize(
+    ("stated", "slots"), [({}, {None}), ({"generate": 32}, {32}), ({"train": 8, "generate": 32}, {32})]
+)
+def test_what_a_gpu_decodes_at_once_does_not_depend_on_the_site_it_is_in(
+    stated: dict[str, int], slots: set[int | None], tmp_path: Path
+) -> None:
+    def change(values: Any) -> None:
+        values["sites"]["train"]["generation"] = [{"name": "beside", "gpu": "H20", "price_per_hour": 1.0}]
+        for site, most in stated.items():
+            values["sites"][site]["generation"][0]["max_batch"] = most
+        for pool in values["sites"]["generate"]["generation"]:
+            pool["gpu"] = "H20"
+            if "generate" not in stated:
+                pool.pop("max_batch", None)
+            else:
+                pool["max_batch"] = 32
+
+    path = edited(tmp_path, change)
+    offers, _ = offers_of(load_cluster(path), known_devices(), path)
+    assert {offer.site for offer in offers if offer.device.name == "H20"} == {"train", "generate"}
+    assert {offer.max_batch for offer in offers if offer.device.name == "H20"} == slots
 
 
 def test_lengths_of_past_rollouts(

@@ -20,7 +20,7 @@ from scheduler.capacity.allocation import (
     Route,
     Split,
 )
-from scheduler.capacity.placement_plan import colocated, plans, tail_split
+from scheduler.capacity.placement_plan import colocated, evaluate, plans, tail_split
 from scheduler.cost.generation_cost import Batch, degrees, makespans, replica_kind, slots_of
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
@@ -100,6 +100,20 @@ def test_the_fastest_plan_is_the_fastest_of_all_splits(schedule: str, budget: fl
     )
 
 
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_stream_is_planned_for_its_own_step(objective: PlanObjective) -> None:
+    one = problem(offer("a", "H100", 8), offer("a", "H20", 3))
+    allocator = Allocator(one, "stream")
+
+    def merit(split: Split) -> float:
+        step = evaluate(allocator, split).step("stream")
+        return step.seconds if objective == "throughput" else step.usd_per_1k
+
+    brute = min(map(merit, every_split(one, allocator)))
+    found = plans(one, "stream", objective)[0].chosen
+    assert (found.seconds if objective == "throughput" else found.usd_per_1k) <= brute * 1.02
+
+
 @pytest.mark.parametrize("schedule", ["async", "stream"])
 @pytest.mark.parametrize("usd", [0.7, 1.0, 2.9])
 def test_the_cheapest_plan_is_as_cheap_as_the_cheapest_of_all_splits(schedule: str, usd: float) -> None:
@@ -139,10 +153,10 @@ def test_the_faster_of_two_sites_is_shrunk_to_match_and_the_rest_released() -> N
         routes=((frozenset(("train", "generate")), FREE),),
     )
     one = replace(one, batch=Batch.of(LENGTHS, 4096, 200))
-    allocator = Allocator(one, "stream")
-    split = plans(one, "stream", "throughput")[0].split
+    allocator = Allocator(one, "one_step_off")
+    split = plans(one, "one_step_off", "throughput")[0].split
     assert split.time.gpus == 4, "the slower stage keeps all it has"
-    assert "H20 of generate in reserve" in plans(one, "stream", "throughput")[0].limit
+    assert "H20 of generate in reserve" in plans(one, "one_step_off", "throughput")[0].limit
     (pool,) = split.generation
     assert pool.gpus < 64
     assert allocator.generation_s([pool]) <= split.time.seconds * (1 + 1e-6)
@@ -220,6 +234,23 @@ def test_one_replica_takes_as_long_as_the_exact_formula_says() -> None:
     alone = float(makespans(kind.curve, kind.slots, batch, np.asarray([1.0]))[0])
     assert alone == pytest.approx(replica_time(batch.lengths, kind.curve), rel=1e-9)
     assert 1 / kind.share(alone, False) == pytest.approx(1.0, rel=0.01), "interpolated"
+
+
+def test_of_two_sites_with_the_same_gpus_the_one_that_trains_goes_on_training() -> None:
+    """Nothing but its place sets them apart: the plan must not move the trainer for nothing."""
+    route = ((frozenset("ab"), FREE),)
+    for home in "ab":
+        one = problem(offer("a", "H100", 4), offer("b", "H100", 4), routes=route, home=home)
+        split = plans(one, "one_step_off", "throughput")[0].split
+        assert one.offers[split.trainer].site == home
+
+
+def test_slots_are_bounded_by_memory_by_the_batch_and_by_what_is_stated() -> None:
+    gpu = device("H100")
+    many = slots_of(MODELS["1.5b"], gpu, 1, Batch.of(LENGTHS, 10**6, 0))
+    assert many > 1024, "memory, and no constant"
+    assert slots_of(MODELS["1.5b"], gpu, 1, BATCH) == BATCH.samples
+    assert slots_of(MODELS["1.5b"], gpu, 1, BATCH, 64) == 64
 
 
 def test_slots_are_what_the_kv_cache_holds() -> None:

@@ -12,8 +12,10 @@ from scheduler.cost.model_shapes import MODELS, Transformer
 from scheduler.cost.training_cost import (
     GRPO,
     PPO,
-    TRAINING_UTILISATION,
+    REACHED,
     StepTokens,
+    TrainerLayout,
+    compute_seconds,
     exactly,
     memory_per_gpu,
     smallest_trainer,
@@ -61,16 +63,60 @@ def test_a_config_that_is_not_understood_says_what(values: object, word: str) ->
         Transformer.from_config("mine", values)
 
 
-def test_compute_is_six_operations_per_weight_and_token_and_attention() -> None:
-    model, gpu = MODELS["7b"], device("H100")
+def test_compute_is_products_attention_and_bytes_each_at_its_own_rate() -> None:
+    model, gpu = MODELS["7b"], replace(device("H100"), matmul_share=0.5, attention_share=0.25)
     work = replace(GRPO, recompute=False)
     time = exactly(model, work, gpu, 8, StepTokens(1e6, 0.0, 100.0, 1000))
-    assert time is not None
-    peak = gpu.bf16_tflops * 1e12 * TRAINING_UTILISATION * 8
-    assert time.compute_s == pytest.approx(6 * model.computed * 1e6 / peak)
-    # one sequence of S tokens: S^2 / 2 pairs, two products of 2 operations each, per layer and channel
-    attention = model.forward_flops(1000, 1000.0**2) - model.forward_flops(1000, 0.0)
-    assert attention == pytest.approx(4 * 1000**2 / 2 * model.layers * model.hidden)
+    assert time is not None and time.tensor_parallel == 1
+    peak = gpu.bf16_tflops * 1e12
+    # 6 operations per weight and token; 68 bytes per token, layer and channel forward, twice that backward
+    products = 6 * model.computed * 1e6 / (peak * 0.5)
+    moved = 3 * 68 * model.hidden * model.layers * 1e6 / (gpu.memory_bandwidth_gb_s * 1e9 * 0.9)
+    assert time.compute_s == pytest.approx((products + moved) / REACHED / 8)
+    # one sequence of S tokens: S^2 / 2 pairs, two products of 2 operations each, per layer and channel, three times
+    with_attention = compute_seconds(model, work, gpu, 1000, 1000.0**2) - compute_seconds(model, work, gpu, 1000, 0.0)
+    operations = 3 * 4 * 1000**2 / 2 * model.layers * model.hidden
+    assert with_attention == pytest.approx(operations / (peak * 0.25) / REACHED)
+
+
+MPT = {  # non-gated: two products of 4 x hidden are three of 8 / 3
+    "7b": Transformer("mpt-7b", 32, 4096, 32, 32, 128, 10923, 50368, True, "llm-foundry"),
+    "13b": Transformer("mpt-13b", 40, 5120, 40, 40, 128, 13653, 50368, True, "llm-foundry"),
+    "70b": Transformer("mpt-70b", 80, 8192, 64, 64, 128, 21845, 50368, True, "llm-foundry"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "tokens", "published", "off"),
+    [
+        ("7b", "H100", 4096, 0.50, 0.06),
+        ("7b", "H100", 8192, 0.44, 0.06),
+        ("7b", "H100", 32768, 0.30, 0.30),
+        ("13b", "H100", 4096, 0.52, 0.06),
+        ("13b", "H100", 16384, 0.39, 0.15),
+        ("70b", "H100", 2048, 0.56, 0.06),
+        ("7b", "A100-80", 4096, 0.68, 0.17),
+        ("7b", "A100-80", 8192, 0.64, 0.15),
+        ("7b", "A100-80", 32768, 0.48, 0.12),
+    ],
+)
+def test_the_share_of_the_peak_is_near_published_fsdp_steps(
+    name: str, gpu: str, tokens: int, published: float, off: float
+) -> None:
+    model, found = MPT[name], device(gpu)
+    seconds = compute_seconds(model, GRPO, found, tokens, float(tokens) ** 2)
+    share = 4 * model.forward_flops(tokens, float(tokens) ** 2) / seconds / (found.bf16_tflops * 1e12)
+    assert share == pytest.approx(published, rel=off)
+
+
+def test_the_utilisation_falls_with_the_length_and_rises_with_the_width() -> None:
+    def share(name: str, tokens: float, gpu: str = "H100") -> float:
+        model, found = MODELS[name], device(gpu)
+        flops = 4 * model.forward_flops(tokens, tokens**2)
+        return flops / compute_seconds(model, GRPO, found, tokens, tokens**2) / (found.bf16_tflops * 1e12)
+
+    assert share("7b", 2e3) > share("7b", 2e4) and share("72b", 2e3) > share("1.5b", 2e3)
+    assert share("7b", 2e3, "H20") > share("7b", 2e3, "H800"), "it has more bandwidth for its compute"
 
 
 def test_more_gpus_are_never_slower_and_never_more_than_offered() -> None:
@@ -90,10 +136,13 @@ def test_no_rank_is_done_before_the_longest_sample() -> None:
 
 def test_memory_counts_what_is_held_and_the_smallest_trainer_just_fits() -> None:
     model, gpu = MODELS["7b"], device("H800")
-    assert memory_per_gpu(model, PPO, 1, 0) - memory_per_gpu(model, GRPO, 1, 0) == pytest.approx(18 * model.parameters)
+    assert memory_per_gpu(model, PPO, TrainerLayout(1), 0) - memory_per_gpu(
+        model, GRPO, TrainerLayout(1), 0
+    ) == pytest.approx(18 * model.parameters)
     enough = smallest_trainer(model, PPO, gpu, 8000)
     assert enough is not None and enough > 1
-    assert memory_per_gpu(model, PPO, enough, 8000) <= usable(gpu) < memory_per_gpu(model, PPO, enough - 1, 8000)
+    short = [memory_per_gpu(model, PPO, TrainerLayout((enough - 1) // tp, tp), 8000) for tp in (1, 2, 4) if enough > tp]
+    assert min(short) > usable(gpu)
     assert exactly(model, PPO, gpu, enough, STEP) is not None
     assert exactly(model, PPO, gpu, enough - 1, STEP) is None
 
@@ -101,10 +150,47 @@ def test_memory_counts_what_is_held_and_the_smallest_trainer_just_fits() -> None
 def test_recomputing_activations_takes_time_and_saves_memory() -> None:
     kept, again = replace(GRPO, recompute=False), GRPO
     model, gpu = MODELS["7b"], device("H100")
-    assert memory_per_gpu(model, kept, 8, 8000) > memory_per_gpu(model, again, 8, 8000)
+    assert memory_per_gpu(model, kept, TrainerLayout(8), 8000) > memory_per_gpu(model, again, TrainerLayout(8), 8000)
     times = [exactly(model, work, gpu, 64, STEP) for work in (kept, again)]
     assert times[0] is not None and times[1] is not None
     assert times[1].compute_s == pytest.approx(times[0].compute_s * 4 / 3)
+
+
+def test_tensor_parallelism_makes_a_72b_trainer_with_long_samples_fit() -> None:
+    """PPO with 20k-token answers on 64 H800, 72B: too much for FSDP alone."""
+    model, gpu = MODELS["72b"], device("H800")
+    step = StepTokens(1024 * 3000.0, 1024 * 3000.0**2, 20_512.0, 1024)
+    assert memory_per_gpu(model, PPO, TrainerLayout(64), 20_512) > usable(gpu)
+    assert memory_per_gpu(model, PPO, TrainerLayout(8, 8), 20_512) < usable(gpu)
+    found = exactly(model, PPO, gpu, 64, step)
+    assert found is not None and found.tensor_parallel > 1
+    assert smallest_trainer(model, PPO, gpu, 20_512) == 64
+
+
+def test_memory_by_layout() -> None:
+    model = MODELS["7b"]
+    fixed = memory_per_gpu(model, GRPO, TrainerLayout(4, 2), 0.0)
+    states, layer = 16 * model.parameters / 8, 2 * 2 * model.parameters / model.layers
+    assert fixed == pytest.approx(states + layer / 2)
+
+    def per_token(layout: TrainerLayout) -> float:
+        some, more = (memory_per_gpu(model, GRPO, layout, tokens) for tokens in (10_000, 20_000))
+        return (more - some) / 10_000 / model.hidden
+
+    kept = 2 * model.layers
+    assert per_token(TrainerLayout(4)) == pytest.approx(kept + 34)
+    assert per_token(TrainerLayout(4, 2)) == pytest.approx(kept + 10 + 12), "checkpoints are not split"
+    assert per_token(TrainerLayout(4, 2, sequence_parallel=True)) == pytest.approx((kept + 34) / 2)
+    assert per_token(TrainerLayout(4, context_parallel=4)) == pytest.approx((kept + 34) / 4)
+
+
+def test_tensor_parallelism_costs_two_all_reduces_a_layer_and_pass() -> None:
+    gpu, model = device("H800"), MODELS["72b"]
+    step = StepTokens(1024 * 3000.0, 1024 * 3000.0**2, 20_512.0, 1024)
+    fast = exactly(model, PPO, replace(gpu, link_gb_s=4000.0), 64, step)
+    slow = exactly(model, PPO, gpu, 64, step)
+    assert fast is not None and slow is not None and fast.tensor_parallel >= slow.tensor_parallel
+    assert slow.compute_s > compute_seconds(model, PPO, gpu, step.tokens, step.squares) / 64
 
 
 def test_no_number_of_small_gpus_holds_a_very_long_sample() -> None:
