@@ -87,7 +87,7 @@ def test_the_long_context_fits_the_engine_and_the_budget(
     fills = [trial for trial in made if trial.kind == "fill"]
     if length is None:
         assert not fills and trials.curve.per_context_token == 0.0
-        assert ("one context length only" in trials.left_out) == (context > 60)
+        assert trials.left_out == "", "the engine has no room for more, whatever the time"
     elif length:
         assert fills[0].prompt == length
     else:
@@ -101,9 +101,17 @@ def test_a_slow_engine_is_measured_where_it_matters_and_the_rest_is_said() -> No
     assert trials.points[48] == pytest.approx(5.3) and trials.points[1] == pytest.approx(0.6)
     assert trials.spent_s < 16.5
     assert trials.left_out.startswith("step times of 2 of 3 batch sizes and of no prompt measured in ")
+    assert quick_but_busy().left_out.startswith("step times of 3 of 3 batch sizes and of one context length only")
     # interpolated between both, and a prompt's token as dear as a request's
     assert float(trials.curve.base(12)) == pytest.approx(0.5 + 0.1 * 12)
     assert trials.curve.per_prefill_token == pytest.approx(0.1)
+
+
+def quick_but_busy() -> StepTrials:
+    """Of an engine that takes so long to prefill that no long context fits into the budget."""
+    trials = quick(48, context=1000)
+    play(trials, 0.02, 0.015)
+    return trials
 
 
 def test_a_hopeless_engine_is_measured_once() -> None:

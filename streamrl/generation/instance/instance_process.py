@@ -108,7 +108,7 @@ class InstanceProcess:
             elif load.disturbed:
                 log.info("while step times were measured, %s", load)
             self.worked = WorkedCurve(measured.curve, batch_sizes(largest), doubts)
-            note = "".join(f" ({part})" for part in (measured.left_out, doubts) if part)
+            note = f" ({measured.left_out})" if measured.left_out else ""
             self.context.say(waiting_for([f"service-{self.site}"]) + note)
             await self._serve()
         finally:

@@ -148,15 +148,21 @@ class StepTrials:
         if self._with_context or self.per_prefill_token is None:
             return []
         self._with_context = True
-        batch = sorted(self.sizes)[len(self.sizes) // 2]
+        batch, longest = self._context_batch
         if (batch, ONE_TOKEN) not in self._pairs:
             return []
         # prefilling the prompts may take a quarter of what is left
         affordable = (self.budget_s - self.spent_s) / 4 / max(batch * self.per_prefill_token, 1e-12)
-        length = int(min(self.context, self.room // batch, MOST_CONTEXT, affordable))
+        length = int(min(longest, affordable))
         if length < LEAST_CONTEXT:
             return []
         return [TimingTrial(batch, length, 1, "fill"), TimingTrial(batch, length, self.tokens[0])]
+
+    @property
+    def _context_batch(self) -> tuple[int, int]:
+        """Batch size of the trials with context, and the most prompt tokens that each of its requests may have."""
+        batch = sorted(self.sizes)[len(self.sizes) // 2]
+        return batch, min(self.context, self.room // batch, MOST_CONTEXT)
 
     def _repeat(self) -> list[TimingTrial]:
         """Return the first trial of the next repeat; none: all is stable, or there is no time."""
@@ -212,7 +218,7 @@ class StepTrials:
     def left_out(self) -> str:
         """A line about what there was no time for; '': everything was measured."""
         missing = "" if self.per_prefill_token is not None else " and of no prompt"
-        if self.context >= LEAST_CONTEXT and all(p == ONE_TOKEN for _, p in self.times):
+        if self._context_batch[1] >= LEAST_CONTEXT and all(p == ONE_TOKEN for _, p in self.times):
             missing += " and of one context length only"
         if len(self.points) == len(self.sizes) and not missing:
             return ""
