@@ -492,7 +492,7 @@ class Controller:
         """Record rewards, also void ones; groups that have all of theirs are complete.
 
         Raises:
-            RunFailed: too many rewards are void.
+            RunFailed: too many rewards of samples to train on are void.
         """
         scored: list[Scored] = []
         problems = []
@@ -502,8 +502,7 @@ class Controller:
             if not self.rewarders.answered(delivery.peer, sample_id):
                 self._refuse(delivery.peer, "not its own", f"the reward of sample {sample_id!r:.99}")
             elif self.evaluator.awaits(sample_id):
-                task = self.evaluator.scored(sample_id, answer.reward, time.time())
-                problems.append(self.void_watch.record(task, answer.void, answer.traceback))
+                self.evaluator.scored(sample_id, answer.reward, time.time())  # its row counts void ones
             elif sample_id in self.pool.received:
                 one, group = self.pool.score(sample_id, answer.reward, answer.void)
                 scored.append(one)

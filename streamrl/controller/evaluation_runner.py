@@ -68,16 +68,15 @@ class Evaluator(Evaluations):
         self._samples[sample.sample_id] = sample
         return self.group_of(sample.sample_id)
 
-    def scored(self, sample_id: str, reward: float | None, now: float) -> str:
-        """Record a sample's reward (None: void); return its task.
+    def scored(self, sample_id: str, reward: float | None, now: float) -> None:
+        """Record a sample's reward (None: void).
 
         With the last one of a version, write its row and mark the version if it is the best.
         """
         assert self._writer is not None
-        sample, task = self._samples.pop(sample_id), self.group_of(sample_id).task
+        sample = self._samples.pop(sample_id)
         row = self.finish(sample_id, reward, sample.output_length, sample.token_versions, now)
         if row is not None:
             self._writer.append(row)
             if best(read_evaluations(self._writer.path)) == row:
                 self._mark_best(row.step, row.score)
-        return task

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.controller import Controller
 from streamrl.controller.void_watch import FEWEST, VoidWatch
+from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.transport.endpoint import Delivery
 
 LATE = Void(VoidCause.TIMEOUT, "timed out after 20 s")
 RAISED = Void(VoidCause.VERIFIER, "KeyError: 'answer'")
@@ -73,3 +78,17 @@ def test_a_small_batch_is_judged_over_as_many_rewards_as_tell_something() -> Non
     tiny = RunConfig.model_validate({"batch": {"prompts_per_step": 1, "samples_per_prompt": 2}})
     ended = play(VoidWatch(tiny), [None, *[LATE] * 100])
     assert ended is not None and ended[0] == FEWEST
+
+
+def test_void_rewards_of_an_evaluation_end_no_run() -> None:
+    watched, scored, done = watch(), list[str](), list[int]()
+    controller = SimpleNamespace(
+        rewarders=SimpleNamespace(answered=lambda *_: True),
+        evaluator=SimpleNamespace(awaits=lambda _: True, scored=lambda sample_id, *_: scored.append(sample_id)),
+        void_watch=watched,
+    )
+    answers = [ScoreAnswer(f"e-{n}", None, 0.1, VoidCause.TIMEOUT, "timed out") for n in range(200)]
+    deliveries = [SimpleNamespace(peer="r", body=one, ack=lambda: done.append(1)) for one in answers]
+    Controller._rewards(cast(Controller, controller), cast(list[Delivery], deliveries))
+    assert len(scored) == len(done) == 200
+    assert play(watched, [LATE] * (FEWEST - 1)) is None  # it has counted none so far
