@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamrl.errors import RunFailed
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
+from streamrl.weights.finite import first_not_finite
 
 PROBE_SIZES = (1.0, 20.0, 400.0)
 """Standard deviations of the projections with which a head is proven: a bias shows in small ones, a cap in large."""
@@ -49,7 +50,7 @@ def prove_head(model: PreTrainedModel, transform: LogitTransform) -> None:
         transform: what `logit_transform` read.
 
     Raises:
-        RunFailed: they differ, or the model has no output projection.
+        RunFailed: they differ, or the model has no output projection, or one with weights that are not finite.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -57,6 +58,8 @@ def prove_head(model: PreTrainedModel, transform: LogitTransform) -> None:
         raise RunFailed(f"model.path: {name} has no output projection, expected a causal language model")
     weight: torch.Tensor = head.weight
     bias: torch.Tensor | None = getattr(head, "bias", None)
+    if bad := first_not_finite({"weight": weight} if bias is None else {"weight": weight, "bias": bias}):
+        raise RunFailed(f"model.path: the {bad} of {name}'s output projection is not finite (NaN or inf in the files)")
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(len(PROBE_SIZES), weight.shape[1], generator=generator).to(weight)
     sizes = torch.tensor(PROBE_SIZES).to(weight)[:, None]

@@ -129,6 +129,14 @@ def test_a_forgotten_bias_is_found() -> None:
         prove_head(model, LogitTransform())
 
 
+def test_nan_in_the_weights_is_not_blamed_on_the_architecture() -> None:
+    model = tiny("Llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3, 1] = float("nan")
+    with pytest.raises(RunFailed, match="the weight of LlamaForCausalLM's output projection is not finite"):
+        prove_head(model, LogitTransform())
+
+
 def test_a_policy_is_not_loaded_unless_its_head_is_proven(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_model, "logit_transform", lambda config: LogitTransform(scale=1.01))
     with pytest.raises(RunFailed, match=r"model\.path: what LlamaForCausalLM"):
