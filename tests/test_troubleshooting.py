@@ -31,6 +31,7 @@ from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
+from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.errors import RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
@@ -39,8 +40,10 @@ from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.launcher import preflight, site_setup, supervisor
 from streamrl.launcher.local_backend import LocalProcess, start
+from streamrl.protocol.controller_trainer import Refusal
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import step_line
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir.instance_files import StartedProcess, write_started
@@ -54,6 +57,7 @@ from streamrl.transport.curve import ClientSecurity, make_keys
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.cli.calling import streamrl
+from tests.controller.test_refused_steps import sent_batch
 from tests.report.synthetic import INSTANCES, make_row, make_status
 from tests.training.conftest import free_port
 from tests.waiting import scaled
@@ -446,6 +450,18 @@ def too_many_void(place: Place) -> str:
     watch, late = VoidWatch(RunConfig.model_validate({})), Void(VoidCause.TIMEOUT, "timed out after 20 s")
     words = [watch.record("mine", late if number else None) for number in range(128)]
     return str(words[-1])
+
+
+@provokes
+def steps_refused(place: Place) -> str:
+    steps = RefusedSteps(KeptMicroBatches(place.folder), limit=1)
+    batch, found = sent_batch(), Refusal("gradient", "model.layers.3.weight")
+    steps.refused(batch, Refusal("loss", "micro-batch 0"))
+    with pytest.raises(RunFailed) as ended:
+        while steps.examining:
+            here = {group.group_id for share in steps.next() for group in share}
+            steps.examined(batch, [{key: found for key in here & {"b"}}])
+    return f"error: {ended.value}"
 
 
 # -- a run that goes on, or does not
