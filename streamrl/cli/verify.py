@@ -24,13 +24,13 @@ def command(model: str, full: bool) -> None:
     Example:
       streamrl verify smollm2-135m
     """
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")
     from rich.console import Console
 
     from streamrl.machine.model_files import resolve_model
-    from streamrl.verify.findings import is_refused, table_of
+    from streamrl.verify.findings import reasons_against, table_of
     from streamrl.verify.model_checks import verify
 
     folder = Path(model).expanduser()
@@ -38,5 +38,5 @@ def command(model: str, full: bool) -> None:
         folder = Path(resolve_model(model))
     findings = verify(folder, full, lambda text: click.echo(text, err=True))
     Console().print(table_of(model, findings))
-    if is_refused(findings):
-        raise RunFailed(f"{model} is refused: " + "; ".join(one.reason for one in findings if one.verdict == "refused"))
+    if reasons := reasons_against(findings):
+        raise RunFailed(f"{model} is refused: " + "; ".join(reasons))

@@ -18,7 +18,7 @@ from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
-from streamrl.machine.model_files import read_config, resolve_model, weight_bytes
+from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.training.packing_choice import decide_packing
@@ -320,29 +320,13 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
 
 
 def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
-    """Name the parts of a run that have not been exercised so far, or have been seen to fail."""
+    """Name the parts of a run that have not been exercised so far."""
     found = []
     if cluster.hardware == "cuda":
         found.append("hardware: cuda has not been run so far: training and generation on GPUs are untested")
     if run.weights.backend == "nccl":
         found.append("weights.backend: nccl has not been run so far; stream has")
-    if has_experts(run):
-        found.append(
-            "model.path: a mixture of experts: after a weight update, vLLM's CPU back end has sampled other tokens "
-            "than a fresh engine; `streamrl verify MODEL` shows whether it does here, and mismatch.on_mismatch: stop "
-            "ends a run in which it happens"
-        )
     return found
-
-
-def has_experts(run: RunConfig) -> bool:
-    """Return whether the model is a mixture of experts; False if it is not on this machine."""
-    try:
-        config = read_config(Path(resolve_model(run.model.path)))
-    except UserError:
-        return False
-    text = config.get("text_config") or config
-    return any((text.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

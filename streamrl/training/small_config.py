@@ -30,8 +30,8 @@ LARGEST: Mapping[str, float] = {
     "n_group": 2,
     "topk_group": 1,
     "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
+    "kv_lora_rank": 512,  # vLLM's attention for CPUs has 512 + 64 only
+    "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "head_dim": HEAD_SIZE,
@@ -86,6 +86,8 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
         small["num_hidden_layers"] = layers
     if values.get("qk_rope_head_dim") is not None and values.get("head_dim") == values["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]  # of the rotated part alone (DeepSeek)
+    if values.get("qk_head_dim") is not None:
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     _shrink_heads(small)
     size = _rotated_size(small)
     for key in ("rope_parameters", "rope_scaling"):

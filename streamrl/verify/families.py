@@ -45,7 +45,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "OLMo-2": lambda: Olmo2Config(num_key_value_heads=8),
     "Cohere 2": lambda: Cohere2Config(num_key_value_heads=8, logit_scale=0.25),
-    "DeepSeek-V3": DeepseekV3Config,
+    "DeepSeek-V3": lambda: DeepseekV3Config.from_dict({"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     "GLM-4": Glm4Config,
     "Qwen3-Next": Qwen3NextConfig,
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.markup import escape
 from rich.table import Table
 
 Support = Literal["works", "works slower", "refused", "not checked"]
@@ -27,12 +28,12 @@ class Finding:
 
 def table_of(model: str, findings: Sequence[Finding]) -> Table:
     """Return the findings as a table."""
-    table = Table("check", "verdict", "reason", title=f"{model}")
+    table = Table("check", "verdict", "reason", title=escape(model))
     for one in findings:
-        table.add_row(one.check, f"[{STYLES[one.verdict]}]{one.verdict}[/]", one.reason)
+        table.add_row(one.check, f"[{STYLES[one.verdict]}]{one.verdict}[/]", escape(one.reason))
     return table
 
 
-def is_refused(findings: Sequence[Finding]) -> bool:
-    """Return whether the model cannot be trained as it is."""
-    return any(one.verdict == "refused" and not one.optional for one in findings)
+def reasons_against(findings: Sequence[Finding]) -> list[str]:
+    """Return why the model cannot be trained as it is; empty: it can."""
+    return [one.reason for one in findings if one.verdict == "refused" and not one.optional]

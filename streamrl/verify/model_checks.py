@@ -11,12 +11,11 @@ from transformers import AutoConfig, PretrainedConfig
 from streamrl.errors import UserError
 from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.verify.findings import Finding
-from streamrl.verify.generator_checks import AGAINST, VERSION, check_generator
-from streamrl.verify.small_folder import save_small_models
+from streamrl.verify.generator_checks import check_generators
+from streamrl.verify.generator_order import Order
+from streamrl.verify.small_folder import small_order
 from streamrl.verify.tokenizer_checks import check_tokenizer
 from streamrl.verify.training_checks import check_packing, check_settings
-
-SCHEDULES = "schedules"
 
 
 def verify(folder: Path, full: bool, say: Callable[[str], None]) -> list[Finding]:
@@ -40,10 +39,8 @@ def verify(folder: Path, full: bool, say: Callable[[str], None]) -> list[Finding
     found, packing = check_packing(proof)
     findings = [found]
     if packing is not None:
-        say("vLLM: log-probabilities, and a weight version")
-        of_vllm = _in_vllm(config, folder if full else None, packing)
-        findings += of_vllm
-        findings.append(_schedules(of_vllm))
+        say("vLLM: log-probabilities, and new weights in fp32, in 8 bits and between tokens")
+        findings += _in_vllm(config, folder if full else None, packing)
         say("settings of the trainer")
         findings += check_settings(config, packing)
     say("tokenizer")
@@ -53,15 +50,8 @@ def verify(folder: Path, full: bool, say: Callable[[str], None]) -> list[Finding
 
 def _in_vllm(config: PretrainedConfig, weights: Path | None, packing: Packing) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as name:
-        folder = Path(name)
-        if weights is not None:  # the second version is the first: a reload that changes nothing must change nothing
-            return check_generator((weights, weights), packing, folder)
-        return check_generator(save_small_models(config, folder), packing, folder)
-
-
-def _schedules(of_vllm: list[Finding]) -> Finding:
-    """Say which schedules work: all of them need what vLLM has shown, and nothing else of the model."""
-    verdicts = {one.check: one.verdict for one in of_vllm}
-    if verdicts[VERSION] == "works" and verdicts[AGAINST] == "works":
-        return Finding(SCHEDULES, "works", "all: weights can be replaced between steps and between tokens")
-    return Finding(SCHEDULES, "not checked", "they need a generator that takes new weights")
+        if weights is None:
+            order = small_order(config, packing, Path(name))
+        else:  # the second version is the first: a reload that changes nothing must change nothing
+            order = Order((str(weights), str(weights)), packing.attention, name, codes=())
+        return check_generators([order])[0]

@@ -8,41 +8,43 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from streamrl.training.packing_choice import Packing
 from streamrl.training.packing_proof import small_model
+from streamrl.verify.generator_order import Order
 
 SPECIAL = ("<|bos|>", "<|end|>")
 
 
-def save_small_model(config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """Write the small model (`small_model`) with a tokenizer of bytes; returns the folder.
-
-    Args:
-        config: configuration of the full model.
-        folder: folder to write.
-        seed: seed of the weights.
-    """
-    small_model(config, seed).save_pretrained(folder)
-    save_byte_tokenizer(folder)
-    return folder
-
-
 def save_small_models(config: PretrainedConfig, folder: Path) -> tuple[Path, Path]:
-    """Write two small models as `folder`/first and second; the weights differ in every tenth element, as after steps.
+    """Write two small models (`small_model`) with a tokenizer of bytes as `folder`/first and second.
+
+    The weights differ in every tenth element, as after a few steps.
 
     Args:
         config: configuration of the full model.
         folder: an existing folder.
     """
-    first = save_small_model(config, folder / "first", seed=0)
-    second = folder / "second"
-    model = small_model(config, seed=1)
+    first, second = small_model(config, seed=0), small_model(config, seed=1)
     with torch.no_grad():
-        for ours, theirs in zip(model.parameters(), small_model(config, seed=0).parameters(), strict=True):
+        for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
             changed = torch.arange(ours.numel()).view(ours.shape) % 10 == 0
             ours.copy_(torch.where(changed, ours, theirs))
-    model.save_pretrained(second)
-    save_byte_tokenizer(second)
-    return first, second
+    for name, model in (("first", first), ("second", second)):
+        model.save_pretrained(folder / name)
+        save_byte_tokenizer(folder / name)
+    return folder / "first", folder / "second"
+
+
+def small_order(config: PretrainedConfig, packing: Packing, folder: Path) -> Order:
+    """Write two small models and order their check in vLLM.
+
+    Args:
+        config: configuration of the full model.
+        packing: how the trainer packs the model.
+        folder: an existing empty folder.
+    """
+    first, second = save_small_models(config, folder)
+    return Order((str(first), str(second)), packing.attention, str(folder))
 
 
 def save_byte_tokenizer(folder: Path) -> None:

@@ -56,15 +56,15 @@ def initial_version(
             files |= dict.fromkeys(file.keys(), path)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (_, shape) in expected.items():
+        for name, (kind, shape) in expected.items():
             if name not in files:
                 continue  # the scales, which are yielded together with their weights
             with safe_open(files[name], framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name).to(getattr(torch, dtype))
+                tensor: torch.Tensor = file.get_tensor(name)
             if generation_dtype == "same" or not is_quantized(name, shape):
-                yield name, tensor
+                yield name, tensor.to(getattr(torch, kind))
             else:
-                codes, scales = quantize(tensor, generation_dtype)
+                codes, scales = quantize(tensor.to(getattr(torch, dtype)), generation_dtype)
                 yield name, codes
                 yield name + SCALE_SUFFIX, scales
 

@@ -103,6 +103,16 @@ def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[C
     return found
 
 
+def kept_buffers(model: PreTrainedModel) -> Tensors:
+    """Return the buffers that belong to a model's checkpoint, by name; none is trained, and versions keep them in fp32.
+
+    Such are the biases by which DeepSeek's routers balance their experts. An engine that did not receive them would
+    have whatever is in its memory in their place.
+    """
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()}
+
+
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Return indexes of `sizes` for each rank, with about equal sums: largest first, to the rank with the least."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
@@ -134,10 +144,15 @@ class ShardedLayout:
         """
         self.dtype = dtype
         self.kind: CodeKind | None = None if generation_dtype == "same" else generation_dtype
-        self._parameters = dict(model.named_parameters())  # tied ones come once
+        buffers = kept_buffers(model)
+        self._parameters = dict(model.named_parameters()) | buffers  # tied ones come once
         self._revert: Revert = lambda tensors: revert_weight_conversion(model, tensors)
         self._parts = conversions({name: tuple(p.shape) for name, p in self._parameters.items()}, self._revert)
-        plain = {name: (type_name(dtype), shape) for part in self._parts for name, shape in part.targets.items()}
+        plain = {
+            name: ("float32" if set(part.sources) <= buffers.keys() else type_name(dtype), shape)
+            for part in self._parts
+            for name, shape in part.targets.items()
+        }
         described = plain if self.kind is None else quantized(plain, self.kind)
         self._files: list[int] = []
         """Spare files of `shared_buffer`."""

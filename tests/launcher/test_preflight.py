@@ -132,14 +132,6 @@ def test_a_packing_that_is_proven_wrong_is_refused_before_anything_starts(tmp_pa
     assert "transformers cannot read" in problem and "no_such_family" in problem
 
 
-def test_a_mixture_of_experts_is_warned_of(tmp_path: Path) -> None:
-    dense = make_model(tmp_path / "m", num_experts=None)
-    assert preflight.untried(cluster(), dense) == []
-    for config in ({"num_experts": 8}, {"text_config": {"num_local_experts": 4}}, {"n_routed_experts": 64}):
-        (warning,) = preflight.untried(cluster(), make_model(tmp_path / "m", **config))
-        assert warning.startswith("model.path: a mixture of experts")
-
-
 def test_a_model_that_is_not_there_is_told_once(tmp_path: Path) -> None:
     run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none")}})
     with pytest.raises(UserError) as error:

@@ -107,3 +107,8 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {way.attention for way in proof.ways if way.differs}
     assert wrong == {"streamrl_shared_prefix_long", "sdpa"}
     assert "layer 0 (LlamaDecoderLayer) differs" in next(way.differs for way in proof.ways if way.differs)
+
+
+def test_the_scale_of_latent_attention_shrinks_with_its_heads() -> None:
+    small = small_config(FAMILIES["DeepSeek-V3"]()).to_dict()
+    assert small["qk_head_dim"] == small["qk_nope_head_dim"] + small["qk_rope_head_dim"] == 96

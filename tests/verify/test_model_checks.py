@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer, MistralConfig, PreTrainedTokenizerFast
 
-from streamrl.rollouts.types import Sample
 from streamrl.training.packing_choice import Packing, PackingProof, PackingWay
 from streamrl.verify import generator_checks as generator
-from streamrl.verify.findings import Finding, is_refused
+from streamrl.verify.findings import Finding, reasons_against, table_of
+from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
 from streamrl.verify.small_folder import save_small_models
 from streamrl.verify.tokenizer_checks import check_stops, check_template, check_tokenizer, check_vocabulary
 from streamrl.verify.training_checks import check_packing, check_settings
@@ -29,6 +29,7 @@ APPENDS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 FORGETS = APPENDS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 """Drops the reasoning of earlier turns."""
 OWN = Packing("shared", "streamrl_shared_prefix", "proven")
+ORDER = Order(("first", "second"), OWN.attention, "folder")
 
 
 @pytest.fixture
@@ -68,8 +69,8 @@ def test_a_folder_without_a_tokenizer_is_no_reason_to_refuse(tmp_path: Path) -> 
 
 def test_only_what_a_run_cannot_do_without_refuses_a_model() -> None:
     works, cannot = Finding("a", "works", ""), Finding("b", "refused", "no plan", optional=True)
-    assert not is_refused([works, cannot])
-    assert is_refused([works, Finding("c", "refused", "wrong")])
+    assert not reasons_against([works, cannot])
+    assert reasons_against([works, cannot, Finding("c", "refused", "wrong")]) == ["wrong"]
 
 
 def test_separate_rows_work_slower_and_neither_is_refused() -> None:
@@ -94,54 +95,97 @@ def test_small_models_differ_as_after_a_few_steps(tmp_path: Path) -> None:
     assert 0.02 < different < 0.2
 
 
-def sample(tokens: list[int], logprob: float) -> Sample:
-    drawn = SimpleNamespace(sample_id="verify-0", completion_tokens=np.array(tokens), logprobs=np.full(2, logprob))
-    return cast(Sample, drawn)
+def sample(tokens: list[int], logprob: float) -> dict[str, list[float]]:
+    return {"tokens": [*tokens], "logprobs": [logprob] * len(tokens)}
 
 
 def test_one_bit_of_a_log_probability_is_a_difference() -> None:
     ours = [sample([1, 2], -0.5)]
-    assert generator._difference(ours, ours) == ""
-    assert "other tokens" in generator._difference(ours, [sample([1, 3], -0.5)])
+    assert generator.difference(ours, ours, "theirs") == ""
+    assert "other tokens than theirs" in generator.difference(ours, [sample([1, 3], -0.5)], "theirs")
     nearly = [sample([1, 2], float(np.nextafter(-0.5, 0.0)))]
-    assert "log-probabilities differ" in generator._difference(ours, nearly)
+    assert "log-probabilities differ from theirs" in generator.difference(ours, nearly, "theirs")
 
 
-def stage(name: str, **values: object) -> str:
-    return json.dumps({"stage": name} | values)
+OLD, NEW, ROUNDED = [sample([1, 2], -0.5)], [sample([1, 3], -0.4)], [sample([1, 4], -0.3)]
+RIGHT: dict[str, dict[str, object]] = {
+    AGAINST: {"error": 1e-5, "tokens": 9},
+    "before": {"samples": OLD},
+    "delivered": {"samples": NEW, "kind": "delta", "mb": 1.0},
+    "fresh": {"samples": NEW},
+    "weights in fp8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
+    "weights in int8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
+    BETWEEN_TOKENS: {"error": 1e-5, "tokens": 30, "crossed": 4},
+}
+FAILED = "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n"
+
+
+def verdicts(stages: dict[str, dict[str, object]]) -> dict[str, tuple[str, str]]:
+    answer = {"stages": stages, "errors": FAILED, "in_time": True}
+    return {one.check: (one.verdict, one.reason) for one in generator.findings_of(ORDER, answer)}
+
+
+def test_all_that_vllm_has_shown_works() -> None:
+    found = verdicts(RIGHT)
+    assert len(found) == 5 and {verdict for verdict, _ in found.values()} == {"works"}
+    assert "within 1e-05 nats" in found[AGAINST][1]
 
 
 @pytest.mark.parametrize(
-    ("lines", "errors", "verdicts", "reason"),
+    ("check", "stage", "verdict", "reason"),
     [
+        (AGAINST, {AGAINST: {"error": 0.4, "tokens": 9}}, "refused", "within 0.4 nats"),
+        (AGAINST, {AGAINST: {"error": float("nan"), "tokens": 9}}, "refused", "within nan nats"),
+        (VERSION, {"fresh": {"samples": OLD}}, "refused", "other tokens than a fresh engine's"),
+        (VERSION, {"before": {"samples": NEW}}, "refused", "the engine kept its old weights"),
+        (BETWEEN_TOKENS, {BETWEEN_TOKENS: {"error": 0.4, "tokens": 9, "crossed": 1}}, "refused", "within 0.4 nats"),
+        (BETWEEN_TOKENS, {BETWEEN_TOKENS: {"error": 0.0, "tokens": 0, "crossed": 0}}, "not checked", "ended before"),
         (
-            [],
-            "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n",
-            ("refused", "not checked"),
-            "no CPU kernel",
+            "weights in fp8",
+            {"weights in fp8": {"codes": ROUNDED, "plain": NEW, "mb": 1.0}},
+            "refused",
+            "other tokens than those of the weights that the codes stand for",
         ),
-        ([stage(generator.AGAINST, logprob_error=0.4, tokens=9)], "", ("refused", "refused"), "within 0.4 nats"),
         (
-            [
-                stage(generator.AGAINST, logprob_error=1e-5, tokens=9),
-                stage(generator.VERSION, differs="", tokens=9, kind="delta", mb=1.0),
-            ],
-            "",
-            ("works", "works"),
-            "within 1e-05 nats",
+            "weights in int8",
+            {"weights in int8": {"codes": NEW, "plain": NEW, "mb": 1.0}},
+            "not checked",
+            "no weight of the small model is sent in 8 bits",
         ),
     ],
 )
-def test_what_vllm_cannot_do_is_the_reason(
-    lines: list[str],
-    errors: str,
-    verdicts: tuple[str, str],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_what_differs_in_vllm_is_refused(
+    check: str, stage: dict[str, dict[str, object]], verdict: str, reason: str
 ) -> None:
-    done = subprocess.CompletedProcess([], 0, "\n".join(["noise", *lines]), errors)
-    monkeypatch.setattr(generator.subprocess, "run", lambda *_, **__: done)
-    found = generator.check_generator((tmp_path, tmp_path), OWN, tmp_path)
-    assert tuple(one.verdict for one in found) == verdicts
-    assert reason in found[0].reason
+    found = verdicts(RIGHT | stage)
+    assert found[check][0] == verdict and reason in found[check][1]
+    assert {v for name, (v, _) in found.items() if name != check} == {"works"}
+
+
+def test_what_vllm_cannot_do_is_the_reason() -> None:
+    assert verdicts({})[AGAINST] == ("refused", "vLLM: ValueError: no CPU kernel")
+    assert verdicts({})[VERSION] == ("not checked", "the model does not run in vLLM here")
+    ended_early = verdicts({AGAINST: RIGHT[AGAINST], "before": RIGHT["before"]})
+    assert {name for name, found in ended_early.items() if "no CPU kernel" in found[1]} == set(ended_early) - {AGAINST}
+
+
+def test_orders_that_vllm_has_not_answered_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = json.dumps({"stages": RIGHT, "errors": "", "in_time": True}) + "\n"
+
+    def too_slow(*_: object, timeout: float, **__: object) -> None:
+        assert timeout > 2 * generator.LIMIT_S
+        raise subprocess.TimeoutExpired("python", timeout, output=said.encode())
+
+    monkeypatch.setattr(generator.subprocess, "run", too_slow)
+    answered, late = generator.check_generators([ORDER, ORDER])
+    assert {one.verdict for one in answered} == {"works"}
+    assert [one.check for one in answered][:2] == [AGAINST, VERSION] == [one.check for one in late][:2]
+    assert (late[0].verdict, late[1].verdict) == ("refused", "not checked")
+    assert all("vLLM gave no answer within" in one.reason for one in late)
+
+
+def test_brackets_in_a_reason_are_printed() -> None:
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(table_of("my[model]", [Finding("a", "works", "shape [/2, 3] of [layer]")]))
+    printed = console.export_text()
+    assert "my[model]" in printed and "shape [/2, 3] of [layer]" in printed

@@ -1,24 +1,35 @@
-"""`streamrl verify` of a windowed model with only a config.json, with vLLM."""
+"""`streamrl verify` of models with only a config.json, with vLLM."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from transformers import MistralConfig
+from transformers import GptOssConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.cli.calling import streamrl
 
 
-def test_the_table_of_a_windowed_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(architectures=["MistralForCausalLM"]),
+        Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True),  # experts are packed for the CPU
+        GptOssConfig(architectures=["GptOssForCausalLM"]),  # vLLM's loader copies experts and sinks itself
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_the_table_of_a_model(
+    config: PretrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    MistralConfig(architectures=["MistralForCausalLM"]).save_pretrained(tmp_path / "mistral")
+    config.save_pretrained(tmp_path / "model")
     monkeypatch.setenv("COLUMNS", "200")
-    assert streamrl(monkeypatch, "verify", tmp_path / "mistral") == 0
+    assert streamrl(monkeypatch, "verify", tmp_path / "model") == 0
     printed = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if line.startswith("│")}
-    assert "works" in rows["packing"] and "shared (proven for mistral" in rows["packing"]
+    assert "works" in rows["packing"] and f"shared (proven for {config.model_type}" in rows["packing"]
     assert "sampled tokens within" in rows["trainer against vLLM"]
-    assert "bit for bit" in printed and "refused" not in printed
+    assert "bit for bit" in rows["a weight version against a fresh engine"]
+    assert "works" in rows["new weights between tokens"]
+    assert "bit for bit" in rows["weights in fp8"] and "bit for bit" in rows["weights in int8"]
     assert "not checked" in rows["stop tokens"]

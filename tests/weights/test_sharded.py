@@ -25,7 +25,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.config.run import RunConfig, WeightSyncConfig
 from streamrl.errors import RunFailed
+from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
+from streamrl.verify.families import FAMILIES
+from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.quantize import CODE_TYPES, CodeKind, full_precision, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
 from streamrl.weights.version import Manifest, lay_out
@@ -301,6 +304,22 @@ def test_a_model_without_weights_tells_what_its_versions_hold(one_rank: None) ->
     assert [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in manifest.tensors] == [
         (slot.name, slot.dtype, slot.shape, slot.offset, slot.nbytes) for slot in slots
     ]
+
+
+def test_a_version_has_the_buffers_of_a_checkpoint_in_fp32_and_a_site_lays_out_the_same(
+    tmp_path: Path,
+    one_rank: None,  # noqa: F811
+) -> None:
+    model = small_model(FAMILIES["DeepSeek-V3"]())
+    name = "model.layers.3.mlp.gate.e_score_correction_bias"
+    bias = dict(model.named_buffers())[name]
+    bias.copy_(torch.linspace(0.1, 0.7, len(bias)))
+    manifest, buffer = ShardedLayout(model, torch.bfloat16).lay_out(0)
+    assert torch.equal(dict(manifest.tensors_of(buffer))[name], bias)
+    model.save_pretrained(tmp_path)
+    expected = expected_tensors(str(tmp_path), "bfloat16", "same")
+    own = initial_version(str(tmp_path), expected, "bfloat16", "same")
+    assert own is not None and own[0].version == manifest.version
 
 
 def test_parameters_that_are_joined_are_converted_together_and_renamed_ones_by_rows() -> None:

@@ -104,16 +104,53 @@ def engine_config(
         max_model_len=run.model.max_context,
         max_num_seqs=pool.max_batch,
         tensor_parallel_size=pool.gpus_per_replica,
-        enable_prefix_caching=True,
+        enable_prefix_caching=cuda or not is_recurrent(Path(model)),
         enable_sleep_mode=cuda and run.schedule.name == "colocated",
         # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
         # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=weight_path(run).engine),
         generation_config="vllm",
+        hf_overrides=overrides(Path(model)),
         seed=run.seed,
         **(hardware | several),
     ).create_engine_config(headless=place.node > 0)
+
+
+def overrides(model: Path) -> dict[str, Any]:
+    """Return values of a model's configuration that vLLM needs changed in order to compute what transformers does.
+
+    vLLM's windowed layers of Cohere 2 see one token more than `sliding_window` says (its `commandr.py` adds it, as the
+    convention of the original training); those of transformers, with which the policy is trained, do not.
+
+    Args:
+        model: folder of the model; one without a readable `config.json` needs nothing.
+    """
+    config = _config_of(model)
+    if "Cohere2ForCausalLM" in (config.get("architectures") or ()) and config.get("sliding_window"):
+        return {"sliding_window": config["sliding_window"] - 1}
+    return {}
+
+
+def is_recurrent(model: Path) -> bool:
+    """Return whether a model has layers with a state in place of a KV cache.
+
+    vLLM caches prefixes of such a model only where it prefills in chunks, which it must not on a CPU.
+
+    Args:
+        model: folder of the model.
+    """
+    config = _config_of(model)
+    kinds = (config.get("text_config") or config).get("layer_types") or ()
+    return any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+
+
+def _config_of(model: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}  # a model of the Hub whose files are not here yet
+    return config
 
 
 def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
@@ -124,8 +161,5 @@ def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
     """
     if dtype != "float32" or settings.compiled:
         return False
-    try:
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
-        return False  # a model of the Hub whose files are not here yet
+    config = _config_of(model)
     return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])

@@ -88,7 +88,7 @@ def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: s
 def error_of(stderr: str) -> str:
     """Return the error of a failed trial: the first one that an engine process raised, else the last line."""
     lines = [line.rpartition(")")[2].strip() if line.startswith("(") else line.strip() for line in stderr.splitlines()]
-    errors = [line.rpartition("] ")[2] for line in lines if "Error: " in line]
+    errors = [line.rpartition("] ")[2] for line in lines if "Error: " in line or "Exception: " in line]
     return (errors or [line for line in lines if line] or ["it ended without any output"])[0][:200]
 
 

@@ -11,12 +11,23 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from streamrl.weights.quantize import full_precision
 from streamrl.weights.version import CorruptWeights
 from streamrl.weights.version_store import WeightStore
+
+PACKED_ONCE = {UnquantizedMoeBackend.CPU}
+"""Back ends for which vLLM packs experts only as it makes their kernel: with a kept one, a reload would leave new
+weights unpacked where it reads packed ones."""
+WRITTEN_DIRECTLY = {"OAIAttention", "GptOssRoutedExperts"}
+"""Modules of vLLM into which a model's `load_weights` (gpt-oss) copies tensors itself, past the loaders that a reload
+replaces; without help the reload would drop them and keep the old ones."""
 
 
 @dataclass
@@ -41,6 +52,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     update_info_cls = StoreUpdateInfo
 
     _store: WeightStore | None = None
+    _wanted: frozenset[str] | set[str] = frozenset()
+    """Names of the model's parameters, as vLLM calls them."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Open the store."""
@@ -49,6 +62,13 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def start_weight_update(self) -> None:
         """Prepare every layer, whose weights may be packed for the kernels, for weights in checkpoint format."""
         initialize_layerwise_reload(self.model)
+        self._wanted = {name for name, _ in self.model.named_parameters()}  # those of a checkpoint, for now
+        for module in self.model.modules():
+            experts: Any = getattr(module, "quant_method", None)
+            if isinstance(experts, UnquantizedFusedMoEMethod) and experts.unquantized_backend in PACKED_ONCE:
+                experts.moe_kernel = None
+            if type(module).__name__ in WRITTEN_DIRECTLY:
+                materialize_layer(module, get_layerwise_info(module))
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
         """Load one version.
@@ -57,7 +77,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         with the codes.
 
         Raises:
-            CorruptWeights: the store holds other weights under that number, or codes without their scales.
+            CorruptWeights: the store holds other weights under that number, codes without their scales, or fewer
+                weights than the model has.
         """
         if self._store is None:
             raise RuntimeError("init_transfer_engine was not called")
@@ -66,10 +87,19 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             raise CorruptWeights(f"version {update_info.number} in the store is not the one announced")
         model: Any = self.model
         dtype: Any = self.model_config.dtype  # a torch.dtype here; vLLM's annotation also allows its name
-        model.load_weights(full_precision(manifest, buffer, dtype))
+        loaded: set[str] | None = model.load_weights(full_precision(manifest, buffer, dtype))
+        if loaded is not None and (missing := sorted(self._wanted - loaded)):
+            # vLLM would replace them by whatever is in the memory of the layers that it makes anew
+            raise CorruptWeights(
+                f"version {update_info.number} has no weights for {len(missing)} of vLLM's parameters: {missing[0]}"
+            )
 
     def finish_weight_update(self) -> None:
         """Pack the loaded layers for the kernels again."""
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if type(module).__name__ in WRITTEN_DIRECTLY and info.can_load():
+                _layerwise_process(module, info)
         finalize_layerwise_reload(self.model, self.model_config)
         # A tied output head receives no weights of its own, so the reload leaves it as it was; its CPU kernel holds a
         # packed copy of the old embedding, which must be packed again.

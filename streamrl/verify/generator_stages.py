@@ -1,0 +1,288 @@
+"""The stages of a model's checks in vLLM, in a process that has imported everything once: it forks one per engine.
+
+`python -m streamrl.verify.generator_stages` reads an order per line of JSON and prints a line of JSON per order: its
+stages, and what the engines wrote. Forked processes have a single thread, so that vLLM can fork its engines as well
+(`Engine`), and torch and vLLM, which take longer to import than a small model to check, are imported once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import vllm.v1.engine.async_llm  # noqa: F401  (before the first fork: every engine needs it)
+from transformers import AutoModelForCausalLM
+
+from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.generation.instance.engine import Engine
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.types import SampleRequest
+from streamrl.training.packing import pack
+from streamrl.training.policy_model import load_policy
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link
+from streamrl.verify.generator_order import (
+    AGAINST,
+    BEFORE,
+    BETWEEN_TOKENS,
+    DELIVERED,
+    FRESH,
+    LIMIT_S,
+    Order,
+    in_codes,
+)
+from streamrl.weights.publisher import WeightPublisher
+from streamrl.weights.quantize import full_precision
+from streamrl.weights.sharded import ShardedLayout
+from streamrl.weights.site_relay import WeightRelay
+from streamrl.weights.version import Manifest, lay_out
+from streamrl.weights.version_store import WeightStore
+
+LENGTHS = (1, 5, 12, 20)
+"""Prompt lengths of the samples: shorter and longer than a small model's window."""
+TOKENS = 24
+"""Tokens of a sample."""
+LONG_TOKENS = 40
+"""Tokens of a sample during which new weights come."""
+POLL_S = 0.001
+"""Seconds between two looks at how far running samples are."""
+FIRST, SECOND = 0, 1
+"""Numbers of the versions that are compared with a fresh engine."""
+END_OF_LOG = 20_000
+"""Characters kept of what the engines of an order wrote."""
+
+ReportStage = Callable[..., None]
+"""Function that reports a stage: its name, then values by keyword."""
+Body = Callable[[Order, ReportStage], Awaitable[None]]
+
+
+def _run_file(model: str) -> RunConfig:
+    folder = {"path": model, "max_context": 64, "dtype": "float32"}
+    return RunConfig.model_validate({"model": folder, "sampling": {"max_tokens": LONG_TOKENS}})
+
+
+def _requests(tokens: int) -> list[SampleRequest]:
+    prompts = [np.arange(3 + n, 3 + n + length, dtype=np.int32) for n, length in enumerate(LENGTHS)]
+    return [SampleRequest(f"verify-{n}", "verify", prompt, n, 0.0, pause_at=tokens) for n, prompt in enumerate(prompts)]
+
+
+async def _together(engine: Engine, tokens: int = TOKENS) -> list[Any]:
+    """Draw all samples at once, so that batches of several sizes are computed."""
+    return list(await asyncio.gather(*(engine.generate(request, "regular") for request in _requests(tokens))))
+
+
+async def _drawn(engine: Engine) -> list[Any]:
+    """Draw the samples one by one: which ones share a step depends on times, and the last bits on the batch's size."""
+    return [await engine.generate(request, "regular") for request in _requests(TOKENS)]
+
+
+def _plain(samples: Iterable[Any]) -> list[dict[str, list[float]]]:
+    """Return samples as JSON keeps them exactly."""
+    return [{"tokens": one.completion_tokens.tolist(), "logprobs": one.logprobs.tolist()} for one in samples]
+
+
+def _trainer_logprobs(model: str, samples: Sequence[Any], attention: str) -> list[np.ndarray]:
+    """Return the trainer's log-probabilities of every sample's tokens, [T] each."""
+    groups = [
+        TrainGroup("verify", request.prompt_tokens, [TrainSequence(one.completion_tokens, one.logprobs, 0.0)])
+        for request, one in zip(_requests(TOKENS), samples, strict=True)
+    ]
+    with torch.no_grad():
+        values: np.ndarray = load_policy(model, attention=attention)(pack(groups), 1.0)[0].numpy()
+    return np.split(values, np.cumsum([len(one.completion_tokens) for one in samples])[:-1])
+
+
+class _Delivery:
+    """The real path of weights: a trainer's layout, publisher, relay, store, and an engine's update."""
+
+    def __init__(self, engine: Engine, publisher: WeightPublisher, relay: WeightRelay) -> None:
+        self.engine, self.publisher, self.relay = engine, publisher, relay
+
+    async def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
+        await self.publisher.publish(manifest, buffer)
+        await self.relay.fetch(manifest.version.number, manifest.version.content_hash)
+
+    async def load(self, manifest: Manifest) -> None:
+        number = manifest.version.number
+        await self.engine.pause("recompute_kv", number)
+        await self.engine.start_weight_update()
+        await self.engine.update_weights({"number": number, "content_hash": manifest.version.content_hash})
+        await self.engine.finish_weight_update(number)
+        await self.engine.resume()
+
+    async def deliver(self, manifest: Manifest, buffer: np.ndarray) -> None:
+        await self.publish(manifest, buffer)
+        await self.load(manifest)
+
+
+@asynccontextmanager
+async def _delivery(folder: str, engine: Engine) -> Any:
+    address = f"ipc://{folder}/publisher"
+    hub = Hub("publisher", WaitRegistry("publisher")).bind(address)
+    publisher = WeightPublisher(hub, chunk_of=lambda peer: 2**20)
+    serving = asyncio.create_task(publisher.serve())
+    link = await Link("relay", "relay", WaitRegistry("relay")).connect(address, 10)
+    try:
+        yield _Delivery(engine, publisher, WeightRelay(link, WeightStore(Path(folder)), 60, "delta"))
+    finally:
+        serving.cancel()
+        await link.close()
+        await hub.close()
+
+
+@asynccontextmanager
+async def _engine(model: str, folder: str, number: int) -> Any:
+    engine = Engine(GenerationPool(max_batch=len(LENGTHS), kv_cache_gb=0.05), _run_file(model), False, "verify", "here")
+    try:
+        await engine.set_up_weights({"directory": folder}, number)
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Make this process a trainer's only rank, as layouts are collectives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+async def _updated(order: Order, say: ReportStage) -> None:
+    """Compare an engine with the trainer, then give it new weights in all ways."""
+    first, second = order.models
+    async with _engine(first, order.folder, FIRST) as engine:
+        batch = await _together(engine)
+        theirs = _trainer_logprobs(first, batch, order.attention)
+        errors = [np.abs(ours.logprobs - one).max() for ours, one in zip(batch, theirs, strict=True)]
+        say(AGAINST, error=float(np.max(errors)), tokens=sum(len(one.logprobs) for one in batch))
+        say(BEFORE, samples=_plain(await _drawn(engine)))
+        with _one_rank():
+            old, new = (AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (first, second))
+            async with _delivery(order.folder, engine) as path:
+                await path.publish(*ShardedLayout(old, torch.float32).lay_out(FIRST))
+                manifest, buffer = ShardedLayout(new, torch.float32).lay_out(SECOND)
+                await path.deliver(manifest, buffer)
+                kind = path.relay.last.kind if path.relay.last else "raw"
+                say(DELIVERED, samples=_plain(await _drawn(engine)), kind=kind, mb=manifest.nbytes / 1e6)
+                number = SECOND
+                for codes in order.codes:
+                    coded = ShardedLayout(new, torch.float32, codes).lay_out(number + 1)
+                    await path.deliver(*coded)
+                    drawn = await _drawn(engine)
+                    await path.deliver(*lay_out(number + 2, full_precision(*coded, torch.float32)))
+                    plain = _plain(await _drawn(engine))
+                    say(in_codes(codes), codes=_plain(drawn), plain=plain, mb=coded[0].nbytes / 1e6)
+                    number += 2
+                await _between_tokens(order, path, ShardedLayout(old, torch.float32).lay_out(number + 1), say)
+
+
+async def _between_tokens(
+    order: Order, path: _Delivery, version: tuple[Manifest, np.ndarray], say: ReportStage
+) -> None:
+    """Load the first model's weights while samples are generated; the trainer knows what the later tokens are worth."""
+    engine, number = path.engine, version[0].version.number
+    await path.publish(*version)
+    running = asyncio.create_task(_together(engine, LONG_TOKENS))
+    while not running.done() and max(engine.produced().values(), default=0) < 4:
+        await asyncio.sleep(POLL_S)
+    await path.load(version[0])
+    samples = await running
+    theirs = _trainer_logprobs(order.models[0], samples, order.attention)
+    later = [one.token_versions == number for one in samples]
+    errors = [np.abs(one.logprobs - values)[which] for one, values, which in zip(samples, theirs, later, strict=True)]
+    every = np.concatenate(errors)
+    say(
+        BETWEEN_TOKENS,
+        error=float(every.max(initial=0.0)),
+        tokens=len(every),
+        crossed=sum(bool(which.any() and not which.all()) for which in later),
+    )
+
+
+async def _fresh(order: Order, say: ReportStage) -> None:
+    """Draw from an engine that has started with the second model's weights."""
+    async with _engine(order.models[1], order.folder, SECOND) as engine:
+        say(FRESH, samples=_plain(await _drawn(engine)))
+
+
+def _in_child(body: Body, order: Order, log: Path, deadline: float) -> tuple[str, bool]:
+    """Run a body in a fork of this process; return its lines of JSON, and whether it ended in time."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(read)
+            with log.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            with os.fdopen(write, "w") as out:
+                asyncio.run(body(order, _say_to(out)))  # type: ignore[arg-type]
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    chunks, in_time = [], True
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            in_time = False
+            os.kill(child, signal.SIGKILL)  # its engine's process ends with it
+            break
+        if not (chunk := os.read(read, 2**16)):
+            break
+        chunks.append(chunk)
+    os.close(read)
+    os.waitpid(child, 0)
+    return b"".join(chunks).decode(), in_time
+
+
+def _say_to(out: IO[str]) -> ReportStage:
+    def say(stage: str, **values: Any) -> None:
+        print(json.dumps({"stage": stage} | values), file=out, flush=True)
+
+    return say
+
+
+def answer(order: Order) -> dict[str, Any]:
+    """Return what became of an order: {stages by name, errors: the end of what was written, in_time}."""
+    log, deadline = Path(order.folder) / "engines.log", time.monotonic() + LIMIT_S
+    stages: dict[str, Any] = {}
+    for body in (_updated, _fresh):
+        said, in_time = _in_child(body, order, log, deadline)
+        for line in said.splitlines():
+            values = json.loads(line)
+            stages[values.pop("stage")] = values
+        if not in_time or AGAINST not in stages:
+            break
+    return {"stages": stages, "errors": log.read_text()[-END_OF_LOG:], "in_time": in_time}
+
+
+def main() -> None:
+    """Answer the orders of standard input."""
+    for line in sys.stdin:
+        print(json.dumps(answer(Order(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What vLLM is told about a model beyond its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.generation.instance.engine_config import is_recurrent, overrides
+
+
+def model(folder: Path, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_vllms_windows_of_cohere_2_are_made_those_of_transformers(tmp_path: Path) -> None:
+    assert overrides(model(tmp_path, architectures=["Cohere2ForCausalLM"], sliding_window=4096)) == {
+        "sliding_window": 4095
+    }
+    assert overrides(model(tmp_path, architectures=["Cohere2ForCausalLM"], sliding_window=None)) == {}
+    assert overrides(model(tmp_path, architectures=["MistralForCausalLM"], sliding_window=4096)) == {}
+    assert overrides(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "recurrent"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"text_config": {"layer_types": ["mamba"]}}, True),
+        ({}, False),
+    ],
+)
+def test_a_model_with_recurrent_layers_caches_no_prefixes_on_a_cpu(
+    config: dict[str, object], recurrent: bool, tmp_path: Path
+) -> None:
+    assert is_recurrent(model(tmp_path, **config)) is recurrent
