@@ -53,7 +53,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     _store: WeightStore | None = None
     _wanted: frozenset[str] | set[str] = frozenset()
-    """Names of the model's parameters, as vLLM calls them."""
+    """Names of the parameters that an update has to bring, as vLLM calls them."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Open the store."""
@@ -61,8 +61,10 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def start_weight_update(self) -> None:
         """Prepare every layer, whose weights may be packed for the kernels, for weights in checkpoint format."""
+        before = {name for name, _ in self.model.named_parameters()}  # tied ones come once
         initialize_layerwise_reload(self.model)
-        self._wanted = {name for name, _ in self.model.named_parameters()}  # those of a checkpoint, for now
+        # without those that vLLM made as it packed the weights
+        self._wanted = before & {name for name, _ in self.model.named_parameters()}
         for module in self.model.modules():
             experts: Any = getattr(module, "quant_method", None)
             if isinstance(experts, UnquantizedFusedMoEMethod) and experts.unquantized_backend in PACKED_ONCE:
