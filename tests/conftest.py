@@ -33,6 +33,7 @@ SLOW = (
     "generation/test_parallel_engine.py",
     "generation/test_calibration.py",
     "launcher/test_ray_autoscaling.py",
+    "security/test_rank_rendezvous.py",
     "verify/test_verify_live.py",
     "test_warm.py",
     "generation/test_few_rows_vllm.py",

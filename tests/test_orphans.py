@@ -98,7 +98,7 @@ stay("launcher")
 """
 
 
-def test_the_times_add_up() -> None:
+def test_the_stages_of_ending_fit_into_the_stated_time() -> None:
     assert STOP_S + 2 * AFTER_S <= ENDS_WITHIN_S
 
 

@@ -57,7 +57,9 @@ def told(command: list[str], folder: Path, **options: object) -> dict[str, objec
     return dict(json.loads(output)) | {"id": process.pid}
 
 
-def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(look: list[str], tmp_path: Path) -> None:
+def test_a_warm_process_has_the_arguments_folder_variables_and_parent_it_was_given(
+    look: list[str], tmp_path: Path
+) -> None:
     first, second = told(look, tmp_path), told(look, tmp_path, start_new_session=True)
     for one in (first, second):
         assert one["argv"] == ["7", "a b"] and one["cwd"] == str(tmp_path) and one["path"] == [str(tmp_path)] * 2
@@ -69,7 +71,7 @@ def test_it_has_the_arguments_folder_variables_and_parent_that_it_was_given(look
     assert first["random"] != second["random"]
 
 
-def test_its_command_line_is_seen_and_signals_reach_it(tmp_path: Path) -> None:
+def test_a_warm_process_shows_its_command_line_and_gets_its_signals(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -119,7 +121,7 @@ def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_
         ({"PYTHONHASHSEED": "1"}, False),
     ],
 )
-def test_what_is_read_once_must_be_the_templates(change: dict[str, str], can: bool) -> None:
+def test_settings_read_once_must_equal_the_templates(change: dict[str, str], can: bool) -> None:
     values = {
         "args": [sys.executable, "-m", "streamrl.launcher.entry_point"],
         "shell": False,

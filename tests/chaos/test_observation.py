@@ -70,7 +70,7 @@ def test_logs_are_followed_from_now_on_and_by_whole_lines(tmp_path: Path) -> Non
     assert interrupted(logs.lines, frozenset({"here-regular-0"})) is None
 
 
-def test_a_look_has_the_processes_of_all_sites_and_what_the_controller_tells(tmp_path: Path) -> None:
+def test_an_observation_has_the_processes_of_all_sites_and_the_controllers_status(tmp_path: Path) -> None:
     (tmp_path / "sites" / "west").mkdir(parents=True)
     write_started(tmp_path, [StartedProcess("controller", "controller", 11)])
     write_started(tmp_path / "sites" / "west", [StartedProcess("west-a-0", "instance", 12, 2, -9, "was killed")])

@@ -24,14 +24,14 @@ def test_a_row_has_the_median_and_the_longest_time_of_its_kind() -> None:
     assert (table[1]["tokens kept"], table[1]["regenerated"]) == ("-", "-")
 
 
-def test_what_an_instance_has_produced_unseen_counts_as_made_again() -> None:
+def test_tokens_that_no_one_received_count_as_generated_again() -> None:
     assert KILL.regenerated == 40
     assert kept_share([KILL]) == 880 / 920
     assert kept_share([replace(KILL, tokens=0, kept=0, unseen=None)]) is None
     assert "880 of 920 tokens kept" in line(KILL, 61.0)
 
 
-def test_only_a_disk_and_a_launcher_may_end_the_run() -> None:
+def test_only_the_loss_of_the_disk_or_the_launcher_may_end_the_run() -> None:
     assert KILL.harmless and not replace(KILL, ended="cannot write").harmless
     assert replace(KILL, kind=FaultKind.DISK_FULL, ended="cannot write").harmless
 

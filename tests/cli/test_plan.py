@@ -120,7 +120,7 @@ def test_what_a_gpu_decodes_at_once_does_not_depend_on_the_site_it_is_in(
     assert {offer.max_batch for offer in offers if offer.device.name == "H20"} == slots
 
 
-def test_lengths_of_past_rollouts(
+def test_a_plan_takes_the_lengths_of_past_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     past = tmp_path / "past.jsonl"

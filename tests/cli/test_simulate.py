@@ -27,7 +27,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_drawn_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_simulates_drawn_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plot = tmp_path / "p.svg"
     some = ["--requests", "64", "--instances", "4", "--price", "2", "--noise", "0.3", "--out", str(plot)]
     assert streamrl(monkeypatch, "simulate", *some) == 0

@@ -85,7 +85,7 @@ def test_bad_input_is_one_message_and_no_file(
     assert not (tmp_path / "r").exists()
 
 
-def test_one_distinct_prompt_is_said_and_answered(
+def test_a_single_distinct_prompt_is_reported_and_still_gives_a_ranker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "".join(json.dumps({"prompt": "p", "output_length": n}) + "\n" for n in range(10, 20))

@@ -47,7 +47,7 @@ def test_defaults(tmp_path: Path, name: str, advantage: str, surrogate: str, agg
     assert RunConfig.model_validate({"algorithm": algorithm.model_dump(mode="json")}).algorithm == algorithm
 
 
-def test_no_algorithm_is_grpo() -> None:
+def test_the_default_algorithm_is_grpo() -> None:
     assert RunConfig().algorithm.name == "grpo"
 
 

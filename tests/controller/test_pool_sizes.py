@@ -101,7 +101,7 @@ START = {"home_regular_0": "ready", "home_regular_1": "ready", "home_tail_0": "r
         ("regular", 2, "away", "no pool 'regular' at a site 'away'"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(
+def test_impossible_scalings_are_refused_and_change_nothing(
     tmp_path: Path, pool: str, replicas: int, site: str, says: str
 ) -> None:
     scaling, sites, _ = make(tmp_path)

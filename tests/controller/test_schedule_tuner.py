@@ -28,7 +28,7 @@ def labels(found: list[Setup]) -> list[tuple[str, tuple[str, ...], tuple[int, ..
     return [(s.label, s.instances, s.trainer_cores) for s in found if s.schedule.name in ("colocated", "stream")]
 
 
-def test_cores_that_are_shared_may_be_taken_in_turns_or_split() -> None:
+def test_shared_cores_may_be_used_in_turns_or_split() -> None:
     assert labels(setups({"a": (0,), "b": (1,)}, (0, 1), True, 1)) == [
         ("colocated", ("a", "b"), (0, 1)),
         ("stream, 1 of 2 instances", ("a",), (1,)),
@@ -47,7 +47,7 @@ def test_without_pinning_all_share_everything() -> None:
     ]
 
 
-def test_of_many_splits_some_are_tried() -> None:
+def test_only_some_of_many_splits_are_tried() -> None:
     found = setups({f"i{n:02d}": (n,) for n in range(16)}, tuple(range(16)), True, 2)
     counts = [len(s.instances) for s in found if s.schedule.name == "async"]
     assert counts == [1, 6, 10, 15]

@@ -253,7 +253,7 @@ def test_a_site_that_is_away_or_congested_gets_nothing_new_while_another_can_wor
     asyncio.run(play())
 
 
-def test_what_is_known_of_a_remote_site(wire: Wire, services: Services) -> None:
+def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, services: Services) -> None:
     wire.peers["service-far"].state = {
         "rtt_s": 0.031,
         "clock_offset_s": -2.5,

@@ -42,7 +42,7 @@ def test_a_reward_that_never_works_ends_the_run_early_with_its_own_traceback() -
     )
 
 
-def test_so_does_one_of_several_tasks_whose_reward_never_works() -> None:
+def test_one_of_several_tasks_whose_reward_never_works_ends_the_run_early() -> None:
     watched = watch()
     for number in range(1, FEWEST):
         assert play(watched, [None] * 3, "good") is None
@@ -62,13 +62,13 @@ def test_a_reward_that_has_worked_once_is_judged_by_the_rate_over_the_whole_wind
     assert play(watch(void_window=4), [None, *[LATE] * 39]) is None
 
 
-def test_the_words_are_of_the_most_frequent_cause_not_of_the_last() -> None:
+def test_the_error_quotes_the_most_frequent_cause_not_the_latest() -> None:
     ended = play(watch(), [None, *[RAISED] * 30, *[LATE] * 20])
     assert ended is not None and "Most frequent cause: verifier (30 of 39)" in ended[1]
     assert "KeyError" in ended[1] and "timed out" not in ended[1]
 
 
-def test_the_bound_is_the_run_files_and_null_never_ends_a_run() -> None:
+def test_the_run_file_sets_the_bound_and_null_never_ends_a_run() -> None:
     assert play(watch(max_void_rate=None), [RAISED] * 1000) is None
     assert play(watch(max_void_rate=0), [None] * 39 + [LATE]) is not None
     assert play(watch(max_void_rate=0.9), [None, *[LATE] * 34, *[None] * 5, *[LATE] * 34]) is None

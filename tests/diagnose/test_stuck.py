@@ -219,7 +219,7 @@ def test_a_rank_whose_event_loop_is_blocked_without_computing_hangs_where_its_st
     assert judge(facts(TRAINER, processes=hung)).state == "healthy"  # 6 s
 
 
-def test_one_long_call_is_slow_at_first() -> None:
+def test_one_long_call_is_stuck_only_after_a_while() -> None:
     busy = family(trainer_0={"cpu": 1.0, "loop": "blocked", "threads": THREADS})
     long = ("controller", "trainer-0 to answer 'step'", 41.0, 900.0)
     assert judge(facts(long, processes=busy)).state == "healthy"
@@ -233,7 +233,7 @@ def test_a_process_that_waits_for_a_disk_is_named() -> None:
     assert verdict.state == "stuck" and "waits for a disk or a network file system" in verdict.sentence
 
 
-def test_two_that_wait_for_each_other() -> None:
+def test_two_processes_that_wait_for_each_other_are_both_named() -> None:
     back = ("service-here", "the hub at tcp://127.0.0.1:7001 to acknowledge messages", 50.0, 300.0)
     ours = ("controller", "service-here to acknowledge messages", 60.0, 300.0)
     verdict = judge(facts(ours, back))
@@ -301,7 +301,7 @@ def test_processes_of_another_machine_are_not_taken_for_dead() -> None:
     assert judge(facts(TRAINER, processes=gone)).state == "healthy"
 
 
-def test_a_run_that_starts_says_for_whom() -> None:
+def test_a_starting_run_names_whom_it_waits_for() -> None:
     wait = ("controller", "service-here, trainer-0 to start", 40.0, 300.0)
     starting = facts(wait, state="starting", step=0, step_times=())
     verdict = judge(starting)
@@ -371,7 +371,7 @@ def test_the_text_of_a_wait_names_who_is_waited_for(owner: str, text: str, found
     assert targets(WaitFacts(owner, text, NOW, 1.0), facts()) == found
 
 
-def test_a_wait_that_names_nobody_is_told_with_who_computes() -> None:
+def test_a_wait_that_names_nobody_is_reported_with_the_processes_that_compute() -> None:
     verdict = judge(facts(("controller", "something else", 55.0, 900.0), into_step_s=90.0))
     assert "computing now: trainer-0 (190 % CPU), here-regular-0 (90 % CPU)" in verdict.sentence
 

@@ -238,7 +238,7 @@ def test_unknown_links_and_wrong_values_are_refused(network: EmulatedNetwork, tm
         EmulatedNetwork(tmp_path, "east", {"east": SHAPE}, [1])
 
 
-def test_every_link_is_for_itself(tmp_path: Path) -> None:
+def test_a_change_of_one_link_leaves_the_others_alone(tmp_path: Path) -> None:
     links = {"west": LinkShape(None, 0.05), "south": LinkShape(None, 0.0)}
     with EmulatedNetwork(tmp_path, "east", links, [free_port()], namespaces=False) as network:
         home = Home(network, network.ports[0])

@@ -155,6 +155,6 @@ def test_a_shorter_delay_lets_no_byte_overtake_another() -> None:
 @pytest.mark.parametrize(
     "values", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (math.inf, 0.0, 0.0), (1.0, -0.1, 0.0), (1.0, 0.0, 1.0)]
 )
-def test_what_is_no_link_is_refused(values: tuple[float, float, float]) -> None:
+def test_an_impossible_link_is_refused(values: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="link's"):
         LinkShape(*values)

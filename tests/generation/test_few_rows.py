@@ -43,7 +43,7 @@ def test_a_compiler_that_fails_is_told_and_leaves_no_product(
     assert "use vLLM's matrix products" in caplog.text
 
 
-def test_a_shelf_gives_tensors_of_their_own_up_to_its_size() -> None:
+def test_the_buffer_pool_hands_out_distinct_tensors_up_to_its_size() -> None:
     shelf = Shelf(most=4 * 300)
     first, second = shelf.take(torch.Size([10, 10])), shelf.take(torch.Size([20, 10]))
     assert first is not None and second is not None

@@ -20,7 +20,7 @@ from streamrl.machine.engine_settings import EngineSettings
 from tests.tiny_model import save_tiny_model
 
 
-def test_a_layer_takes_them_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_few_row_kernels_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert product() is not None
     rows: list[int] = []
     plain = few_rows_vllm.multiply
@@ -96,7 +96,7 @@ def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypa
     assert stances == ["force_eager", "default"]
 
 
-def test_they_are_for_known_models_with_weights_in_fp32_that_are_not_quantised(tmp_path: Path) -> None:
+def test_few_row_kernels_serve_known_fp32_models_that_are_not_quantised(tmp_path: Path) -> None:
     eager = EngineSettings()
     assert not _has_few_rows(tmp_path, "float32", eager)  # nothing is known of the model
     for unknown in ("{}", '{"architectures": ["MixtralForCausalLM"]}'):

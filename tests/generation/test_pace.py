@@ -42,7 +42,7 @@ def test_too_little_work_says_nothing() -> None:
     assert pace(CURVE, Worked(5, 1.0, 1.0), Worked(5, 1.0, 1.0)) is None
 
 
-def test_a_curve_is_improved_where_work_was_seen_and_follows_the_load_elsewhere() -> None:
+def test_the_curve_is_corrected_where_work_was_measured_and_scaled_elsewhere() -> None:
     worked = WorkedCurve(StepCurve.measured({1: 0.01, 16: 0.04}, per_prefill_token=0.001), [1, 2, 4, 8, 16])
     for _ in range(ENOUGH - 1):
         worked.saw(4.2, 0.9)
@@ -80,7 +80,7 @@ def test_old_work_is_forgotten() -> None:
     assert worked.curve == worked.start
 
 
-def test_like_instances_get_the_mean_of_what_their_work_says_and_others_nothing_of_it() -> None:
+def test_instances_of_one_kind_share_their_mean_correction_and_others_do_not() -> None:
     pools = {name: GenerationPool(name=name, gpu=gpu) for name, gpu in (("a", "cpu"), ("b", "cpu"), ("c", "H100"))}
     curves = FleetCurves(pools)
     for pool in pools:

@@ -170,7 +170,7 @@ def test_the_budget_is_kept_but_for_one_step_time_that_nobody_knew(
     assert largest in trials.points and all(seconds > 0 for seconds in trials.curve.seconds)
 
 
-def test_how_far_it_is_is_told() -> None:
+def test_the_progress_of_a_measurement_is_reported() -> None:
     trials = quick(48)
     assert trials.summary == "measuring step times, 0 of 3 batch sizes done"
     for _ in range(2):

@@ -168,7 +168,7 @@ def test_everything_but_the_instances_goes_back_with_controller_and_trainer(
         ("", True),
     ],
 )
-def test_only_what_may_be_luckier_the_next_time_is_started_again(
+def test_only_failures_that_may_pass_are_restarted(
     tmp_path: Path, families: Callable[..., ProcessGroup], code: str, again: bool
 ) -> None:
     family = families(tmp_path, *CORE, spec("rewards-here", "rewards", code))
@@ -180,7 +180,7 @@ def test_only_what_may_be_luckier_the_next_time_is_started_again(
         assert family.dead[0].last_words() == "rewards-here ended with exit code 1: no such model"
 
 
-def test_who_gives_no_sign_of_life_is_found(tmp_path: Path) -> None:
+def test_a_process_without_heartbeats_is_found(tmp_path: Path) -> None:
     now = time.time()
     run = RunConfig.model_validate({"deadlines": {"heartbeat_s": 5, "startup_s": 50}})
     cluster = SimpleNamespace(trainer_site="here")
@@ -224,7 +224,7 @@ def test_who_gives_no_sign_of_life_is_found(tmp_path: Path) -> None:
         ("x has been silent for 9 s", False),
     ],
 )
-def test_only_the_loss_of_a_peer_is_no_cause_of_its_own(tmp_path: Path, words: str, is_cause: bool) -> None:
+def test_a_lost_peer_is_never_reported_as_the_cause(tmp_path: Path, words: str, is_cause: bool) -> None:
     (tmp_path / "service.log").write_text(f"LAST WORDS: {words}\n")
     with subprocess.Popen([sys.executable, "-S", "-c", "exit(1)"]) as ended:
         ended.wait()

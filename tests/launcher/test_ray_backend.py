@@ -40,11 +40,13 @@ def spec(role: str, gpu: str = "cpu", gpus: int = 0, threads: int = 1, ranks: in
         (spec("rewards", threads=4), {"H20": 8.0}, {"CPU": 4}),
     ],
 )
-def test_what_a_process_asks_for(one: ProcessSpec, known: dict[str, float], wanted: dict[str, float]) -> None:
+def test_a_process_asks_ray_for_its_resources(
+    one: ProcessSpec, known: dict[str, float], wanted: dict[str, float]
+) -> None:
     assert demand(one, known) == pytest.approx(wanted)
 
 
-def test_what_is_missing_is_told_with_both_counts() -> None:
+def test_missing_resources_are_reported_with_both_counts() -> None:
     nodes = [{"CPU": 8.0, "GPU": 8.0, "accelerator_type:H20": 1.0}, {"CPU": 4.0}]
     fleet = [spec("instance", "H20", gpus=2)] * 4
     assert missing(fleet, nodes) == []

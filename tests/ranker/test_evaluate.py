@@ -151,7 +151,7 @@ def test_requests_that_run_away_are_in_every_short_ones_last_quantiles() -> None
     assert isinstance(fitted, Distribution)
 
 
-def test_those_run_away_whose_like_did() -> None:
+def test_prompts_like_those_that_ran_away_are_forecast_to_run_away() -> None:
     rng = np.random.default_rng(1)
     score = rng.random(20_000) * 3 + 3
     log = score + 0.1 * rng.standard_normal(len(score))

@@ -48,7 +48,7 @@ def test_the_problem_is_told_from_the_wording_around_it() -> None:
     np.testing.assert_allclose(rare[:, RARE.index("rare_number_max")], expected, rtol=1e-6)
 
 
-def test_tails_lines_and_brackets() -> None:
+def test_features_count_lines_and_brackets_and_read_the_end_of_a_prompt() -> None:
     assert column("Sort this: 12, 5", "tail_bytes") == len(" 12, 5") + 1  # the zero byte that ends a prompt counts
     assert column("Sort this: 12, 5", "tail_digit") == 3 and column("Sort this: 12, 5", "count_digit") == 3
     assert column("no colon", "tail_bytes") == column("ends: ", "tail_bytes") + 2 == len("no colon") + 1

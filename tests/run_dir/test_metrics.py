@@ -117,5 +117,5 @@ def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_no_file_has_no_rows(tmp_path: Path) -> None:
+def test_a_missing_metrics_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -97,7 +97,7 @@ def test_after_a_silence_everybody_who_is_not_ready_is_named_with_its_time_those
     assert "the first sample is not finished yet" in line
 
 
-def test_who_waits_for_fewer_is_no_line_of_its_own() -> None:
+def test_a_process_that_waits_for_fewer_gets_no_line_of_its_own() -> None:
     lines = StartLines()
     stages = {"controller": stage(waiting_for(["a", "b"])), "a": stage("loading")}
     lines.lines(stages, START)

@@ -192,7 +192,7 @@ def test_a_site_takes_part_only_if_weights_and_samples_get_there_in_time() -> No
     assert {pool.offer for pool in plans(unlinked, "async", "throughput")[0].split.generation} == {0}
 
 
-def test_dear_traffic_keeps_generation_at_home() -> None:
+def test_expensive_traffic_keeps_generation_at_the_trainers_site() -> None:
     def sites(usd_per_gb: float) -> set[int]:
         route = replace(LINK, usd_per_gb=usd_per_gb)
         one = problem(

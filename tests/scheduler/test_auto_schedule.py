@@ -118,7 +118,7 @@ def test_without_a_gain_it_stays_on_policy() -> None:
     assert decision.why.endswith("async (staleness 1) would save 0.2%, which is not worth its staleness")
 
 
-def test_splits_are_options_like_others() -> None:
+def test_a_split_of_the_devices_is_chosen_like_any_other_option() -> None:
     schedule = make_schedule("sync")
     engines = [SimulatedInstance(f"i{n}", BUSY, 64) for n in range(3)]
     one = Option("sync, 1 of 4 instances", schedule, tuple(engines[:1]), train_tokens_s=300.0)

@@ -125,7 +125,7 @@ def test_a_cost_adds_up_and_traffic_is_a_part_of_it() -> None:
     assert cost.split.startswith(f"{plan.split.time.gpus} H800 > ") and cost.split.endswith("H20")
 
 
-def test_in_turns_more_gpus_are_faster_and_too_few_are_left_out() -> None:
+def test_colocated_plans_get_faster_with_gpus_and_leave_out_too_few() -> None:
     one = replace(problem(offer("a", "RTX4090", 1)))
     found = in_turns(one, (1, 8, 16))
     assert [cost.split for cost in found] == ["8 RTX4090 in turns", "16 RTX4090 in turns"]
@@ -134,7 +134,7 @@ def test_in_turns_more_gpus_are_faster_and_too_few_are_left_out() -> None:
         assert cost.seconds == pytest.approx(cost.generation_s + cost.training_s + cost.weights_s)
 
 
-def test_in_turns_wants_one_offer() -> None:
+def test_colocated_planning_needs_exactly_one_offer() -> None:
     with pytest.raises(ValueError, match="one offer"):
         in_turns(across(), (4,))
 
@@ -163,7 +163,7 @@ def test_a_threshold_outside_of_the_range_is_always_or_never(upwards: bool) -> N
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.0, 1.0), (1.0, math.inf)])
-def test_a_threshold_wants_a_positive_range(low: float, high: float) -> None:
+def test_the_search_for_a_threshold_needs_a_positive_range(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="range"):
         threshold(lambda x: True, low, high)
 

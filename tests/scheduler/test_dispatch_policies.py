@@ -80,7 +80,7 @@ def test_random_life_loses_nothing_and_never_overfills(name: str, seed: int, kno
     assert policy.waiting == 0 and sorted(done) == sorted(lengths)
 
 
-def test_longest_first_is_that() -> None:
+def test_longest_first_starts_the_longest_requests_first() -> None:
     policy = LongestFirst()
     policy.join("a", 2)
     policy.submit([Request(str(n), "g", Forecast.exactly(n)) for n in (3, 9, 5)])
@@ -205,7 +205,7 @@ def test_waiting_requests_go_to_an_instance_that_ran_out_of_work(slots: int) -> 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "forecasts"])
 @pytest.mark.parametrize("name", ["a", "b", "c", "d"])
-def test_the_longest_go_to_the_pool_for_them(name: str, known: bool) -> None:
+def test_the_longest_requests_go_to_the_tail_pool(name: str, known: bool) -> None:
     policy = SkewAware()
     for other in "abcd":
         policy.join(other, 256, StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3)), TAIL if other == name else REGULAR)

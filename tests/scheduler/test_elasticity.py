@@ -405,7 +405,7 @@ def test_generation_time_by_hand() -> None:
     assert generation_time([(0, [10] * 8)], fleet[2:], LeastLoaded) == pytest.approx(40), "in two turns"
 
 
-def test_fleets_that_cannot_be_are_refused() -> None:
+def test_impossible_fleets_are_refused() -> None:
     kinds = {"a/x": SimulatedInstance("", PAPER_7B_H800, 4)}
     with pytest.raises(ValueError, match="list of instances is empty"):
         generation_time([(1, [1])], fleet_of(kinds, {"a/x": 0}), LeastLoaded)

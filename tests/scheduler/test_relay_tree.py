@@ -25,7 +25,7 @@ def test_few_bytes_go_straight_because_round_trips_count() -> None:
     assert relay_tree("home", ["a", "b"], PATHS, ["a", "b"], 0.01) == {"a": "home", "b": "home"}
 
 
-def test_who_cannot_relay_does_not() -> None:
+def test_a_site_that_cannot_relay_does_not() -> None:
     assert relay_tree("home", ["a", "b"], PATHS, [], 100.0) == {"a": "home", "b": "home"}
 
 
@@ -40,7 +40,7 @@ def test_a_site_without_a_way_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", [(0.0, 0.0), (-1.0, 0.0), (1.0, -0.1), (float("nan"), 0.0)])
-def test_a_path_that_is_none_is_refused(value: tuple[float, float]) -> None:
+def test_an_impossible_relay_path_is_refused(value: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="positive bandwidth"):
         RelayPath(*value)
 

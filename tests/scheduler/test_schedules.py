@@ -240,6 +240,8 @@ def test_a_group_that_is_due_keeps_its_place() -> None:
         ("one_step_off", None, 2, "one_step_off publishes after every step, not every 2"),
     ],
 )
-def test_schedules_that_cannot_be(name: str, max_staleness: int | None, sync_every: int, complaint: str) -> None:
+def test_impossible_schedules_are_refused(
+    name: str, max_staleness: int | None, sync_every: int, complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         make_schedule(name, max_staleness, sync_every)

@@ -269,7 +269,7 @@ def test_no_placement_is_predicted_worse_than_dealing_by_capacity(sites: tuple[S
     assert problem.solve()[1].end <= problem.predict(problem.by_capacity()).end
 
 
-def test_a_look_at_tails_ends_much_earlier_than_mean_lengths_where_speeds_differ() -> None:
+def test_planning_with_tails_ends_much_earlier_than_with_means_where_speeds_differ() -> None:
     problem = problem_of(mixed(), uncertain(150, spread=0.8))
     assert problem.solve()[1].end < 0.7 * problem.predict(problem.earliest_end(tails=False)).end
 

@@ -25,7 +25,7 @@ def told(watch: SlowWatch, ratios: dict[str, float], times: int = STRETCHES) -> 
     return news
 
 
-def test_one_that_takes_longer_than_the_others_is_slow_and_well_again_later() -> None:
+def test_an_instance_slower_than_the_others_is_a_straggler_until_it_recovers() -> None:
     watch = SlowWatch()
     assert told(watch, {"a": 1.0, "b": 1.1, "c": 2.2}) == {"c": pytest.approx(2.2 / 1.05)}
     assert told(watch, {"a": 1.0, "b": 1.0, "c": (SLOW + WELL) / 2}, STRETCHES)["c"] == pytest.approx(
@@ -35,7 +35,7 @@ def test_one_that_takes_longer_than_the_others_is_slow_and_well_again_later() ->
     assert watch.factors == {}
 
 
-def test_that_all_take_longer_is_no_news() -> None:
+def test_when_all_instances_slow_down_none_is_a_straggler() -> None:
     watch = SlowWatch()
     told(watch, dict.fromkeys(NAMES, 1.0))
     assert told(watch, dict.fromkeys(NAMES, 4.0)) == {}
@@ -55,7 +55,7 @@ def test_a_single_stretch_does_not_make_an_instance_slow() -> None:
     assert watch.changed(NAMES) == {}
 
 
-def test_noise_of_a_fifth_makes_nobody_slow() -> None:
+def test_noise_of_twenty_percent_makes_no_straggler() -> None:
     watch, draw = SlowWatch(), random.Random(3)
     for _ in range(2000):
         for name in NAMES:
@@ -63,7 +63,7 @@ def test_noise_of_a_fifth_makes_nobody_slow() -> None:
         assert watch.changed(NAMES) == {}
 
 
-def test_small_changes_of_a_slow_one_are_not_told_again() -> None:
+def test_small_changes_of_a_stragglers_pace_are_not_reported_again() -> None:
     watch = SlowWatch()
     told(watch, {"a": 1.0, "b": 2.0})
     assert told(watch, {"a": 1.0, "b": 2.0 * OTHERWISE * 0.99}) == {}
@@ -78,7 +78,7 @@ def test_a_new_process_begins_anew() -> None:
     assert told(watch, {"a": 1.0, "b": 2.0}, STRETCHES - 1) == {}
 
 
-def test_a_ratio_must_be_one() -> None:
+def test_an_impossible_pace_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         SlowWatch().heard("a", -1.0)
 

@@ -23,7 +23,7 @@ from streamrl.tasks.answers import EXTRACTORS, full, last_line, last_number, tag
         ("", None),
     ],
 )
-def test_tag_takes_the_last_complete_tag(text: str, expected: str | None) -> None:
+def test_the_tag_rule_takes_the_last_complete_tag(text: str, expected: str | None) -> None:
     assert tagged(text) == expected
 
 

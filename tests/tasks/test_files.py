@@ -31,7 +31,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_a_jsonl_file_is_read_as_tasks(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = ['{"prompt": "one?", "answer": "1"}', "", '{"answer": "2", "prompt": "two?\\nreally?"}']
     path.write_bytes("\ufeff".encode() + "\r\n".join([*lines, '{"prompt": "dreißig?", "answer": "30"}']).encode())
@@ -72,7 +72,7 @@ def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
     assert msgpack.unpackb(msgpack.packb(big.answer)) == "100000000000000000000000"
 
 
-def test_no_answer_column(tmp_path: Path) -> None:
+def test_a_file_without_an_answer_column_has_no_answers(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n')
     assert load_rows(file_task(tmp_path / "a.jsonl", answer_column=None)) == [TaskRow("p", None)]
 

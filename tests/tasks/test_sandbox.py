@@ -26,7 +26,7 @@ def task(**changes: object) -> FileTask:
     return FileTask.model_validate({"kind": "file", "name": "programs", "path": "x.jsonl", **changes})
 
 
-def test_without_a_sandbox_it_is_off() -> None:
+def test_the_program_reward_is_off_without_a_sandbox() -> None:
     with pytest.raises(ValidationError, match=r"code that a model wrote: it is off until the task has a `sandbox`"):
         task(reward="python_tests")
     with pytest.raises(ValidationError, match="exact_match does not use a sandbox"):

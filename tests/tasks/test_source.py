@@ -94,7 +94,7 @@ def test_a_procedural_task_with_a_size_is_repeated_in_epochs() -> None:
     assert [p.epoch for p in prompts] == [0] * 5 + [1] * 5 + [2] * 5
 
 
-def test_weights_interleave() -> None:
+def test_tasks_interleave_by_their_weights() -> None:
     assert [mix([2, 1], i)[0] for i in range(6)] == [0, 1, 0, 0, 1, 0]
     assert [mix([1, 1, 1], i)[0] for i in range(6)] == [0, 1, 2, 0, 1, 2]
 

@@ -51,7 +51,7 @@ def test_a_flow_under_which_nothing_moves_is_refused(wrong: dict[str, float]) ->
         Flow(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_link_that_is_none_is_refused() -> None:
+def test_a_link_without_bandwidth_is_refused() -> None:
     with pytest.raises(ValueError, match="no link"):
         Flow.over(0.0, 0.1, 60, 1e6)
 

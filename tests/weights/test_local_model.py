@@ -41,7 +41,7 @@ def test_the_files_laid_out_are_what_the_trainer_publishes_first(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_with_codes_too(tmp_path: Path, kind: Literal["fp8", "int8"]) -> None:
+def test_the_files_laid_out_hold_8_bit_codes_where_versions_do(tmp_path: Path, kind: Literal["fp8", "int8"]) -> None:
     save_tiny_model(tmp_path)
     expected = expected_tensors(str(tmp_path), "bfloat16", kind)
     known = initial_version(str(tmp_path), expected, "bfloat16", kind)
