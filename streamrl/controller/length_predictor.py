@@ -156,6 +156,7 @@ class LengthPredictor:
         trust = self.ranker.trust
         return {
             "trusted": self.trusted,
+            "used": self.trusted and self._policy not in BLIND,
             "recall_at_20": trust.recall_at_20 if trust else None,
             "kendall_tau": trust.kendall_tau if trust else None,
             "note": self.note,

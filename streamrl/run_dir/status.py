@@ -83,6 +83,9 @@ class RankerStatus(StatusModel):
     """The quality of the length predictions over the newest steps."""
 
     trusted: bool = False
+    used: bool = Field(
+        False, description="whether dispatch goes by the predictions: trusted, and the policy reads them"
+    )
     recall_at_20: float | None = None
     kendall_tau: float | None = None
     note: str = Field("", description="newest change of trust and its consequence")

@@ -87,7 +87,7 @@ def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank
     lengths = LengthPredictor(RUN)
     lengths.ranker.trusted = True
     lengths.outcome.record([0.9])
-    assert lengths.trusted and lengths.state()["trusted"]
+    assert lengths.trusted and lengths.state()["trusted"] and lengths.state()["used"]
     for _ in range(3):
         lengths.outcome.record([1.1])
     assert lengths.ranker.trusted and not lengths.trusted and not lengths.state()["trusted"]
@@ -145,3 +145,10 @@ def test_a_file_that_is_no_ranker_is_refused(tmp_path: Path) -> None:
     path.write_text("no")
     with pytest.raises(UserError, match=r"ranker\.path: .*ranker\.lgb: broken ranker file"):
         LengthPredictor(RunConfig.model_validate({"ranker": {"path": str(path)}}))
+
+
+def test_a_policy_that_ignores_forecasts_uses_none_that_are_trusted() -> None:
+    lengths = LengthPredictor(RUN.model_copy(update={"dispatch": RUN.dispatch.model_copy(update={"policy": "random"})}))
+    lengths.ranker.trusted = True
+    state = lengths.state()
+    assert state["trusted"] and not state["used"]

@@ -90,9 +90,10 @@ def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) ->
     assert "nothing predicted and finished yet: dispatch by load" in shown()
     measured = {"recall_at_20": 0.61, "kendall_tau": 0.42}
     assert "trusted  recall@20 0.61, tau 0.42; dispatch by predicted length, saved 8.0 %" in shown(
-        trusted=True, **measured
+        trusted=True, used=True, **measured
     )
     assert "not trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=False, **measured)
+    assert "trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=True, used=False, **measured)
 
 
 def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run: RunMaker) -> None:
