@@ -277,7 +277,9 @@ class Services:
         self._in_flight[name] = made.number
         # a remote site that is disconnected gets its weights when it reconnects
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
-        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s)
+        # where running requests end before an update, it waits for as long as they produce tokens
+        progress = self.since_token if self._update_s > self._weights_s else None
+        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s, progress)
         await self._send(name, made)
 
     def _source(self, name: str) -> str | None:

@@ -96,22 +96,40 @@ class WaitRegistry:
             task.cancel()
 
     @asynccontextmanager
-    async def deadline(self, waiting_for: str, limit_s: float) -> AsyncIterator[None]:
+    async def deadline(
+        self, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = lambda: math.inf
+    ) -> AsyncIterator[None]:
         """Limit the time of what is awaited inside.
 
+        Args:
+            waiting_for: what is waited for, in words.
+            limit_s: seconds until the wait expires.
+            since_progress: as in `begin`.
+
         Raises:
-            DeadlineExpired: `limit_s` seconds have passed.
+            DeadlineExpired: `limit_s` seconds have passed since the beginning and since the latest sign of progress.
         """
-        key = object()
+        key, loop = object(), asyncio.get_running_loop()
         self._waits[key] = wait = Wait(self.owner, waiting_for, time.time(), limit_s)
+
+        timer = loop.call_later(limit_s, lambda: end_or_renew())
+
+        def end_or_renew() -> None:
+            nonlocal timer
+            if (left_s := limit_s - since_progress()) > 0:
+                timer = loop.call_later(left_s, end_or_renew)
+            else:
+                scope.reschedule(loop.time())
+
         try:
-            async with asyncio.timeout(limit_s) as scope:
+            async with asyncio.timeout(None) as scope:
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
             raise DeadlineExpired(str(wait)) from error
         finally:
+            timer.cancel()
             del self._waits[key]
 
     def snapshot(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from streamrl.protocol.controller_site import Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 
 CLUSTER = ClusterConfig.model_validate(
     {
@@ -75,12 +75,16 @@ def wire() -> Wire:
     return Wire("service-home", "service-far")
 
 
-@pytest.fixture
-def services(wire: Wire) -> Services:
+def make_services(wire: Wire, run: RunConfig) -> Services:
     sites = {"service-home": "home", "service-far": "far"}
-    made = Services(wire, WaitRegistry("test"), sites, CLUSTER, RunConfig())  # type: ignore[arg-type]
+    made = Services(wire, WaitRegistry("test"), sites, CLUSTER, run)  # type: ignore[arg-type]
     made.joined()
     return made
+
+
+@pytest.fixture
+def services(wire: Wire) -> Services:
+    return make_services(wire, RunConfig())
 
 
 def version(number: int) -> PublishDone:
@@ -228,6 +232,25 @@ def test_the_wait_for_weights_is_longer_for_a_site_that_may_be_away(services: Se
         assert limits == {"weights 0 to reach service-home": 300, "weights 0 to reach service-far": 800}
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(("on_update", "lasts"), [("keep_kv", False), ("wait", True)])
+def test_the_wait_for_weights_lasts_while_requests_that_end_first_produce_tokens(
+    wire: Wire, on_update: str, lasts: bool
+) -> None:
+    limits = {"weights_s": 0.02, "generation_s": 0.01}
+    run = {"schedule": {"name": "async", "on_update": on_update}, "deadlines": limits}
+    services = make_services(wire, RunConfig.model_validate(run))
+    wire.peers["service-home"].state = {"instances": {"home-0": {"running": 1, "stalled_s": 0.0}}}
+    wire.silent["service-home"] = 0.0
+
+    async def play() -> None:
+        await services.spread(version(0))
+        async with asyncio.timeout(0.3):
+            await services._waits.first_of_begun(asyncio.get_running_loop().create_future())
+
+    with pytest.raises(TimeoutError if lasts else DeadlineExpired):
+        asyncio.run(play())
 
 
 def test_a_site_that_is_away_or_congested_gets_nothing_new_while_another_can_work(

@@ -66,3 +66,17 @@ def test_the_wait_that_ends_first_is_the_one_that_is_named() -> None:
             await waits.first_of_begun(asyncio.get_running_loop().create_future())
 
     asyncio.run(check())
+
+
+def test_a_deadline_lasts_while_there_is_progress_and_ends_a_limit_after_the_last() -> None:
+    progress, left = seen(0.0, LIMIT_S / 2, math.inf, 0.0)
+
+    async def check() -> None:
+        waits = WaitRegistry("service-here")
+        with pytest.raises(DeadlineExpired, match="service-here waited 0 s for weights 3"):
+            async with waits.deadline("weights 3", LIMIT_S, progress):
+                await asyncio.get_running_loop().create_future()
+        assert waits.snapshot() == []
+
+    asyncio.run(check())
+    assert left == [0.0]  # the third sign was too old

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scheduler.cost.decode import StepCurve
@@ -124,13 +126,22 @@ class InstanceWeights:
         if held:
             await self.fleet.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
         limits = self.fleet.limits
-        limit_s = limits.weights_s + (limits.generation_s if on_update == "wait" else 0)
         self._loads[name].add(version.number)
         order = ApplyWeights(number=version.number, content_hash=version.content_hash)
-        loaded: WeightsApplied | None = await self._order(name, order, kind_of(WeightsApplied), limit_s)
+        loaded: WeightsApplied | None
+        if on_update == "wait":  # its requests end first, for as long as they produce tokens
+            since_token, longer_s = partial(self._since_token, name), limits.weights_s + limits.generation_s
+            loaded = await self._order(name, order, kind_of(WeightsApplied), longer_s, since_token)
+        else:
+            loaded = await self._order(name, order, kind_of(WeightsApplied), limits.weights_s)
         if held and loaded is not None:
             await self.fleet.dispatcher.unhold(name, "weights")
         return loaded
+
+    def _since_token(self, name: str) -> float:
+        """Return the seconds since an instance has produced a token, by its last heartbeat; inf: it runs nothing."""
+        state = self.fleet.hub.peers[name].state
+        return state.get("stalled_s", 0.0) + self.fleet.hub.silent_for(name) if state.get("running") else math.inf
 
     async def on_message(self, delivery: Delivery) -> None:
         """Handle an instance's report that it has loaded a version, or did not find it in the site's store.
@@ -168,10 +179,17 @@ class InstanceWeights:
         life.missed |= life.state is Life.SUSPECT
         return life.state is Life.SUSPECT
 
-    async def _order(self, name: str, command: TypedMessage, answer: str, limit_s: float) -> Any:
+    async def _order(
+        self,
+        name: str,
+        command: TypedMessage,
+        answer: str,
+        limit_s: float,
+        since_progress: Callable[[], float] = lambda: math.inf,
+    ) -> Any:
         """Have an instance carry out a command; return its answer, or None if it died or fell silent meanwhile."""
         try:
-            return await self.fleet.answers.ask(name, command, answer, limit_s)
+            return await self.fleet.answers.ask(name, command, answer, limit_s, since_progress)
         except InstanceLost:
             return None
         except DeadlineExpired as error:

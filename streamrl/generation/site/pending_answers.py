@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from typing import Any
 
 from streamrl.protocol.message import TypedMessage, wire
@@ -27,7 +29,14 @@ class Answers:
         self._expected: dict[tuple[str, str], asyncio.Future[Any]] = {}
         """Expected answers by (kind, instance)."""
 
-    async def ask(self, name: str, command: TypedMessage, answer: str, limit_s: float) -> Any:
+    async def ask(
+        self,
+        name: str,
+        command: TypedMessage,
+        answer: str,
+        limit_s: float,
+        since_progress: Callable[[], float] = lambda: math.inf,
+    ) -> Any:
         """Send an instance a command and wait for its answer.
 
         Args:
@@ -35,6 +44,7 @@ class Answers:
             command: message to send.
             answer: kind of the message that answers it.
             limit_s: seconds to wait for the answer.
+            since_progress: returns the seconds since the latest sign of progress, from which the limit then counts.
 
         Raises:
             InstanceLost: the instance died, or was given up.
@@ -45,7 +55,7 @@ class Answers:
         future = self._expected[answer, name] = asyncio.get_running_loop().create_future()
         kind, body = wire(command)
         await self._hub.send(name, kind, body)
-        async with self._waits.deadline(f"{name} to answer {kind} with {answer}", limit_s):
+        async with self._waits.deadline(f"{name} to answer {kind} with {answer}", limit_s, since_progress):
             return await future
 
     def give_up(self, name: str) -> bool:
