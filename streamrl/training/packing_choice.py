@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from streamrl.atomic_files import replace_json
+from streamrl.atomic_files import replace_text
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.machine.model_files import cache_directory
@@ -145,7 +145,7 @@ def packing_proof(folder: Path) -> PackingProof | None:
     text = _prove_here(folder) if "torch" in sys.modules else _prove_apart(folder)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, json.loads(text))
+        replace_text(path, text)  # an error that was not measured is inf, which is not strict JSON
     return _read(text)
 
 

@@ -9,6 +9,8 @@ from streamrl.generation.instance.engine import end_tokens
 from streamrl.verify.findings import Finding
 
 TEMPLATE, STOPS, VOCABULARY = "chat template keeps history", "stop tokens", "vocabulary"
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files of which a folder with a tokenizer has at least one."""
 ANSWER = "<think>\nSeven and five.\n</think>\n\nIt is twelve."
 """An assistant's turn of the kind that templates rewrite: it has its reasoning in it."""
 TURNS = (
@@ -28,6 +30,8 @@ def check_tokenizer(folder: Path, vocabulary: int) -> list[Finding]:
     from transformers import AutoTokenizer
 
     try:
+        if not any((folder / name).exists() for name in FILES):  # transformers makes empty ones of some families then
+            raise OSError(f"expected one of {', '.join(FILES)}")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no tokenizer in {folder}: {str(error).splitlines()[0]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,15 @@ def test_a_proof_is_made_once_for_an_architecture_and_this_code(
     monkeypatch.setattr(packing_choice, "_code", lambda: "another")
     with pytest.raises(AssertionError, match="proven again"):
         proof_of(model)
+
+
+def test_a_proof_in_which_a_way_could_not_run_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(tmp_path / "model")
+    proof = PackingProof("gpt_oss", (PackingWay("separate", "sdpa", differs="sdpa has no attention sinks"),))
+    texts = [json.dumps(asdict(proof))]
+    monkeypatch.setattr(packing_choice, "_prove_here", lambda folder: texts.pop())
+    assert proof_of(model) == proof == proof_of(model)
 
 
 def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer, MistralConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, MistralConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from streamrl.training.packing_choice import Packing, PackingProof, PackingWay
 from streamrl.verify import generator_checks as generator
@@ -62,8 +62,9 @@ def test_a_vocabulary_may_be_padded_but_not_cut() -> None:
     assert check_vocabulary(321, 320).verdict == "refused"
 
 
-def test_a_folder_without_a_tokenizer_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    MistralConfig().save_pretrained(tmp_path)
+@pytest.mark.parametrize("config", [MistralConfig, Qwen3MoeConfig])
+def test_a_folder_without_a_tokenizer_is_no_reason_to_refuse(tmp_path: Path, config: type[PretrainedConfig]) -> None:
+    config().save_pretrained(tmp_path)
     assert {one.verdict for one in check_tokenizer(tmp_path, 320)} == {"not checked"}
 
 
