@@ -41,17 +41,11 @@ POLICIES: dict[str, tuple[str, Make]] = {
 BLIND = frozenset({"random", "round-robin", "two-choices", "least-loaded"})
 """Policies that ignore forecasts."""
 AUTO = "auto"
-"""Stands for the policy in `DEFAULTS`."""
-DEFAULTS = {
-    "colocated": "skew-aware",
-    "sync": "skew-aware",
-    "stream": "skew-aware",
-    "one_step_off": "skew-aware",
-    "async": "least-loaded",
-    "auto": "least-loaded",
-}
-"""Default policy of each schedule: the one that is measured to be faster (`experiments/dispatch_quality.py`). Under
-`async` no policy is known to raise the rate of complete groups; `auto` may change to it at any step.
+"""Stands for the default policy of the run's schedule (`policy_for`)."""
+DEFAULTS = dict.fromkeys(("colocated", "sync", "stream", "one_step_off"), "skew-aware")
+"""Default policies of schedules for which one is measured to be faster than least-loaded, that of all others
+(`experiments/dispatch_quality.py`). Under `async` no policy is known to raise the rate of complete groups, and `auto`
+may change to it at any step.
 """
 
 
@@ -59,17 +53,17 @@ def policy_for(schedule: str, chosen: str = AUTO) -> str:
     """Return the name of the policy that a run uses.
 
     Args:
-        schedule: a key of `DEFAULTS`.
+        schedule: name of the run's schedule.
         chosen: the run's choice, a name of `POLICIES` or `AUTO`.
     """
-    return DEFAULTS[schedule] if chosen == AUTO else chosen
+    return DEFAULTS.get(schedule, "least-loaded") if chosen == AUTO else chosen
 
 
 def objective_of(schedule: str, train_tokens_s: float = math.inf) -> DispatchObjective:
     """Return what plans make small under a schedule; see `dispatch_objective.py`.
 
     Args:
-        schedule: a key of `DEFAULTS`.
+        schedule: name of the run's schedule.
         train_tokens_s: tokens, prompts included, that the trainer processes per second; infinite while unknown.
     """
     return Streamed(train_tokens_s) if schedule == "stream" else MAKESPAN
