@@ -25,6 +25,7 @@ SLOW = (
     "end_to_end/test_recovery.py",
     "end_to_end/test_run.py",
     "end_to_end/test_schedules.py",
+    "verify/test_verify_live.py",
     "end_to_end/test_sites.py",
     "test_orphans.py",
     "chaos/test_chaos_live.py",
@@ -34,7 +35,6 @@ SLOW = (
     "generation/test_calibration.py",
     "launcher/test_ray_autoscaling.py",
     "security/test_rank_rendezvous.py",
-    "verify/test_verify_live.py",
     "test_warm.py",
     "generation/test_few_rows_vllm.py",
 )
