@@ -121,7 +121,8 @@ def keep(rows: Sequence[Row], seconds: float) -> None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": [asdict(row) for row in rows]}
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    text = json.dumps(facts)  # an error that was not measured is inf, for which JSON has null
+    RESULTS.write_text(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n")
     write_page(rows, seconds)
 
 
