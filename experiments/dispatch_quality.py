@@ -122,7 +122,7 @@ def fleet_of(slots: int) -> list[SimulatedInstance]:
 
 
 def played_on(batch: list[SimulatedRequest], slots: int, rate: float) -> dict[str, tuple[float, float]]:
-    """By schedule: (ratio of the policy with the schedule's objective, ratio of the makespan's policy)."""
+    """Ratios by schedule: (of the policy with the schedule's objective, of the makespan's policy)."""
 
     def play(policy: str, objective: DispatchObjective = None) -> dict[str, float]:
         made = make_policy(policy, LIMIT, SIBLINGS, objective)

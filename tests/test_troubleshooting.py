@@ -532,7 +532,7 @@ def test_a_limit_that_is_changed_in_the_folders_config_yaml_is_that_of_the_resum
     assert launched[0][1].deadlines.weights_s == 900
 
 
-def test_a_placeholder_stands_for_text_of_one_line_and_always_for_the_same() -> None:
+def test_a_placeholder_stands_for_one_line_or_for_lines_and_for_the_same_text_wherever_it_is_repeated() -> None:
     assert pattern("a <x> b").fullmatch("a 1 2 b") and not pattern("a <x> b").fullmatch("a 1 c")
     assert not pattern("a <x> b").fullmatch("a 1\n2 b") and pattern("a\n<its lines>\nb").fullmatch("a\n1\n2\nb")
     assert pattern("<x>, <x>").fullmatch("1, 1") and not pattern("<x>, <x>").fullmatch("1, 2")

@@ -13,7 +13,7 @@
 
 Under `async` there is no batch: groups are issued continuously, and what counts is the rate of complete groups at the
 staleness bound. No plan here improves it (`experiments/dispatch_quality.py`), so least-loaded dispatch is the default
-there (`registry.default_policy`).
+there (`registry.policy_for`).
 """
 
 from __future__ import annotations

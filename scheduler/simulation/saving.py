@@ -26,11 +26,11 @@ class Saving:
     """Predicted seconds until what the schedule waits for: the makespan, or the end of a streamed training."""
 
     least_loaded: float
-    """Under data-parallel load balancing, which knows nothing of lengths."""
+    """Seconds under data-parallel load balancing, which knows nothing of lengths."""
     policy: float
-    """Under the policy with the forecasts that the requests carry."""
+    """Seconds under the policy with the forecasts that the requests carry."""
     oracle: float
-    """Under the same policy with the true lengths as forecasts."""
+    """Seconds under the same policy with the true lengths as forecasts."""
 
     @property
     def saved(self) -> float:

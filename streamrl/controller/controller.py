@@ -82,7 +82,7 @@ from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
 from streamrl.tasks.source import PromptSource
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Delivery
 from streamrl.transport.refusals import RefusalCause
 
@@ -435,8 +435,8 @@ class Controller:
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
             ("samples", running, self.limits.generation_s, self.services.since_token),
-            ("rewards", len(self.pool.received), rewards_s, None),
-            ("canaries", len(self._awaited_canaries()), self.limits.weights_s, None),
+            ("rewards", len(self.pool.received), rewards_s, never),
+            ("canaries", len(self._awaited_canaries()), self.limits.weights_s, never),
         ):
             if not missing:
                 self.waits.end(name)

@@ -41,7 +41,7 @@ from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
 
@@ -278,7 +278,7 @@ class Services:
         # a remote site that is disconnected gets its weights when it reconnects
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
         # where running requests end before an update, it waits for as long as they produce tokens
-        progress = self.since_token if self._update_s > self._weights_s else None
+        progress = self.since_token if self._update_s > self._weights_s else never
         self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s, progress)
         await self._send(name, made)
 

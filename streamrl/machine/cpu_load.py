@@ -21,11 +21,11 @@ class CpuSeconds:
     clock: float
     """Monotonic seconds of this reading."""
     busy: float
-    """By all processes of the machine, time taken by the host left out."""
+    """CPU seconds used by all processes of the machine, time taken by the host left out."""
     stolen: float
     """Time that this (virtual) machine wanted and its host gave to others (`steal` of /proc/stat; 0 elsewhere)."""
     own: float
-    """By this process and its descendants."""
+    """CPU seconds used by this process and its descendants."""
 
     @classmethod
     def read(cls) -> Self:

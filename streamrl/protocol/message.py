@@ -52,9 +52,9 @@ class Right:
     """The messages that a role may send (`protocol/speakers.py`)."""
 
     inside: tuple[type[TypedMessage], ...]
-    """From a process of the receiver's own site."""
+    """The sender is a process of the receiver's own site."""
     outside: tuple[type[TypedMessage], ...] = ()
-    """From a process of another site."""
+    """The sender is a process of another site."""
 
 
 class MessageReader:

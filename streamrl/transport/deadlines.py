@@ -15,6 +15,11 @@ from streamrl.errors import RunFailed
 T = TypeVar("T")
 
 
+def never() -> float:
+    """Return the seconds since the latest progress of what shows none: inf."""
+    return math.inf
+
+
 class DeadlineExpired(RunFailed):
     """Raised when a wait exceeds its limit; the message says who waited for what, and how long."""
 
@@ -43,9 +48,7 @@ class WaitRegistry:
         """Expiry of each wait of `begin` (monotonic seconds)."""
         self._progress: dict[str, Callable[[], float]] = {}
 
-    def begin(
-        self, name: str, waiting_for: str, limit_s: float, since_progress: Callable[[], float] | None = None
-    ) -> None:
+    def begin(self, name: str, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = never) -> None:
         """Register a wait in the background; `end` ends it, and beginning it again renews its limit.
 
         Args:
@@ -57,8 +60,7 @@ class WaitRegistry:
         """
         self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
         self._begun[name] = time.monotonic() + limit_s
-        if since_progress is not None:
-            self._progress[name] = since_progress
+        self._progress[name] = since_progress
 
     def end(self, name: str) -> None:
         """End a wait of `begin`, if there is one."""
@@ -88,7 +90,7 @@ class WaitRegistry:
                 if done:
                     return await task
                 wait = self._waits[name]
-                left_s = wait.limit_s - self._progress.get(name, lambda: math.inf)()
+                left_s = wait.limit_s - self._progress[name]()
                 if left_s <= 0:
                     raise DeadlineExpired(str(wait))
                 self._begun[name] = time.monotonic() + left_s
@@ -97,7 +99,7 @@ class WaitRegistry:
 
     @asynccontextmanager
     async def deadline(
-        self, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = lambda: math.inf
+        self, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = never
     ) -> AsyncIterator[None]:
         """Limit the time of what is awaited inside.
 
@@ -111,7 +113,6 @@ class WaitRegistry:
         """
         key, loop = object(), asyncio.get_running_loop()
         self._waits[key] = wait = Wait(self.owner, waiting_for, time.time(), limit_s)
-
         timer = loop.call_later(limit_s, lambda: end_or_renew())
 
         def end_or_renew() -> None:

@@ -108,7 +108,7 @@ def test_a_slow_engine_is_measured_where_it_matters_and_the_rest_is_said() -> No
 
 
 def quick_but_busy() -> StepTrials:
-    """Of an engine that takes so long to prefill that no long context fits into the budget."""
+    """Trials of an engine that takes so long to prefill that no long context fits into the budget."""
     trials = quick(48, context=1000)
     play(trials, 0.02, 0.015)
     return trials

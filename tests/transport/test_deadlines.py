@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry, never
 
 LIMIT_S = 0.02
 
@@ -19,7 +19,7 @@ def seen(*ages: float) -> tuple[Callable[[], float], list[float]]:
     return lambda: left.pop(0), left
 
 
-async def awaiting(answer: asyncio.Future[str], since_progress: Callable[[], float] | None) -> str:
+async def awaiting(answer: asyncio.Future[str], since_progress: Callable[[], float]) -> str:
     waits = WaitRegistry("controller")
     waits.begin("samples", "3 samples of 2 groups", LIMIT_S, since_progress)
     return await waits.first_of_begun(answer)
@@ -28,7 +28,7 @@ async def awaiting(answer: asyncio.Future[str], since_progress: Callable[[], flo
 def test_a_wait_without_progress_ends_at_its_limit() -> None:
     async def check() -> None:
         with pytest.raises(DeadlineExpired, match="controller waited 0 s for 3 samples of 2 groups"):
-            await awaiting(asyncio.get_running_loop().create_future(), None)
+            await awaiting(asyncio.get_running_loop().create_future(), never)
 
     asyncio.run(check())
 

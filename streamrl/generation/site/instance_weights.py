@@ -14,9 +14,9 @@ from scheduler.cost.decode import StepCurve
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.pending_answers import InstanceLost
 from streamrl.generation.site.step_curves import differ
-from streamrl.protocol.message import TypedMessage, kind_of
+from streamrl.protocol.message import kind_of
 from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
-from streamrl.transport.deadlines import DeadlineExpired
+from streamrl.transport.deadlines import DeadlineExpired, never
 from streamrl.transport.endpoint import Delivery
 from streamrl.weights.version import WeightVersion
 
@@ -128,12 +128,11 @@ class InstanceWeights:
         limits = self.fleet.limits
         self._loads[name].add(version.number)
         order = ApplyWeights(number=version.number, content_hash=version.content_hash)
-        loaded: WeightsApplied | None
+        limit_s, progress = limits.weights_s, never
         if on_update == "wait":  # its requests end first, for as long as they produce tokens
-            since_token, longer_s = partial(self._since_token, name), limits.weights_s + limits.generation_s
-            loaded = await self._order(name, order, kind_of(WeightsApplied), longer_s, since_token)
-        else:
-            loaded = await self._order(name, order, kind_of(WeightsApplied), limits.weights_s)
+            limit_s, progress = limit_s + limits.generation_s, partial(self._since_token, name)
+        answer = self.fleet.answers.ask(name, order, kind_of(WeightsApplied), limit_s, progress)
+        loaded: WeightsApplied | None = await self._answered(name, answer)
         if held and loaded is not None:
             await self.fleet.dispatcher.unhold(name, "weights")
         return loaded
@@ -170,8 +169,9 @@ class InstanceWeights:
         """Have one instance free its devices. Return False if it died meanwhile or is silent."""
         if self._misses(name):
             return False
-        answer = await self._order(name, SleepInstance(), kind_of(InstanceAsleep), self.fleet.limits.weights_s)
-        return answer is not None
+        limit_s = self.fleet.limits.weights_s
+        answer = self.fleet.answers.ask(name, SleepInstance(), kind_of(InstanceAsleep), limit_s)
+        return await self._answered(name, answer) is not None
 
     def _misses(self, name: str) -> bool:
         """Return whether an instance is silent, so that it misses what the others get now."""
@@ -179,17 +179,10 @@ class InstanceWeights:
         life.missed |= life.state is Life.SUSPECT
         return life.state is Life.SUSPECT
 
-    async def _order(
-        self,
-        name: str,
-        command: TypedMessage,
-        answer: str,
-        limit_s: float,
-        since_progress: Callable[[], float] = lambda: math.inf,
-    ) -> Any:
-        """Have an instance carry out a command; return its answer, or None if it died or fell silent meanwhile."""
+    async def _answered(self, name: str, answer: Awaitable[Any]) -> Any:
+        """Return an instance's answer to a command, or None if it died or fell silent meanwhile."""
         try:
-            return await self.fleet.answers.ask(name, command, answer, limit_s, since_progress)
+            return await answer
         except InstanceLost:
             return None
         except DeadlineExpired as error:

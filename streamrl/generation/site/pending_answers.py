@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any
 
 from streamrl.protocol.message import TypedMessage, wire
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Delivery, Hub
 
 
@@ -35,7 +34,7 @@ class Answers:
         command: TypedMessage,
         answer: str,
         limit_s: float,
-        since_progress: Callable[[], float] = lambda: math.inf,
+        since_progress: Callable[[], float] = never,
     ) -> Any:
         """Send an instance a command and wait for its answer.
 
