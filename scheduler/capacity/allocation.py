@@ -23,15 +23,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from scheduler.capacity.covering import Choice, Cover, Replicas
-from scheduler.cost.generation_cost import Batch, ReplicaKind, degrees, finish_profile, replica_kind
-from scheduler.cost.hardware import Device
+from scheduler.capacity.covering import Choice, Cover, Replicas, generation_seconds, least_time
+from scheduler.cost.generation_cost import Batch, ReplicaKind, finish_profile, replica_kind
+from scheduler.cost.hardware import Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
 from scheduler.schedule.schedules import KINDS
@@ -40,15 +40,11 @@ PlanObjective = Literal["throughput", "cost"]
 
 COARSE, FINE = 1.03, 1.002
 """Ratios of neighbouring step times in the search for the cheapest plan."""
-BISECTIONS = 45
-"""Bisections of a step time: to a 10^-9th or so."""
 SYNC_SIZES, SYNC_KEPT = 32, 64
 """Number of trainer sizes that a synchronous schedule tries, and number of splits of each trainer that are
 evaluated."""
 SLOWER = tuple(1.15**k for k in range(40))
 """Generation times that a synchronous schedule tries for the cheapest plan, as multiples of the shortest one."""
-LONGEST_STEP_S = 1e7
-"""Seconds beyond which a step does not count as a plan."""
 DELTA_RATIO = 70.0
 """Ratio of the bytes of full bf16 weights to those of their lossless difference to the previous version: measured at a
 learning rate of 5e-6 with settled masters (experiments/results/delta_codec.md).
@@ -105,6 +101,10 @@ class Route:
             raise ValueError(
                 "a link's round trip and price must not be negative, and its weight_share must be above 0 and at most 1"
             )
+
+    def weight_seconds(self, sent_bytes: float) -> float:
+        """Return the seconds in which new weights get over the link."""
+        return self.rtt_s + sent_bytes / (self.bytes_per_s * self.weight_share)
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ class Allocator:
             if offer.generates:
                 fits = (
                     replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)
-                    for tp in degrees(problem.model, offer.device)
+                    for tp in tensor_parallel_degrees(offer.device, problem.model.heads)
                     if tp <= offer.count
                 )
                 self.kinds[number] = [kind for kind in fits if kind is not None]
 
-    def generation_s(self, generation: Sequence[Replicas], steady: bool | None = None) -> float:
-        """Return the seconds in which these replicas generate a batch; `steady` None: as under the schedule."""
-        return generation_seconds(generation, self.steady if steady is None else steady)
+    def generation_s(self, generation: Sequence[Replicas]) -> float:
+        """Return the seconds in which these replicas generate a batch under the schedule."""
+        return generation_seconds(generation, self.steady)
 
     def smallest(self, trainer: int, deadline: float) -> TrainerTime | None:
         """Return the trainer with the fewest GPUs of an offer that ends by a deadline."""
@@ -221,19 +221,17 @@ class Allocator:
             offer = problem.offers[number]
             free = offer.count - (taken if number == trainer else 0)
             route = None if offer.site == home else problem.route(home, offer.site)
-            if offer.site != home and (route is None or not _reaches(route, problem, deadline)):
+            if offer.site != home and (route is None or route.weight_seconds(problem.sent_bytes) > deadline):
                 continue
+            usd_per_byte = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
             if offer.site not in sites:
                 sites.append(offer.site)
-                per_hour = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
-                fixed.append(per_hour * problem.sent_bytes)
+                fixed.append(usd_per_byte * problem.sent_bytes)
                 limit = math.inf
                 if route is not None and problem.sample_bytes:
                     limit = deadline * route.bytes_per_s / problem.sample_bytes
                 room.append(limit)
-            traffic = 0.0
-            if route is not None:
-                traffic = route.usd_per_gb / 1e9 * 3600 / deadline * problem.sample_bytes
+            traffic = usd_per_byte * problem.sample_bytes
             useful = []
             for kind in kinds:
                 share = kind.share(deadline, self.steady)
@@ -261,8 +259,8 @@ class Allocator:
     def fastest(self, trainer: int) -> float:
         """Return the seconds of the shortest step with this trainer; infinite: it is not possible."""
         if math.isinf(self.problem.budget):
-            return _least(lambda t: self.possible(trainer, t), 0.0, 1e-3)
-        return _least(lambda t: self.split(trainer, t) is not None, 0.0, 1e-3)
+            return least_time(lambda t: self.possible(trainer, t))
+        return least_time(lambda t: self.split(trainer, t) is not None)
 
     def candidates(self, objective: PlanObjective) -> Iterator[Split]:
         """Yield splits of which one is the best; several for each trainer."""
@@ -288,7 +286,8 @@ class Allocator:
         for slower in (1.1, 1.25, 1.5, 2.0):
             yield from at(least * slower)
         if objective == "cost":
-            slowest = max(least * 4, _slowest(self.trainers[trainer]) * 1.5, self._one_replica() * 1.1)
+            trainer_s = max(one.seconds for one in self.trainers[trainer] if one is not None)
+            slowest = max(least * 4, trainer_s * 1.5, self._one_replica() * 1.1)
             for deadline in _grid(least, min(slowest, least * 1e4), COARSE):
                 yield from at(deadline)
             for _, best in sorted(estimates)[:2]:
@@ -305,7 +304,7 @@ class Allocator:
         and then those around the best one."""
         times = [one for one in self.trainers[trainer] if one is not None]
         sizes = sorted({one.gpus: one for one in times}.items())
-        tried: dict[int, list[tuple[float, float, Split]]] = {}
+        tried: dict[int, list[tuple[float, Split]]] = {}
 
         def attempt(places: Iterable[int]) -> None:
             for place in places:
@@ -313,8 +312,7 @@ class Allocator:
                     tried[place] = list(self._beside(trainer, *sizes[place], objective))
 
         def merit(place: int) -> float:
-            found = [seconds if objective == "throughput" else cost for seconds, cost, _ in tried[place]]
-            return min(found, default=math.inf)
+            return min((worth for worth, _ in tried[place]), default=math.inf)
 
         coarse = np.unique(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int) - 1).tolist()
         attempt(coarse if len(sizes) > SYNC_SIZES else range(len(sizes)))
@@ -322,16 +320,15 @@ class Allocator:
         around = sorted(tried).index(best)
         reach = sorted(tried)[max(0, around - 1) : around + 2]
         attempt(range(reach[0], reach[-1] + 1))
-        found = [one for some in tried.values() for one in some]
-        found.sort(key=lambda one: one[0] if objective == "throughput" else one[1])
-        yield from (split for _, _, split in found[:SYNC_KEPT])
+        found = sorted((one for some in tried.values() for one in some), key=lambda one: one[0])
+        yield from (split for _, split in found[:SYNC_KEPT])
 
     def _beside(
         self, trainer: int, gpus: int, time: TrainerTime, objective: PlanObjective
-    ) -> Iterator[tuple[float, float, Split]]:
+    ) -> Iterator[tuple[float, Split]]:
         """Yield the fastest generation beside a trainer, and for `cost` slower ones.
 
-        Each with the seconds of a step, and its price: USD per hour times these seconds.
+        Each with what is to be small: the seconds of a step, or for `cost` its price, USD per hour times these seconds.
         """
         price = gpus * self.problem.offers[trainer].usd_per_hour
 
@@ -339,30 +336,29 @@ class Allocator:
             found = self.cover(trainer, gpus, t)
             return found is not None and found[0] + price <= self.problem.budget
 
-        least = _least(affordable, 0.0, 1e-3)
+        least = least_time(affordable)
         if not math.isfinite(least):
             return
         for slower in SLOWER if objective == "cost" else (1.0,):
             found = self.cover(trainer, gpus, least * slower)
             if found is not None:
-                seconds = self.step_seconds(found[1], least * slower, time.seconds)
-                yield seconds, (found[0] + price) * seconds, Split(trainer, time, found[1])
-
-    def step_seconds(self, generation: Sequence[Replicas], generation_s: float, training_s: float) -> float:
-        """Return the seconds of generation and training of a step under a schedule that does not overlap steps.
-
-        Args:
-            generation: replicas that generate the batch.
-            generation_s: seconds in which they do.
-            training_s: seconds of training.
-        """
-        if KINDS[self.schedule].whole_batches:
-            return generation_s + training_s
-        return streamed_seconds(generation, generation_s, training_s, self.problem.batch)
+                split = Split(trainer, time, found[1])
+                seconds = following_seconds(self.schedule, split, least * slower, self.problem.batch)
+                yield (found[0] + price) * seconds if objective == "cost" else seconds, split
 
 
-def streamed_seconds(generation: Sequence[Replicas], makespan_s: float, training_s: float, batch: Batch) -> float:
-    """Return the seconds until a step is trained whose samples are trained as they arrive."""
+def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Batch) -> float:
+    """Return the seconds of generation and training of a step under a schedule that does not overlap steps.
+
+    Args:
+        schedule: whether training waits for whole batches.
+        split: replicas that generate the batch, and the trainer.
+        makespan_s: seconds in which they generate it.
+        batch: the batch.
+    """
+    generation, training_s = split.generation, split.time.seconds
+    if KINDS[schedule].whole_batches:
+        return makespan_s + training_s
     main = max(generation, key=lambda one: one.count * one.kind.share(makespan_s, False))
     alone = main.count * main.kind.share(makespan_s, False)
     ends = finish_profile(main.kind, main.count / alone, batch) * makespan_s
@@ -372,45 +368,7 @@ def streamed_seconds(generation: Sequence[Replicas], makespan_s: float, training
     return float((ends + after).max())
 
 
-def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
-    """Return the seconds in which these replicas generate a batch: the time at which their shares add up to 1.
-
-    Args:
-        generation: replicas of any kinds.
-        steady: generation continues across steps (async).
-    """
-
-    def done(t: float) -> bool:
-        return sum(one.count * one.kind.share(t, steady) for one in generation) >= 1
-
-    return _least(done, 0.0, 1e-3)
-
-
-def _reaches(route: Route, problem: Problem, deadline: float) -> bool:
-    """Return whether new weights get over a link within a step."""
-    return route.rtt_s + problem.sent_bytes / (route.bytes_per_s * route.weight_share) <= deadline
-
-
-def _slowest(times: Sequence[TrainerTime | None]) -> float:
-    return max(one.seconds for one in times if one is not None)
-
-
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:
     """Return a geometric grid, both ends included."""
     count = max(1, math.ceil(math.log(high / low) / math.log(ratio)))
     return (low * (high / low) ** (k / count) for k in range(count + 1))
-
-
-def _least(done: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the least time at which a condition holds that then stays true (bisection).
-
-    Infinite if it does not hold within `LONGEST_STEP_S`.
-    """
-    while not done(high):
-        low, high = high, high * 4
-        if high > LONGEST_STEP_S:
-            return math.inf
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if done(middle) else (middle, high)
-    return high

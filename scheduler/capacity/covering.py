@@ -8,11 +8,15 @@ After `MOST_NODES` nodes the best so far is taken: the first dive already costs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.cost.generation_cost import ReplicaKind
 
+BISECTIONS = 45
+"""Bisections of a step time: to a 10^-9th or so."""
+LONGEST_STEP_S = 1e7
+"""Seconds beyond which a step does not count as a plan."""
 MOST_NODES = 400
 """Largest number of branch-and-bound nodes for one step time."""
 
@@ -123,3 +127,33 @@ class Cover:
                 if self.nodes >= MOST_NODES and self.found is not None:
                     return
         self._branch(place + 1, need, spent, taken, used)
+
+
+def generation_seconds(generation: Sequence[Replicas], steady: bool) -> float:
+    """Return the seconds in which these replicas generate a batch: the time at which their shares add up to 1.
+
+    Args:
+        generation: replicas of any kinds.
+        steady: generation continues across steps (async).
+    """
+
+    def done(t: float) -> bool:
+        return sum(one.count * one.kind.share(t, steady) for one in generation) >= 1
+
+    return least_time(done)
+
+
+def least_time(done: Callable[[float], bool]) -> float:
+    """Return the least time at which a condition holds that then stays true (bisection).
+
+    Infinite if it does not hold within `LONGEST_STEP_S`.
+    """
+    low, high = 0.0, 1e-3
+    while not done(high):
+        low, high = high, high * 4
+        if high > LONGEST_STEP_S:
+            return math.inf
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done(middle) else (middle, high)
+    return high

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from scheduler.capacity.allocation import Allocator, Problem
-from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, degrees, free_bytes, slots_of
+from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
+from scheduler.cost.hardware import tensor_parallel_degrees
 from scheduler.cost.training_cost import TrainerLayout, memory_per_gpu, smallest_trainer, usable
 
 
@@ -76,7 +77,7 @@ def _generation(problem: Problem) -> str:
     for offer in problem.offers:
         if not offer.generates:
             continue
-        possible = degrees(model, offer.device)
+        possible = tensor_parallel_degrees(offer.device, model.heads)
         most = max(tp for tp in possible if tp <= offer.count)
         cache = model.shape.kv_bytes_per_token * max(1.0, most / model.kv_heads) * batch.most_tokens
         short = cache - free_bytes(model, offer.device, most)

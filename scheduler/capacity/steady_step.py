@@ -18,7 +18,7 @@ import numpy as np
 
 from scheduler.capacity.covering import Replicas
 from scheduler.cost.decode import StepCurve
-from scheduler.cost.generation_cost import Batch
+from scheduler.cost.generation_cost import Batch, spread_lengths
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
@@ -43,9 +43,7 @@ class SteadyStep:
     """Mean steps between a group's policy version at issue and the weights that train on it."""
 
 
-def steady_step(
-    generation: Sequence[Replicas], batch: Batch, training_s: float, weights_s: float, seed: int = 0
-) -> SteadyStep:
+def steady_step(generation: Sequence[Replicas], batch: Batch, training_s: float, weights_s: float) -> SteadyStep:
     """Simulate steps.
 
     Args:
@@ -53,7 +51,6 @@ def steady_step(
         batch: samples of a step.
         training_s: seconds in which the trainer processes a batch.
         weights_s: seconds until new weights are served everywhere.
-        seed: seed of the order in which lengths come.
     """
     group = min(batch.group, batch.samples)
     merged = max(1, batch.samples // max(REQUESTS, GROUPS * group))
@@ -68,8 +65,8 @@ def steady_step(
     tokens = (batch.mean_length + batch.prompt_tokens) * groups * group
     stages = Stages(tokens / (training_s * share), link=SimulatedLink(delay_s=weights_s))
     schedule = make_schedule("async", batch.staleness)
-    policy = make_policy("least-loaded", batch.most_tokens, affinity=group)
-    outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group, seed), STEPS)
+    policy = make_policy("least-loaded", batch.longest_answer, affinity=group)
+    outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group), STEPS)
     times = outcome.iteration_times()[WARM:]
     (began, _), (ended, _) = outcome.busy_until[WARM - 1], outcome.busy_until[STEPS - 1]
     seconds = float(np.mean(times)) / share
@@ -78,11 +75,10 @@ def steady_step(
     return SteadyStep(seconds, 1.0 - min(1.0, busy), stale)
 
 
-def _groups(batch: Batch, groups: int, group: int, seed: int) -> Iterator[list[SimulatedRequest]]:
+def _groups(batch: Batch, groups: int, group: int) -> Iterator[list[SimulatedRequest]]:
     """Yield groups without end; each batch of them has the lengths of `batch`, in another order."""
-    rng, number = np.random.default_rng(seed), 0
-    count = groups * group
-    lengths = np.quantile(np.asarray(batch.lengths), 1 - (np.arange(count) + 0.5) / count)
+    rng, number = np.random.default_rng(0), 0
+    lengths = spread_lengths(batch.lengths, groups * group)
     prompt = round(batch.prompt_tokens)
     while True:
         for drawn in rng.permutation(lengths).reshape(groups, group).tolist():

@@ -18,6 +18,7 @@ batch that one step of staleness allows waits for training), and the longest mus
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -38,8 +39,11 @@ LENGTHS = 512
 """Number of length quantiles on which the fluid is computed."""
 GRID = 96
 """Numbers of replicas at which a makespan is computed; values between them are interpolated on logarithms."""
-TENSOR_PARALLEL = (1, 2, 4, 8)
-"""Degrees to try: the divisors of a machine of 8."""
+
+
+def spread_lengths(lengths: Sequence[float] | Floats, count: int) -> Floats:
+    """Return [count] lengths that stand for equal shares of all of them, longest first."""
+    return np.quantile(np.asarray(lengths), 1 - (np.arange(count) + 0.5) / count)
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,18 @@ class Batch:
         count = min(samples, LENGTHS)
         if not len(lengths):
             raise ValueError("a batch needs at least one length")
-        values = np.quantile(lengths, 1 - (np.arange(count) + 0.5) / count)
+        values = spread_lengths(lengths, count)
         return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest, group, staleness)
+
+    @property
+    def longest_answer(self) -> float:
+        """Tokens of the longest answer that must fit."""
+        return max(self.longest, self.lengths[0])
 
     @property
     def most_tokens(self) -> float:
         """Tokens of the longest sample with its prompt."""
-        return max(self.longest, self.lengths[0]) + self.prompt_tokens
+        return self.longest_answer + self.prompt_tokens
 
     @property
     def mean_length(self) -> float:
@@ -166,11 +175,6 @@ def free_bytes(model: Transformer, device: Device, tensor_parallel: int) -> floa
     """Return the bytes of a replica's GPUs that are free for the KV cache; negative: the weights do not fit."""
     each = device.memory_gb * 1e9 * GPU_MEMORY_FRACTION - (ENGINE_BYTES if device.memory_gb > 10 else 0.0)
     return tensor_parallel * each - model.weight_bytes
-
-
-def degrees(model: Transformer, device: Device) -> list[int]:
-    """Return the tensor-parallel degrees that divide the heads and stay inside a machine."""
-    return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and model.heads % tp == 0]
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+TENSOR_PARALLEL = (1, 2, 4, 8)
+"""Degrees of tensor parallelism to try: the divisors of a machine of 8."""
+
 
 @dataclass(frozen=True)
 class Price:
@@ -248,6 +251,17 @@ def device(name: str, devices: Mapping[str, Device] | None = None) -> Device:
     close = difflib.get_close_matches(_plain(name), plain, n=3, cutoff=0.5)
     near = f"; did you mean {' or '.join(plain[one] for one in close)}?" if close else ""
     raise ValueError(f"unknown device {name!r}; known: {', '.join(among)}{near}")
+
+
+def tensor_parallel_degrees(device: Device, heads: int) -> list[int]:
+    """Return the degrees of tensor parallelism that divide the heads and stay inside a machine.
+
+    Args:
+        device: the GPU.
+        heads: heads that may not be split: those of attention for a generator, which may hold copies of KV heads;
+            the KV heads for a trainer.
+    """
+    return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and heads % tp == 0]
 
 
 def peak_tflops(name: str, count: int) -> float | None:

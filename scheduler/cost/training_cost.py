@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scheduler.cost.hardware import Device
+from scheduler.cost.hardware import Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer
 
 REACHED = 0.75
@@ -39,8 +39,6 @@ ELEMENTWISE_BYTES = 68
 BANDWIDTH_SHARE = 0.90
 """Share of the peak bandwidth that element-wise kernels reach: what FlashMLA's memory-bound kernel does on an H800,
 3,000 of 3,350 GB/s (https://github.com/deepseek-ai/FlashMLA); that others do is an assumption."""
-TENSOR_PARALLEL = (1, 2, 4, 8)
-"""Degrees of tensor parallelism to try, inside a machine."""
 TRAINED_BYTES = 16
 """Bytes per trained weight: fp32 master 4, AdamW's two moments 8, fp32 gradient 4 (ZeRO, arXiv 1910.02054, section 3.1,
 with gradients in fp32 as `training/learner.py` reduces them).
@@ -140,10 +138,6 @@ class TrainerLayout:
     shard: int
     """Ranks that hold one copy of the weights together (FSDP), beside tensor parallelism."""
     tensor_parallel: int = 1
-    context_parallel: int = 1
-    """GPUs that split each sequence. The trainer has none; for the memory of other set-ups."""
-    sequence_parallel: bool = False
-    """Whether what tensor parallelism does not split is split over the sequence (Megatron); this trainer does not."""
 
 
 def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout, micro_tokens: float) -> float:
@@ -158,23 +152,19 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
-    tokens = micro_tokens / layout.context_parallel
-    head = LOGIT_BYTES * model.vocabulary * min(tokens, LOGIT_TOKENS)
-    return states + (gathered + head) / tp + tokens * _activation_bytes(model, work, layout)
+    head = LOGIT_BYTES * model.vocabulary * min(micro_tokens, LOGIT_TOKENS)
+    return states + (gathered + head) / tp + micro_tokens * _activation_bytes(model, work, tp)
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork, layout: TrainerLayout) -> float:
+def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> float:
     """Return the bytes of activations per token of a micro-batch.
 
-    With tensor parallelism of t a layer keeps 10 + 24 / t per hidden unit, and with sequence parallelism 34 / t
-    (Korthikanti et al., arXiv 2205.05198, table 2, without the attention matrix).
+    With tensor parallelism of t a layer keeps 10 + 24 / t per hidden unit (Korthikanti et al., arXiv 2205.05198,
+    table 2, without the attention matrix and without sequence parallelism).
     """
-    t = layout.tensor_parallel
-    kept = LAYER_ACTIVATION_BYTES / t
-    if not layout.sequence_parallel:
-        kept = UNSPLIT_ACTIVATION_BYTES + (LAYER_ACTIVATION_BYTES - UNSPLIT_ACTIVATION_BYTES) / t
+    kept = UNSPLIT_ACTIVATION_BYTES + (LAYER_ACTIVATION_BYTES - UNSPLIT_ACTIVATION_BYTES) / tp
     if work.recompute:
-        return model.hidden * (model.layers * CHECKPOINT_BYTES / (t if layout.sequence_parallel else 1) + kept)
+        return model.hidden * (model.layers * CHECKPOINT_BYTES + kept)
     return model.hidden * model.layers * kept
 
 
@@ -185,7 +175,7 @@ def usable(device: Device) -> float:
 
 def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, longest: float) -> int | None:
     """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does."""
-    found = [_smallest(model, work, device, longest, tp) for tp in _degrees(model, device)]
+    found = [_smallest(model, work, device, longest, tp) for tp in tensor_parallel_degrees(device, model.kv_heads)]
     return min((gpus for gpus in found if gpus is not None), default=None)
 
 
@@ -205,10 +195,6 @@ def _smallest(model: Transformer, work: TrainingWork, device: Device, longest: f
         middle = (low + lower) // 2
         lower, low = (lower, middle) if fits(middle) else (middle, low)
     return low * tp
-
-
-def _degrees(model: Transformer, device: Device) -> list[int]:
-    return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and model.kv_heads % tp == 0]
 
 
 def _shards(ranks: int, machine: int) -> list[int]:
@@ -251,7 +237,7 @@ def _all_reduce_seconds(model: Transformer, work: TrainingWork, device: Device, 
 def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens) -> TrainerTime | None:
     """Return the time of a step on all of these GPUs, spread in the best way; None: it does not fit into memory."""
     best: TrainerTime | None = None
-    for tp in _degrees(model, device):
+    for tp in tensor_parallel_degrees(device, model.kv_heads):
         if gpus % tp == 0:
             for shard in _shards(gpus // tp, max(1, device.per_machine // tp)):
                 one = _spread_over(model, work, device, gpus, step, TrainerLayout(shard, tp))
@@ -267,7 +253,7 @@ def _spread_over(
     tp, shard = layout.tensor_parallel, layout.shard
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
     head = LOGIT_BYTES * model.vocabulary * LOGIT_TOKENS / tp
-    micro = min((free - head) / _activation_bytes(model, work, layout), max(MICRO_BATCH_TOKENS, step.longest))
+    micro = min((free - head) / _activation_bytes(model, work, tp), max(MICRO_BATCH_TOKENS, step.longest))
     if micro < step.longest:
         return None
     ranks = gpus // tp

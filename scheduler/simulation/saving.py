@@ -66,11 +66,23 @@ def saving(
         objective: what is timed, and what the policy makes small.
     """
     known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
+    setting = fleet, longest, affinity, objective
+    return Saving(
+        _waited_under("least-loaded", requests, *setting),
+        _waited_under(policy, requests, *setting),
+        _waited_under(policy, known, *setting),
+    )
 
-    def seconds(name: str, some: Sequence[SimulatedRequest]) -> float:
-        return waited(make_policy(name, longest, affinity, objective), some, fleet, objective)
 
-    return Saving(seconds("least-loaded", requests), seconds(policy, requests), seconds(policy, known))
+def _waited_under(
+    policy: str,
+    requests: Sequence[SimulatedRequest],
+    fleet: Sequence[SimulatedInstance],
+    longest: float,
+    affinity: int,
+    objective: DispatchObjective,
+) -> float:
+    return waited(make_policy(policy, longest, affinity, objective), requests, fleet, objective)
 
 
 def waited(
@@ -113,18 +125,16 @@ def resampled_ratios(
     longest: float = float("inf"),
     affinity: int = 0,
     objective: DispatchObjective = MAKESPAN,
-    count: int = RESAMPLES,
 ) -> list[float]:
-    """Return [count] seconds under the policy divided by those under least-loaded dispatch, each on a resampled batch.
+    """Return the seconds under the policy divided by those under least-loaded dispatch, on each resampled batch.
 
-    Arguments as for `saving`.
+    [RESAMPLES]; arguments as for `saving`.
     """
     ratios = []
-    for seed in range(count):
+    for seed in range(RESAMPLES):
         some = resampled(requests, seed)
         ours, least = (
-            waited(make_policy(name, longest, affinity, objective), some, fleet, objective)
-            for name in (policy, "least-loaded")
+            _waited_under(name, some, fleet, longest, affinity, objective) for name in (policy, "least-loaded")
         )
         ratios.append(ours / least if least > 0 else 1.0)
     return ratios

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from scheduler.capacity.allocation import PlanObjective
-    from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step, TailSplit
+    from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
+    from scheduler.capacity.tail_split import TailSplit
     from streamrl.planning.planning_inputs import Inputs
 
 
@@ -64,7 +65,8 @@ def command(
     """
     from rich.console import Console
 
-    from scheduler.capacity.placement_plan import colocated, plans, tail_split
+    from scheduler.capacity.placement_plan import colocated, plans
+    from scheduler.capacity.tail_split import tail_split
     from streamrl.config.load import load_cluster, load_run
     from streamrl.planning.planning_inputs import gather
 

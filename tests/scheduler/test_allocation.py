@@ -20,9 +20,10 @@ from scheduler.capacity.allocation import (
     Route,
     Split,
 )
-from scheduler.capacity.placement_plan import colocated, evaluate, plans, tail_split
-from scheduler.cost.generation_cost import Batch, degrees, makespans, replica_kind, slots_of
-from scheduler.cost.hardware import device
+from scheduler.capacity.placement_plan import colocated, evaluate, plans
+from scheduler.capacity.tail_split import tail_split
+from scheduler.cost.generation_cost import Batch, makespans, replica_kind, slots_of
+from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS
 from scheduler.cost.training_cost import GRPO, PPO
 
@@ -262,7 +263,7 @@ def test_slots_are_what_the_kv_cache_holds() -> None:
     held = few * MODELS["7b"].shape.kv_bytes_per_token * 15_000
     assert 0 < few < many and held <= gpu.memory_gb * 1e9 * 0.9 - MODELS["7b"].weight_bytes
     assert slots_of(MODELS["32b"], gpu, 1, BATCH) == 0
-    assert degrees(MODELS["7b"], gpu) == [1, 2, 4], "28 heads cannot be split by 8"
+    assert tensor_parallel_degrees(gpu, MODELS["7b"].heads) == [1, 2, 4], "28 heads cannot be split by 8"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_equal_lengths_take_what_the_batch_takes() -> None:
 
 
 def test_a_group_is_worth_its_last_sample() -> None:
-    """With large groups nearly every one has a long answer, so each step waits for some."""
+    # nearly every group of 16 has a long answer, so each step waits for some
     pool = Replicas(0, 4, kind(TAILED))
     single, grouped = (
         steady_step([pool], replace(TAILED, group=group), training_s=16.0, weights_s=0.0) for group in (1, 16)

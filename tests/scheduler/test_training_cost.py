@@ -180,8 +180,6 @@ def test_memory_by_layout() -> None:
     kept = 2 * model.layers
     assert per_token(TrainerLayout(4)) == pytest.approx(kept + 34)
     assert per_token(TrainerLayout(4, 2)) == pytest.approx(kept + 10 + 12), "checkpoints are not split"
-    assert per_token(TrainerLayout(4, 2, sequence_parallel=True)) == pytest.approx((kept + 34) / 2)
-    assert per_token(TrainerLayout(4, context_parallel=4)) == pytest.approx((kept + 34) / 4)
 
 
 def test_tensor_parallelism_costs_two_all_reduces_a_layer_and_pass() -> None:
