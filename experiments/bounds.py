@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured, and the operations of a step: the bound beside a measured time."""
+"""Measure what this machine can do at most, and count a step's operations: the bound beside a measured time."""
 
 from __future__ import annotations
 

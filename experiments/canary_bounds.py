@@ -1,4 +1,4 @@
-"""How far log-probabilities of the canary differ between right computations, and between right and wrong weights.
+"""Measure how far the canary's log-probabilities differ: right computations among each other, right and wrong weights.
 
     .venv/bin/python experiments/canary_bounds.py [--model smollm2-135m]
 

@@ -1,4 +1,4 @@
-"""Collects output lengths with real vLLM: the data sets of the ranker's and the dispatcher's studies.
+"""Collect output lengths with real vLLM: the data sets of the ranker's and the dispatcher's studies.
 
     .venv/bin/python experiments/collect_lengths.py small_reasoner    # some 10 minutes on 2 cores
     .venv/bin/python experiments/collect_lengths.py smollm2           # some 50 minutes on 2 cores

@@ -1,4 +1,4 @@
-"""How near training comes to what this CPU can do: its measured peaks, and beside them the rates of a real step.
+"""Compare training with what this CPU can do: its measured peaks beside the rates of a real step.
 
     .venv/bin/python experiments/cpu_speed.py      # two minutes, on a machine that does nothing else
 

@@ -1,4 +1,4 @@
-"""How near decoding comes to what this CPU can do: the part of `cpu_speed.py` that runs vLLM.
+"""Compare decoding with what this CPU can do: the part of `cpu_speed.py` that runs vLLM.
 
     .venv/bin/python experiments/cpu_speed_decode.py      # a minute, on a machine that does nothing else
 

@@ -1,4 +1,4 @@
-"""When a second site pays: USD per 1,000 samples in one and in two sites, over links, prices, lengths and schedules.
+"""Compute when a second site pays: USD per 1,000 samples in one and in two sites, by link, price, lengths, schedule.
 
     .venv/bin/python experiments/cross_datacenter_cost.py              # a minute of one core
     .venv/bin/python experiments/cross_datacenter_cost.py --quick      # a coarse grid, half a minute

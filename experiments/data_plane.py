@@ -1,4 +1,4 @@
-"""What the way of a finished sample carries, instance to trainer: samples/s, MB/s, memory, back-pressure; and a peer.
+"""Measure the path of a finished sample from instance to trainer, samples/s, MB/s, memory, back-pressure; and a peer's.
 
     .venv/bin/python experiments/data_plane.py --peer-python PATH     # 12 minutes; PATH: see below
     .venv/bin/python experiments/data_plane.py --seconds 12 --arm ceiling

@@ -1,4 +1,4 @@
-"""Tables and plot of `data_plane.py`, from its JSON."""
+"""Make tables and a plot of `data_plane.py` from its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement of `data_plane.py`: starts the processes of `data_plane_roles.py`, watches and ends them."""
+"""Take one measurement of `data_plane.py`: start the processes of `data_plane_roles.py`, watch and end them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peer of `data_plane.py`, TransferQueue: measured under a Python of its own, which has none of this project."""
+"""Measure TransferQueue, the peer of `data_plane.py`, under a Python of its own that has nothing of this project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that `data_plane.py` measures: instance, service, controller and trainer; and their settings."""
+"""Run a process that `data_plane.py` measures, instance, service, controller or trainer; and define its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How small and how fast weight deltas are: against the entropy bound and simple peers, and over real optimizer steps.
+"""Measure size and speed of weight deltas: against the entropy bound and simple peers, and over real optimizer steps.
 
     .venv/bin/python experiments/delta_codec.py                  # 4 minutes of one core; wants 4 GB of memory
     .venv/bin/python experiments/delta_codec.py --steps 0        # only made changes

@@ -1,4 +1,4 @@
-"""How much of the oracle's saving anybody could capture who knows each prompt's lengths, but not the sample's.
+"""Compute the share of the oracle's saving within reach of one who knows each prompt's lengths, but not the sample's.
 
     .venv/bin/python experiments/dispatch_ceiling.py      # some minutes; writes results/dispatch_ceiling.{json,md}
 

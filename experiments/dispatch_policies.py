@@ -1,4 +1,4 @@
-"""Dispatch policies side by side in the simulator, on a grid of workloads; and how fast dispatcher and simulator are.
+"""Compare dispatch policies in the simulator on a grid of workloads, and time dispatcher and simulator.
 
     .venv/bin/python experiments/dispatch_policies.py            # grid, two minutes; writes results/dispatch_policies/
     .venv/bin/python experiments/dispatch_policies.py --speed    # decision time; 1 M requests on 1,000 instances

@@ -1,4 +1,4 @@
-"""Instances that come and go in a running job: by the run's own rule as answers grow and shrink, and by hand.
+"""Run a job whose instances come and go: by the run's own rule as answers grow and shrink, and by hand.
 
     .venv/bin/python experiments/elastic.py --runs-dir runs/elastic   # 6 minutes on 2 cores; wants a quiet machine
     .venv/bin/python experiments/elastic.py --summary-only            # tables and plot from the JSON again

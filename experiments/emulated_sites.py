@@ -1,4 +1,4 @@
-"""Two emulated sites: the simulator's step times beside measured ones, over bandwidths, delays, encodings, schedules.
+"""Compare the simulator's step times with those of two emulated sites, over bandwidths, delays, encodings, schedules.
 
     .venv/bin/python experiments/emulated_sites.py --runs-dir runs/emulated_sites   # 27 minutes on 2 cores, quiet ones
     .venv/bin/python experiments/emulated_sites.py --arm "sync, delta, 20 Mbit/s, 10 ms"

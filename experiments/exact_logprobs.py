@@ -1,4 +1,4 @@
-"""How exactly the trainer's head computes what the generator draws from, and its gradient.
+"""Measure how exactly the trainer's head computes what the generator draws from, and its gradient.
 
     .venv/bin/python experiments/exact_logprobs.py      # a quarter of an hour on two busy cores, most of it vLLM
 

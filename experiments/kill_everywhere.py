@@ -1,4 +1,4 @@
-"""A run whose every process is killed at random instants and resumed, against the same run undisturbed.
+"""Compare a run whose every process is killed at random instants and resumed with the same run undisturbed.
 
     .venv/bin/python experiments/kill_everywhere.py --kills 10     # some 15 minutes on 2 cores
 

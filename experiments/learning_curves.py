@@ -1,4 +1,4 @@
-"""Draws the reward curves of the kept learning runs and prints their rise.
+"""Draw the reward curves of the kept learning runs and print their rise.
 
     .venv/bin/streamrl launch --cluster cluster_configs/local.yaml --run examples/small_reasoner.yaml
     cp runs/small-reasoner/metrics.jsonl runs/small-reasoner/config.yaml experiments/results/small_reasoner/

@@ -1,4 +1,4 @@
-"""Dispatch policies on real vLLM instances of this machine, side by side, and what the simulator says of the same work.
+"""Compare dispatch policies on real vLLM instances of this machine, and the simulator's figures for the same work.
 
     .venv/bin/python experiments/live_dispatch.py            # some 20 minutes on 2 cores; wants a quiet machine
 

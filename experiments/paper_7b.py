@@ -1,4 +1,4 @@
-"""The paper's generation times of a 7B model, from its own step times: random first-come, Algorithm 2, ours.
+"""Compute the paper's generation times of a 7B model from its own step times: random first-come, Algorithm 2, ours.
 
     .venv/bin/python experiments/paper_7b.py      # some minutes; writes results/paper_7b.json
 

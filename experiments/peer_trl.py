@@ -1,4 +1,4 @@
-"""Step time of this system beside TRL's GRPOTrainer: same model, prompts, group size, token limit, machine, in turns.
+"""Compare step times with TRL's GRPOTrainer: same model, prompts, group size, token limit, machine, in turns.
 
     .venv/bin/pip install --no-deps trl==1.16.0     # in locks/cpu.txt already
     .venv/bin/python experiments/peer_trl.py        # half an hour, on a machine that does nothing else

@@ -1,4 +1,4 @@
-"""What `streamrl plan`'s cost model says of the clusters in the StreamRL paper, beside its published figures.
+"""Compare `streamrl plan`'s cost model with the published figures of the clusters in the StreamRL paper.
 
     .venv/bin/python experiments/plan_paper.py      # minutes; writes results/plan_paper.json and .md
 
@@ -178,6 +178,11 @@ def ratios(gpu: Device, shape: Batch) -> tuple[float, ...]:
     return (*(rate / base for rate in found), base)
 
 
+def changes(gpu: Device, shape: Batch, before: tuple[float, ...]) -> list[str]:
+    """Return the relative change of each ratio from what it was before."""
+    return [f"{now / then - 1:+.1%}" for now, then in zip(ratios(gpu, shape), before, strict=True)]
+
+
 def sensitivity(say: Callable[[str], None]) -> list[tuple[str, ...]]:
     """Relative change of each ratio for each constant raised by 20 %."""
     gpu, shape = device("H800"), batch(RATIO_LENGTHS)
@@ -186,7 +191,7 @@ def sensitivity(say: Callable[[str], None]) -> list[tuple[str, ...]]:
 
     def add(name: str, gpu: Device = gpu, shape: Batch = shape) -> None:
         say(name)
-        rows.append((name, *(f"{now / then - 1:+.1%}" for now, then in zip(ratios(gpu, shape), before, strict=True))))
+        rows.append((name, *changes(gpu, shape, before)))
 
     for module, sources in SOURCES.items():
         for name in sources:
@@ -218,7 +223,7 @@ def _with(
         for one in users:  # a module may have imported it
             setattr(one, name, value)
         _forget()
-        return [f"{now / then - 1:+.1%}" for now, then in zip(ratios(gpu, shape), before, strict=True)]
+        return changes(gpu, shape, before)
     finally:
         for one in users:
             setattr(one, name, old)
@@ -244,7 +249,7 @@ def step_times() -> list[tuple[int, float, float]]:
 
 
 def tables(
-    rows: list[dict[str, Any]], mixed: list[dict[str, Any]], changes: list[tuple[str, ...]]
+    rows: list[dict[str, Any]], mixed: list[dict[str, Any]], raised: list[tuple[str, ...]]
 ) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, columns, rows)."""
     splits, ratios, published = [], [], []
@@ -360,7 +365,7 @@ def tables(
         (
             f"Each constant raised by 20 %: 7B on 32 H800, {RATIO_LENGTHS}",
             ("constant", "stream / colocated", "one_step_off / colocated", "async / colocated", "colocated samples/s"),
-            changes,
+            raised,
         ),
     ]
 
@@ -392,7 +397,7 @@ def main() -> None:
     mixed = [two_sites(lengths, schedule) for schedule in ("one_step_off", "async") for lengths in LENGTHS]
     assert all(math.isfinite(one["ratio"]) for one in mixed)
     console = Console()
-    changes = sensitivity(lambda name: console.print(f"raised: {name}"))
+    raised = sensitivity(lambda name: console.print(f"raised: {name}"))
     text = [
         "# The paper's clusters in the cost model",
         "",
@@ -401,7 +406,7 @@ def main() -> None:
         "tokens (assumed), lengths of the paper's shape (docs/explanation/cost_model.md).",
         "",
     ]
-    for title, columns, body in tables(rows, mixed, changes):
+    for title, columns, body in tables(rows, mixed, raised):
         table = Table(*columns, title=title, title_justify="left")
         for line in body:
             table.add_row(*line)
@@ -417,7 +422,7 @@ def main() -> None:
         "one_site": rows,
         "two_sites": mixed,
         "constants": [{"name": name, "value": value, "source": source} for name, value, source in constants()],
-        "sensitivity": changes,
+        "sensitivity": raised,
     }
     (OUT / "plan_paper.json").write_text(json.dumps(values, indent=1) + "\n")
 

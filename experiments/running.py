@@ -1,4 +1,4 @@
-"""Runs of the studies here: started through the command line one after the other, their metrics read; and tables.
+"""Start runs of the studies through the command line, one after the other; read their metrics, write tables.
 
 A finished run leaves `<folder>/<name>.json`; the same job in the same folder is then not run again. A run that was cut
 short or failed is removed and starts anew, so that its times are those of one piece.

@@ -1,4 +1,4 @@
-"""All schedules on the same workloads, model, seed and two cores, in one run: what each hides, and what `auto` picks.
+"""Compare all schedules on the same workloads, model, seed and two cores: what each hides, and what `auto` picks.
 
     .venv/bin/python experiments/schedules.py --runs-dir runs/schedules   # an hour on 2 cores; wants a quiet machine
     .venv/bin/python experiments/schedules.py --workload balanced --schedule sync --schedule stream --steps 6

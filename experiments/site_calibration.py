@@ -1,4 +1,4 @@
-"""What `emulated_sites.py` predicts with: configurations, calibration from a measured run, and the simulator on it."""
+"""Predict for `emulated_sites.py`: configurations, calibration from a measured run, and the simulator on it."""
 
 from __future__ import annotations
 

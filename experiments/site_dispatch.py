@@ -1,4 +1,4 @@
-"""Which site generates a group: round-robin, in proportion to capacity, and ours, on two modelled levels.
+"""Compare ways to choose the site of a group: round-robin, in proportion to capacity, and ours, on two modelled levels.
 
     .venv/bin/python experiments/site_dispatch.py      # some minutes; writes results/site_dispatch.{json,md,svg}
 

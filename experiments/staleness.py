@@ -1,4 +1,4 @@
-"""Whether stale samples harm learning: reward after the same number of samples, `sync` against `async`.
+"""Measure whether stale samples harm learning: reward after the same number of samples, `sync` against `async`.
 
     .venv/bin/python experiments/staleness.py                      # 15 runs, about 50 minutes on 2 cores
     .venv/bin/python experiments/staleness.py --seeds 1 --arms sync --arms async-4

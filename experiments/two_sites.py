@@ -1,4 +1,4 @@
-"""Two sites with a link between them, emulated: what weights cost on it, and what it costs a step.
+"""Measure the cost of a link between two emulated sites: of weights on it, and of it to a step.
 
     .venv/bin/python experiments/two_sites.py --runs-dir runs/two_sites   # 25 minutes on 2 cores; wants a quiet machine
     .venv/bin/python experiments/two_sites.py --arm raw --arm delta

@@ -1,4 +1,4 @@
-"""The matrix of families and checks: each architecture small and random, in the trainer and in vLLM.
+"""Check each architecture, small and random, in the trainer and in vLLM: the matrix of families and checks.
 
 Usage: ``python experiments/verify_families.py`` writes results/verify_families.json and the table of docs/results.md.
 ``--only NAME`` checks some families and writes nothing, ``--no-vllm`` leaves vLLM out.
