@@ -95,7 +95,7 @@ def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
     values = msgspec.structs.asdict(message)
     del values["route"]
     if message.kept is not None:
-        own = {name.removeprefix(_KEPT): array for name, array in arrays.items() if _KEPT in name}
+        own = {name.removeprefix(_KEPT): array for name, array in arrays.items() if name.startswith(_KEPT)}
         values["kept"] = sample_from_wire(PartialSample, msgspec.structs.asdict(message.kept), own)
     prompt = arrays["prompt_tokens"]
     if prompt.ndim != 1:

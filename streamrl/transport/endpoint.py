@@ -15,7 +15,8 @@ owner.
 
 from streamrl.transport.endpoint_base import Delivery, PeerLost, Refused, Speaker
 from streamrl.transport.flow import Flow
-from streamrl.transport.hub import Hub, Peer
+from streamrl.transport.hub import Hub
 from streamrl.transport.link import Link
+from streamrl.transport.peer import Peer
 
 __all__ = ["Delivery", "Flow", "Hub", "Link", "Peer", "PeerLost", "Refused", "Speaker"]

@@ -17,7 +17,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import zmq
@@ -30,6 +29,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Speaker, send_now, size_of
 from streamrl.transport.flow import Flow
+from streamrl.transport.peer import Door, Peer, PeerRoute
 from streamrl.transport.wire import (
     MAX_FRAME_BYTES,
     MAX_STATE_BYTES,
@@ -54,54 +54,6 @@ HANDSHAKE_MS = 10_000
 """Limit of a handshake at the outer door, in milliseconds."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Door:
-    """A bound socket."""
-
-    socket: zmq.asyncio.Socket
-    outside: bool = False
-    keys: KeyCheck | None = None
-    """Keys that the door admits; None: it asks for none."""
-
-
-@dataclass(frozen=True)
-class PeerRoute:
-    """A connection: its door, and the routing id that ROUTER gave it."""
-
-    door: _Door
-    routing_id: bytes
-
-
-@dataclass
-class Peer:
-    """A hub's view of one link."""
-
-    name: str
-    role: str
-    meta: dict[str, Any]
-    session: str
-    outbox: Outbox[Outgoing]
-    flow: Flow = field(default_factory=Flow)
-    site: str | None = None
-    """Its site, if it came through the outer door."""
-    route: PeerRoute | None = None
-    inbox: Inbox = field(default_factory=Inbox)
-    last_seen: float = 0.0
-    """Time of the last message from it, in monotonic seconds."""
-    state: dict[str, Any] = field(default_factory=dict)
-    lost: bool = False
-    credit: asyncio.Event = field(default_factory=asyncio.Event)
-    bytes_in: int = 0
-    """Bytes of all frames from it, over all its sessions."""
-    bytes_out: int = 0
-    """Bytes of all frames handed to libzmq for it."""
-
-    @property
-    def speaker(self) -> Speaker:
-        """The peer as the sender of its messages."""
-        return Speaker(self.name, self.role, self.site)
 
 
 class Hub(Endpoint):
@@ -140,7 +92,7 @@ class Hub(Endpoint):
         """Hellos that were refused."""
         self.misplaced = 0
         """Messages from outside, dropped because the connection's key was not that of the peer's site."""
-        self._doors: list[_Door] = []
+        self._doors: list[Door] = []
         self._routes: dict[PeerRoute, Peer] = {}
         self._joined = asyncio.Event()
         self._beat_at = time.monotonic()
@@ -162,7 +114,7 @@ class Hub(Endpoint):
         Raises:
             RunFailed: the address cannot be bound.
         """
-        return self._open(_Door(self._socket()), address)
+        return self._open(Door(self._socket()), address)
 
     def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
         """Bind an address for peers of other sites.
@@ -183,7 +135,7 @@ class Hub(Endpoint):
         socket.setsockopt(zmq.SNDHWM, MOST_OPEN)
         if keys is not None:
             guard(socket, self.session, keys)
-        return self._open(_Door(socket, True, keys), address)
+        return self._open(Door(socket, True, keys), address)
 
     def _socket(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
@@ -192,7 +144,7 @@ class Hub(Endpoint):
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket
 
-    def _open(self, door: _Door, address: str) -> Self:
+    def _open(self, door: Door, address: str) -> Self:
         try:
             door.socket.bind(address)
         except zmq.ZMQError as error:
@@ -265,7 +217,7 @@ class Hub(Endpoint):
     def _answer(self, route: PeerRoute, frames: Frames) -> bool:
         return send_now(route.door.socket, [route.routing_id, *frames])
 
-    async def _read(self, door: _Door) -> None:
+    async def _read(self, door: Door) -> None:
         for count in itertools.count(1):
             if count % endpoint_base.YIELD_EVERY == 0:
                 await asyncio.sleep(0)

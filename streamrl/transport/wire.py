@@ -33,6 +33,8 @@ MAX_NESTING = 16
 MAX_NAME = 200
 """Most characters of a peer's name or role."""
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32", "float64", "uint8", "bool")}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of the types; numpy computes `dtype.name` anew each time, which took most of the time of `encode`."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -72,11 +74,11 @@ def encode(message: Message) -> list[bytes | memoryview]:
     described = []
     frames: list[bytes | memoryview] = []
     for name, array in message.arrays.items():
-        if array.dtype.name not in DTYPES:
+        if (dtype_name := NAMES.get(array.dtype)) is None:
             raise ValueError(f"array {name!r} has type {array.dtype}, the wire carries {sorted(DTYPES)}")
         if array.nbytes > MAX_FRAME_BYTES:
             raise ValueError(f"array {name!r} of {message.kind!r} has {array.nbytes} bytes, at most {MAX_FRAME_BYTES}")
-        described.append([name, array.dtype.name, list(array.shape)])
+        described.append([name, dtype_name, list(array.shape)])
         frames.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     values = PROTOCOL_VERSION, message.kind, message.session, message.number, message.body, described
     envelope: bytes = msgpack.packb(dict(zip(KEYS, values, strict=True)))
@@ -115,7 +117,7 @@ def _read_envelope(frame: bytes | memoryview, arrays: int) -> tuple[str, str, in
         envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, timestamp=0)
     except Exception as error:  # msgpack raises many types on bad input
         raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
-    if not isinstance(envelope, dict) or set(envelope) != set(KEYS):
+    if not isinstance(envelope, dict) or envelope.keys() != set(KEYS):
         raise MalformedMessage("envelope is not a map of v, k, s, n, b, a")
     version, kind, session, number, body, described = (envelope[key] for key in KEYS)
     if version != PROTOCOL_VERSION:

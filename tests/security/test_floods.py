@@ -11,7 +11,7 @@ from streamrl.transport import hub as hub_module
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.transport.hub import PeerRoute
+from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 

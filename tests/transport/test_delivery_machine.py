@@ -27,12 +27,12 @@ from hypothesis.stateful import (
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
-from streamrl.transport.hub import Peer, PeerRoute, _Door
+from streamrl.transport.peer import Door, Peer, PeerRoute
 
 RESEND_S = 5
 which = st.integers(0, 10**6)
 """One of those there are."""
-DOOR = _Door(None)  # type: ignore[arg-type]
+DOOR = Door(None)  # type: ignore[arg-type]
 
 
 class Sent(NamedTuple):

@@ -47,7 +47,7 @@ from streamrl.transport import curve
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.endpoint_base import Delivery
-from streamrl.transport.hub import PeerRoute
+from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import DTYPES, MalformedMessage, Message, decode, encode, is_plain
 from streamrl.weights.codec.delta import CorruptDelta, decode_tensor, encode_tensor
 from streamrl.weights.codec.entropy import Writer

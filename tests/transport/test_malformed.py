@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Refused
-from streamrl.transport.hub import PeerRoute
+from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
     PROTOCOL_VERSION,

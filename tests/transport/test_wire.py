@@ -38,6 +38,8 @@ def test_arrays_are_sent_in_c_order_and_other_types_are_refused() -> None:
     np.testing.assert_array_equal(back.arrays["x"], transposed)
     with pytest.raises(ValueError, match="complex128"):
         encode(Message("k", "s", 0, {}, {"x": np.zeros(2, dtype=complex)}))
+    with pytest.raises(ValueError, match=">i4"):  # its bytes would be read in the other order
+        encode(Message("k", "s", 0, {}, {"x": np.ones(2, dtype=">i4")}))
 
 
 @settings(max_examples=500)
