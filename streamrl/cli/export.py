@@ -16,7 +16,7 @@ from streamrl.errors import UserError
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
     from streamrl.config.run import RunConfig
-    from streamrl.launcher.job_files import Job, NodeGroup
+    from streamrl.launcher.job_nodes import Job, NodeGroup
 
 OF_SLURM = ("partition", "account", "time", "setup", "gres", "shared_head")
 OF_KUBERAY = ("image", "volume_claim", "node_selector", "keys", "resume")
@@ -96,7 +96,7 @@ def command(
       streamrl export --format kuberay --cluster my.yaml --site west --image IMAGE --volume-claim runs
     """
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launcher.job_files import Job, node_groups
+    from streamrl.launcher.job_nodes import Job, node_groups
 
     cluster, run = load_cluster(cluster_file), load_run(run_file)
     try:
@@ -145,7 +145,8 @@ def _site(cluster: ClusterConfig, site: str | None) -> str:
 
 
 def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) -> str:
-    from streamrl.launcher.job_files import HEAD, SlurmOptions, slurm_script
+    from streamrl.launcher.job_nodes import HEAD
+    from streamrl.launcher.slurm import SlurmOptions, slurm_script
 
     types = [group.gpu for group in groups if group.name != HEAD]
     partitions = _by_type("--partition", [t if "=" in t else f"={t}" for t in options["partition"]], [*types, HEAD, ""])
@@ -178,7 +179,7 @@ def _kuberay(
 ) -> str:
     import yaml
 
-    from streamrl.launcher.job_files import FILES, KubeOptions, kuberay_manifest
+    from streamrl.launcher.kuberay import FILES, KubeOptions, kuberay_manifest
 
     for option in ("image", "volume_claim"):
         if not options[option]:
@@ -213,7 +214,7 @@ def _kuberay(
 
 def _ray_version() -> str:
     """Return the version of Ray here, which the image should have too; KubeRay needs to know it."""
-    from streamrl.launcher.job_files import FIRST_WITH_TOKEN
+    from streamrl.launcher.kuberay import FIRST_WITH_TOKEN
 
     try:
         return importlib.metadata.version("ray")

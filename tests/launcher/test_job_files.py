@@ -20,7 +20,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.launcher.job_files import node_groups
+from streamrl.launcher.job_nodes import node_groups
 from tests.cli.calling import streamrl
 from tests.waiting import scaled, wait_for
 
