@@ -27,7 +27,6 @@ from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
 from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
-from streamrl.run_dir.instance_files import site_folders
 from streamrl.runtime.processes import is_alive
 from streamrl.weights.backends.base import weight_path
 
@@ -93,7 +92,7 @@ class Injector:
         of: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
         for name, one in sorted(processes_of(self.run_dir).items()):
             of[one.role] += (name,)
-        remote = tuple(site for site in site_folders(self.run_dir) if site)
+        remote = tuple(site for site in layout.site_folders(self.run_dir) if site)
         return Inventory(
             instances=of["instance"],
             services=of["service"],
@@ -200,7 +199,7 @@ class Injector:
         return Injected(frozenset(), LINK_S, undo, f"for {LINK_S:.0f} s")
 
     def _site_folder(self, name: str, seen: Observation) -> Path:
-        return site_folders(self.run_dir)[seen.processes[name].site]
+        return layout.site_folders(self.run_dir)[seen.processes[name].site]
 
     def _damage_weights(self, instance: str, seen: Observation) -> Injected:
         """Kill an instance, and damage its site's stored versions until another process takes its place.

@@ -17,7 +17,7 @@ from streamrl.chaos.audit import Account, LedgerRow, RolloutRow
 from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.errors import UserError
 from streamrl.run_dir import layout
-from streamrl.run_dir.instance_files import read_started, site_folders
+from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 
@@ -35,7 +35,7 @@ ACCOUNT_TRIES = 5
 def processes_of(run_dir: Path) -> dict[str, SeenProcess]:
     """Return all processes that launchers have started, by name."""
     found = {}
-    for site, folder in site_folders(run_dir).items():
+    for site, folder in layout.site_folders(run_dir).items():
         with contextlib.suppress(ValueError, TypeError):
             for one in read_started(folder):
                 found[one.name] = SeenProcess(one.pid, one.role, site, one.exit_code)

@@ -20,7 +20,7 @@ import psutil
 from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts
 from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
 from streamrl.run_dir import layout
-from streamrl.run_dir.instance_files import StartedProcess, read_started, site_folders
+from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.start_stages import read_stages
 
 Of = TypeVar("Of")
@@ -93,7 +93,7 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
     """
     roles, family = status.get("roles") or {}, _Family()
     found: list[ObservedProcesses] = []
-    for site, folder in site_folders(run_dir).items():
+    for site, folder in layout.site_folders(run_dir).items():
         written = _written_at(folder)
         for started in _started(folder):
             role = "rank launcher" if started.role == "trainer" else started.role
@@ -306,7 +306,7 @@ def _step_began(status: Mapping[str, Any] | None, last_ended: float | None) -> f
 def _addresses(run_dir: Path) -> dict[str, str]:
     """Return which process listens at each address, as the processes of each site know it."""
     found: dict[str, str] = {}
-    for folder in site_folders(run_dir).values():
+    for folder in layout.site_folders(run_dir).values():
         with contextlib.suppress(ValueError):
             addresses = _read_json(folder / layout.ADDRESSES) or {}
             of = {"controller": "controller", "controller_outside": "controller"}

@@ -27,7 +27,7 @@ from streamrl.report.plots import (
     whole_steps,
 )
 from streamrl.rollouts.length_audit import StepAudit
-from streamrl.run_dir.evaluations import EvaluationRow, Scores
+from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.metrics import MetricsRow
 
 KINDS = ("issued", "finished", "trained", "dropped")
@@ -54,7 +54,8 @@ def evaluation_figure(rows: Sequence[EvaluationRow], top: EvaluationRow) -> Figu
     label_axis(axes[0], "weight version (optimizer steps)", "", "all tasks")
     if len(tasks) > 1:
         for task in tasks:
-            rewards = np.array([_deciding(row.by_task.get(task)) for row in rows], dtype=float)
+            scores = [row.by_task.get(task) for row in rows]
+            rewards = np.array([one and one.reward for one in scores], dtype=float)
             axes[1].plot(steps, rewards, marker="o", ms=3, lw=1.4, label=task)
         label_axis(axes[1], "weight version (optimizer steps)", "reward", "by task")
     for axis in axes:
@@ -68,12 +69,6 @@ def _plot(axis: Axes, steps: Sequence[int], values: Sequence[float | None], **st
     drawn = np.array(values, dtype=float)
     if not np.isnan(drawn).all():
         axis.plot(steps, drawn, ms=3, **style)
-
-
-def _deciding(scores: Scores | None) -> float | None:
-    if scores is None:
-        return None
-    return scores.reward_sampled if scores.reward_greedy is None else scores.reward_greedy
 
 
 def over_steps(audits: Sequence[StepAudit], kind: str) -> npt.NDArray[np.int64]:

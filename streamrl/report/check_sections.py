@@ -156,8 +156,7 @@ def schedule(data: RunData) -> str:
 
 
 def _lowest(data: RunData) -> float | None:
-    shares = [row.ess_sequence if row.ess_sequence is not None else row.ess_token for row in data.rows]
-    return min((share for share in shares if share is not None), default=None)
+    return min((row.ess for row in data.rows if row.ess is not None), default=None)
 
 
 def _last_refusal(data: RunData) -> str:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
-from streamrl.report.panels import render, render_start, stale_message, step_line, time_left
+from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line, time_left
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
 from streamrl.run_dir import layout
@@ -25,8 +25,6 @@ from streamrl.run_dir.status import RunStatus, read_status
 
 PLAIN_WIDTH = 200
 """Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
-BAD_STATES = frozenset({"failed", "dead", "exited"})
-"""States of a process that get a line at once."""
 
 
 class Follower(Generic[AnyRow]):
@@ -270,13 +268,13 @@ class LiveView:
             self.say(f"  {'weights':<28}{status.verified.words}")
         if status is not None and status.verified.mismatch:
             self.say(f"  warning: {status.verified.mismatch}")
-        top = best(self._evaluations.rows())
+        top, checkpoints = best(self._evaluations.rows()), self.run_dir / layout.CHECKPOINTS
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (
             ("report", self.run_dir / layout.REPORT),
             ("checkpoint", latest_checkpoint(self.run_dir)),
-            ("best checkpoint", None if top is None else self.run_dir / layout.CHECKPOINTS / f"step_{top.step}"),
+            ("best checkpoint", None if top is None else CheckpointFolder(checkpoints).path(top.step)),
         ):
             if path is not None and path.exists():
                 self.say(f"  {what:<28}{path}")

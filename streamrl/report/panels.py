@@ -25,6 +25,8 @@ SHOWN_STEPS = 6
 HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
 """Newest steps in the reward's sparkline."""
+BAD_STATES = frozenset({"failed", "dead", "exited"})
+"""States of a process that are shown at once, in red."""
 WAIT_SHOWN_AFTER_S = 5.0
 """Seconds after which a wait is shown; shorter ones are normal."""
 ESS_SHOWN_BELOW = 0.999
@@ -32,13 +34,13 @@ ESS_SHOWN_BELOW = 0.999
 
 
 def _colour(state: str) -> str:
+    if state in BAD_STATES:
+        return "bold red"
     match state:
         case "ready" | "running" | "done":
             return "green"
         case "starting" | "loading" | "stopping" | "interrupted":
             return "yellow"
-        case "failed" | "dead" | "exited":
-            return "bold red"
     return "cyan"
 
 
@@ -190,9 +192,8 @@ def off_policy(row: MetricsRow) -> list[str]:
     parts = []
     if row.staleness_max:
         parts.append(f"stale {fixed(row.staleness_mean, 1)}/{fixed(row.staleness_max, 0)}")
-    ess = row.ess_sequence if row.ess_sequence is not None else row.ess_token
-    if ess is not None and ess < ESS_SHOWN_BELOW:
-        parts.append(f"ESS {ess:.2f}")
+    if row.ess is not None and row.ess < ESS_SHOWN_BELOW:
+        parts.append(f"ESS {row.ess:.2f}")
     return parts
 
 

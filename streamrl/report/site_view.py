@@ -16,8 +16,8 @@ from streamrl.run_dir.start_stages import read_stages
 
 WAITS_S = 60.0
 """Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""
-TOLD_EVERY_S = 30.0
-"""Most seconds between two lines when nothing changes."""
+REPEATED_AFTER_S = 30.0
+"""Seconds after which an unchanged line is written again."""
 
 
 class SiteView:
@@ -51,7 +51,7 @@ class SiteView:
         if status is None:
             return
         mark = (status.state, status.away, status.congested, status.weight_version)
-        if mark != self._shown or now - self._shown_at > TOLD_EVERY_S:
+        if mark != self._shown or now - self._shown_at > REPEATED_AFTER_S:
             self._shown, self._shown_at = mark, now
             self.say(line(status))
 

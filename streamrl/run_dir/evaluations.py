@@ -28,6 +28,11 @@ class Scores(Row):
         0, ge=0, description="completions that could not be scored; they are in no other score, but in length_mean"
     )
 
+    @property
+    def reward(self) -> float | None:
+        """Greedy reward, or else the sampled one; None: there is neither."""
+        return self.reward_sampled if self.reward_greedy is None else self.reward_greedy
+
 
 class EvaluationRow(StepRow):
     """One evaluation of a weight version."""
@@ -43,9 +48,8 @@ class EvaluationRow(StepRow):
 
     @property
     def score(self) -> float:
-        """Score that decides which version is the best: the greedy reward, or else the sampled one."""
-        value = self.overall.reward_greedy if self.overall.reward_greedy is not None else self.overall.reward_sampled
-        return float("-inf") if value is None else value
+        """Score that decides which version is the best."""
+        return float("-inf") if self.overall.reward is None else self.overall.reward
 
 
 def best(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:

@@ -81,11 +81,6 @@ def read_started(folder: Path) -> list[StartedProcess]:
         return []
 
 
-def site_folders(run_dir: Path) -> dict[str, Path]:
-    """Return the folders of a run's sites on this machine, by name; the run's own is called ''."""
-    return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob("sites/*/"))}
-
-
 def forget(folder: Path) -> None:
     """Delete the files of an earlier launch."""
     for name in (layout.WANTED_INSTANCES, layout.PROCESSES):

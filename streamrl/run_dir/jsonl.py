@@ -13,6 +13,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from streamrl.atomic_files import replacing
+
 
 def finite(value: Any) -> Any:
     """Replace NaN and infinities by None, at any depth of dicts, lists and tuples."""
@@ -91,10 +93,9 @@ class RowWriter(Generic[AnyRow]):
         """
         rows = read_rows(self.path, self._model)
         kept = [row for row in rows if row.step <= step]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_bytes(b"".join(map(_encode, kept)))
         self._file.close()
-        os.replace(temporary, self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(b"".join(map(_encode, kept)))
         self._file = self.path.open("ab", buffering=0)
         return len(rows) - len(kept)
 

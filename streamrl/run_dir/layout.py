@@ -68,6 +68,11 @@ def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
     return run_dir / WEIGHTS
 
 
+def site_folders(run_dir: Path) -> dict[str, Path]:
+    """Return the folders of a run's sites on this machine, by name; the run's own is called ''."""
+    return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob(f"{SITES}/*/"))}
+
+
 def new_folder(runs_dir: Path, name: str) -> Path:
     """Return `<runs>/<name>`, or `<name>-2`, `-3` ... if that exists: no run is overwritten."""
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))

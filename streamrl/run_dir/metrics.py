@@ -148,6 +148,11 @@ class MetricsRow(StepRow):
     )
     length_bias_warning: str | None = Field(None, description="warning, set when trained and issued lengths differ")
 
+    @property
+    def ess(self) -> float | None:
+        """Effective sample size of the sequences' weights, or else of the tokens'; None: neither was computed."""
+        return self.ess_token if self.ess_sequence is None else self.ess_sequence
+
 
 def read_metrics(path: Path) -> list[MetricsRow]:
     """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""

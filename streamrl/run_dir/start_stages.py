@@ -73,7 +73,7 @@ def history(run_dir: Path, process: str) -> list[Stage]:
 
 def read_stages(run_dir: Path) -> dict[str, Stage]:
     """Read the current stage of every process that has recorded one, by name, including emulated sites."""
-    folders = [run_dir, *run_dir.glob(f"{layout.SITES}/*")]
+    folders = layout.site_folders(run_dir).values()
     paths = sorted(path for folder in folders for path in folder.glob(f"{layout.START_STAGES}/*.jsonl"))
     return {path.stem: stages[-1] for path in paths if (stages := history(path.parents[1], path.stem))}
 

@@ -42,6 +42,7 @@ from streamrl.errors import RunFailed
 from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
 from streamrl.weights.version import (
+    HASHING_THREADS,
     Manifest,
     TensorEntry,
     WeightVersion,
@@ -54,7 +55,6 @@ from streamrl.weights.version import (
 
 SPARE_FILES = 2
 """Most unused buffers kept for later versions: while one version is sent, another one is made."""
-HASHING_THREADS = 4
 
 Tensors = dict[str, torch.Tensor]
 Revert = Callable[[Tensors], Tensors]
