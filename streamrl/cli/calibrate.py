@@ -42,9 +42,9 @@ def command(
 
     Starts a single instance as the cluster file describes it; takes a minute or two. Each step time is measured again
     until its repeats agree, and what else the machine does meanwhile is noted. Step times that fall with the batch are
-    nonsense, so no file is written. With --engine, starts it once with
-    each of vLLM's compile modes, thread bindings and KV-cache types, then prints and stores a table of their speeds.
-    Runs keep vLLM's default settings; docs/how-to/machines.md says why.
+    nonsense, so no file is written. With --engine, starts it once with each of vLLM's compile modes, thread bindings
+    and KV-cache types, then prints and stores a table of their speeds. Runs keep vLLM's default settings;
+    docs/how-to/machines.md says why.
 
     \b
     Example:

@@ -162,11 +162,6 @@ class Algorithm(StrictModel):
         return self.kl.coef > 0
 
     @property
-    def whole_batch(self) -> bool:
-        """Whether advantages need the rewards of the whole batch, so that training must wait for all of it."""
-        return self.advantage in ("batch", "batch_group_baseline")
-
-    @property
     def compares_siblings(self) -> bool:
         """Whether a sample's advantage is relative to its group; with one sample per prompt it is always 0."""
         return self.advantage in GROUP_ADVANTAGES or self.advantage == "batch_group_baseline"

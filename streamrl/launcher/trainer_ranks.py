@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -49,13 +49,6 @@ def rank_environment(rank: int, local_rank: int, ranks: int, nodes: int, meeting
     """
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
     return {name: str(number) for name, number in numbers.items()} | {RANK_MEETING: meeting}
-
-
-@contextlib.contextmanager
-def _private_meeting() -> Iterator[str]:
-    """Make a folder that only this user can enter, for the file at which the ranks of one node meet."""
-    with tempfile.TemporaryDirectory(prefix="streamrl-ranks-") as folder:  # mode 0700
-        yield str(Path(folder) / "store")
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
@@ -98,7 +91,8 @@ def _end_as(code: int) -> int:
     """End this process by the signal -`code`, so that whoever looks sees how the rank ended; else return the code."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left its own
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # these have no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
@@ -119,8 +113,8 @@ def main() -> int:
         print(f"{LAST_WORDS}{error}", file=sys.stderr, flush=True)
         return 1
     os.environ.update(collectives_on(interface))
-    with contextlib.ExitStack() as stack:
-        meeting = args.meeting if args.nodes > 1 else stack.enter_context(_private_meeting())
+    with tempfile.TemporaryDirectory(prefix="streamrl-ranks-") as folder:  # mode 0700
+        meeting = args.meeting if args.nodes > 1 else str(Path(folder) / "store")
         first = args.node * args.ranks
         places = [rank_environment(first + n, n, args.ranks, args.nodes, meeting) for n in range(args.ranks)]
         code = run_ranks(args.command, places)

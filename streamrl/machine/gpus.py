@@ -11,8 +11,6 @@ from streamrl.errors import UserError
 
 ANSWER_S = 30
 """Seconds within which nvidia-smi must answer; with eight idle GPUs it takes several."""
-
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the devices that a process may use, in its own order."""
 NAME = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")
@@ -44,7 +42,7 @@ def usable_devices(setting: str | None, names: Sequence[str]) -> list[str]:
     gpus = [name for name in names if not name.startswith("MIG-")]
     if setting is None:
         return [str(number) for number in range(len(gpus))]
-    devices = [entry.strip() for entry in setting.split(",")] if setting.strip() else []
+    devices = _entries(setting)
     if devices in (["-1"], ["NoDevFiles"]):  # both mean none
         return []
     known: dict[str, str] = {}
@@ -78,12 +76,16 @@ def devices_of_user(positions: Iterable[int], setting: str | None) -> str:
     wanted = list(positions)
     if setting is None:
         return ",".join(map(str, wanted))
-    own = [entry.strip() for entry in setting.split(",")] if setting.strip() else []
+    own = _entries(setting)
     if beyond := [position for position in wanted if position >= len(own)]:
         raise UserError(
             f"{VISIBLE}={setting} has {len(own)} devices, and this process needs its number {beyond[0] + 1}"
         )
     return ",".join(own[position] for position in wanted)
+
+
+def _entries(setting: str) -> list[str]:
+    return [entry.strip() for entry in setting.split(",")] if setting.strip() else []
 
 
 def oldest_compute_capability() -> tuple[int, int] | None:

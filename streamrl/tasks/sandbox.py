@@ -138,9 +138,9 @@ def _verdict(program: _Boxed, judge: _Boxed, end: float) -> bool:
                     if (verdict := _pass_on(key.data, line, program, judge)) is not None:
                         return verdict
             for one in both:
-                if one.closed and one.begun:
-                    return False
                 if one.closed:
+                    if one.begun:
+                        return False
                     raise one.never_began(f"ended with {one.wait()}")
                 one.flush()
             if time.monotonic() > look:
@@ -180,13 +180,12 @@ class _Boxed:
     def __init__(self, side: str, source: str, isolation: Isolation, sandbox: Sandbox) -> None:
         self.side, self.sandbox = side, sandbox
         self.begun = self.closed = False
-        self.pending = b""
-        """Bytes that it has not taken yet."""
         driver = [sys.executable, "-I", "-c", DRIVER]
         self.command = [*isolation.command, *driver]
         parent = None if isolation.command else os.getpid()
         first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent}
         self.pending = json.dumps(first).encode() + b"\n"
+        """Bytes that it has not taken yet."""
         self._read = b""
         self._folder = tempfile.TemporaryDirectory(prefix="streamrl-", ignore_cleanup_errors=True)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_close`)

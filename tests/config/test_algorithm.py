@@ -39,7 +39,6 @@ def test_defaults(tmp_path: Path, name: str, advantage: str, surrogate: str, agg
     found = (algorithm.advantage, algorithm.surrogate, algorithm.aggregation)
     assert found == (advantage, surrogate, aggregation)
     assert (algorithm.clip_low, algorithm.clip_high) == clip
-    assert algorithm.whole_batch == (advantage == "batch")
     assert algorithm.skips_flat_groups == (advantage in ("group_std", "group_mean", "leave_one_out"))
     assert algorithm.dynamic_sampling == (algorithm.overlong is not None) == (name == "dapo")
     assert not algorithm.needs_reference and not algorithm.needs_proximal(4)
@@ -56,7 +55,6 @@ def test_what_must_be_kept_in_memory(tmp_path: Path) -> None:
     assert not read(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}).skips_flat_groups
     decoupled = read(tmp_path, {"name": "grpo", "off_policy": {"ratio_to": "proximal"}})
     assert decoupled.needs_proximal(2) and not decoupled.needs_proximal(1)
-    assert read(tmp_path, {"name": "reinforce_pp", "advantage": "batch_group_baseline"}).whole_batch
 
 
 REFUSED = [

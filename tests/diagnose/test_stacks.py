@@ -208,7 +208,7 @@ def test_a_pid_that_another_process_has_by_now_is_gone(tmp_path: Path, start: St
     assert one.alive == "gone" and one.loop == "unknown"
 
 
-def test_the_ranks_behind_torchs_launcher_are_processes_of_their_own(tmp_path: Path, start: Start) -> None:
+def test_the_ranks_behind_their_launcher_are_processes_of_their_own(tmp_path: Path, start: Start) -> None:
     pid = start("trainer", "compute", role="trainer")
     write(tmp_path, ("controller", "trainer-0 to answer 'train'", 3.0, 900.0))
     found = looked(

@@ -174,8 +174,8 @@ def test_a_process_that_has_ended_is_told_with_its_last_words() -> None:
 
 
 def test_a_dead_trainer_is_named_where_its_ranks_are_gone_with_it() -> None:
-    elastic = process("trainer", "rank launcher", 4709, alive="zombie", cpu=0.0)
-    processes = (elastic, *(one for one in family() if one.role != "trainer"))
+    launcher = process("trainer", "rank launcher", 4709, alive="zombie", cpu=0.0)
+    processes = (launcher, *(one for one in family() if one.role != "trainer"))
     assert "trainer (pid 4709) has died" in judge(facts(TRAINER, processes=processes)).sentence
     assert "trainer (pid 4709) has died" in judge(facts(processes=processes)).sentence  # though nobody waits
 

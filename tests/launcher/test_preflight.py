@@ -41,6 +41,10 @@ def test_more_gpus_than_there_are() -> None:
         "the cluster asks for 10 GPUs, this machine has 9"
     ]
     assert list(preflight.check_gpus(asked, RunConfig(), gpus(10))) == []
+    values = asked.model_dump()
+    values["sites"]["here"]["generation"].append({"name": "tail", "replicas": 1})
+    (problem,) = preflight.check_gpus(ClusterConfig.model_validate(values), RunConfig(), gpus(10))
+    assert "asks for 11 GPUs" in problem
     in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
     assert list(preflight.check_gpus(asked, in_turns, gpus(8))) == []
     assert list(preflight.check_gpus(asked, in_turns, gpus(7))) == ["the cluster asks for 8 GPUs, this machine has 7"]

@@ -11,7 +11,6 @@ import pytest
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.launcher import preflight
 from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.supervisor import run
 from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
@@ -74,18 +73,6 @@ def test_replicas_lie_between_their_limits(limits: dict[str, int]) -> None:
     values["sites"]["here"]["generation"][0] |= limits
     with pytest.raises(ValueError, match="min_replicas <= replicas <= max_replicas"):
         ClusterConfig.model_validate(values)
-
-
-def gpus(count: int) -> list[str]:
-    return [f"GPU-{number}" for number in range(count)]
-
-
-def test_more_gpus_than_there_are_is_said() -> None:
-    assert list(preflight.check_gpus(cluster(), RunConfig(), gpus(7))) == []
-    (problem,) = preflight.check_gpus(cluster(), RunConfig(), gpus(4))
-    assert "asks for 7 GPUs" in problem
-    assert "has 4" in problem
-    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), gpus(0))) == []
 
 
 def started(tmp_path: Path, code: str) -> LocalProcess:
