@@ -59,6 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs vLLM, a whole run, Ray or TRL (given by file in tests/conftest.py)")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files that `-m slow` or `-m "not slow"` deselects as a whole unimported: every worker would import vLLM."""
+    if collection_path.suffix != ".py" or config.option.markexpr not in ("slow", "not slow"):
+        return None
+    is_slow = collection_path.relative_to(TESTS).as_posix() in SLOW
+    return True if is_slow != (config.option.markexpr == "slow") else None
+
+
 def file_of(item: pytest.Item) -> str:
     """Return the path of a test's file relative to this folder."""
     return item.path.relative_to(TESTS).as_posix()
