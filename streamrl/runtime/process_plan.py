@@ -193,9 +193,8 @@ def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_
     if site.rewards or site.trainer:
         workers = site.rewards.workers if site.rewards else 1
         command = _role_command(run_dir, "rewards", "--site", site_name)
-        specs.append(
-            ProcessSpec(f"rewards-{site_name}", "rewards", site_name, None, command, SAME_HASHES, threads=workers)
-        )
+        env = SAME_HASHES | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"}  # one core per worker
+        specs.append(ProcessSpec(f"rewards-{site_name}", "rewards", site_name, None, command, env, threads=workers))
     return specs
 
 

@@ -13,8 +13,10 @@ Each worker builds the `Scorer` once, then takes one completion at a time. A try
 A void try is repeated after a pause, in which it holds no worker, until there were `attempts` of them.
 
 The limit covers scoring alone: a worker takes a completion only after it has started, and a completion waits here, not
-in the pool, until a worker is free. Workers are spawned, not forked, because the parent has threads and sockets. They
-die with the parent, for whatever reason, and once started write to a log file, never to the terminal.
+in the pool, until a worker is free. Workers are forked from a server (`multiprocessing`'s), not from the parent, which
+has threads and sockets. The server has one thread and has imported the libraries of the verifiers, so a replaced worker
+is ready at once; what belongs to a user is imported in each worker. Workers die with the parent, for whatever reason,
+and once started write to a log file, never to the terminal.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from streamrl.config.tasks import Task
+from streamrl.config.tasks import ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent
@@ -44,7 +47,9 @@ from streamrl.tasks.void_reward import VoidReward, cause_of
 
 POOL_ATTEMPTS = 3
 RESTART_S = 60.0
-"""Seconds that a replaced worker may take to start (importing a verifier takes 1-5)."""
+"""Seconds that a replaced worker may take to start (importing a user's verifier may take several)."""
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+"""Way in which workers start. Some libraries of other systems do not survive a fork."""
 LONGEST_END_S = 10.0
 """Seconds for which `close` waits: pebble gives each worker that ignores SIGTERM 3 s before SIGKILL."""
 LONGEST_ERROR = 300
@@ -109,7 +114,8 @@ class RewardPool:
             pause_s: seconds before the second try; doubled before each further one.
         """
         self._log_file = str(log_file.absolute()) if log_file is not None else os.devnull
-        self._initargs = (list(tasks), seed, self._log_file, os.getpid())
+        self._initargs = (list(tasks), seed, self._log_file)
+        self._imports = _imports_of(tasks)
         self._workers = workers
         self._timeout_s = timeout_s
         self._attempts, self._pause_s = attempts, pause_s
@@ -221,11 +227,12 @@ class RewardPool:
         if self._pool is None:
             # with the same hash seed as the prompt source, workers make the same items (see `procedural`)
             os.environ.setdefault("PYTHONHASHSEED", "0")
+            multiprocessing.set_forkserver_preload(self._imports)
             self._pool = ProcessPool(
                 max_workers=self._workers,
                 initializer=_start_worker,
                 initargs=self._initargs,
-                context=multiprocessing.get_context("spawn"),
+                context=multiprocessing.get_context(METHOD),
             )
         return self._pool
 
@@ -240,6 +247,12 @@ class RewardPool:
         thread = threading.Thread(target=pool.join, name="end-reward-workers", daemon=True)
         thread.start()
         self._ending.append(thread)
+
+
+def _imports_of(tasks: Sequence[Task]) -> list[str]:
+    """Return the modules that every worker needs, user's excepted: those may keep state, start threads, or hang."""
+    libraries = {"reasoning_gym" if isinstance(task, ReasoningGymTask) else task.reward for task in tasks}
+    return ["streamrl.tasks.rewards", *sorted(libraries & {"reasoning_gym", "math_verify"})]
 
 
 def _how_it_died(exit_code: int) -> str:
@@ -265,15 +278,13 @@ class _Worker:
 _worker = _Worker()
 
 
-def _start_worker(tasks: list[Task], seed: int, log_file: str, parent: int) -> None:
+def _start_worker(tasks: list[Task], seed: int, log_file: str) -> None:
     """Initialise a worker; keep a failure for `_startup_problem`, because an exception here would be lost."""
-    _die_with(parent)
+    _die_with_pool()
     _write_to(log_file)
     # pebble's own handler runs Python code, which would never run while a verifier hangs in C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _make_every_exit_visible()
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = "1"  # before numpy is imported: one core per worker
     try:
         from streamrl.tasks.rewards import Scorer
 
@@ -326,13 +337,19 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the parent's thread that started it ends (Linux).
+def _die_with_pool() -> None:
+    """Let the kernel kill this process when the server that forked it ends, which ends with the pool's process (Linux).
 
     Elsewhere an idle worker ends when it finds its pipe closed.
     """
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the signal was set up
+    # the server ends once all have closed this pipe, and every worker has a copy of it, so that it could fork as well
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it died before the signal was set up
         os._exit(1)
 
 

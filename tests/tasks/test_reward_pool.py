@@ -23,11 +23,13 @@ from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.waiting import scaled, settled, until, wait_for
 
 TIMEOUT_S = 1.5
-LOADED_S = 3.0
+LOADED_S = 1.0
 """CPU time by which a worker has imported what it needs, and works."""
 MISCHIEF = """
 import ctypes, itertools, os, signal, sys, time
 from streamrl.tasks.void_reward import VoidReward
+
+BEFORE = "math_verify" in sys.modules
 
 class Unprintable(Exception):
     def __reduce__(self): raise TypeError("cannot be sent")
@@ -60,6 +62,7 @@ def reward(completion, *, prompt, answer):
             print("noise in Python", flush=True)
             os.system("echo noise from a child; echo to its stderr >&2")
         case "pid": return os.getpid()
+        case "before": return float(BEFORE)
         case "nap":
             time.sleep(0.2)
             return os.getpid()
@@ -90,11 +93,12 @@ def ask(pool: RewardPool, completion: str) -> asyncio.Task[RewardResult]:
 
 
 def workers() -> list[psutil.Process]:
-    """Worker processes of pools in this process (not multiprocessing's resource tracker, which stays)."""
+    """Worker processes of pools in this process (not what forks them, nor the resource tracker: both stay)."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if alive(child) and "spawn_main" in " ".join(child.cmdline()):
+            forked = child.ppid() != os.getpid() and "multiprocessing.forkserver" in " ".join(child.cmdline())
+            if alive(child) and (forked or "spawn_main" in " ".join(child.cmdline())):
                 found.append(child)
     return found
 
@@ -302,14 +306,17 @@ def test_a_module_that_dies_or_hangs_on_import_fails_the_start(
 PARENT = """
 import asyncio, sys
 from streamrl.config.tasks import FileTask
-from streamrl.tasks.reward_pool import RewardPool
+from streamrl.tasks.reward_pool import METHOD, RewardPool
 
 async def main():
-    task = FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")
-    pool = RewardPool([task], 0, workers=2, timeout_s=60)
+    mine = FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")
+    math = FileTask(kind="file", name="math", path="unused.jsonl", reward="math_verify")
+    pool = RewardPool([mine, math], 0, workers=2, timeout_s=60)
     await pool.start()
     given = {"prompt": "", "answer": None}
     await pool.score("mine", "exit 3", given)  # one worker is a replacement, started from another thread
+    before = await pool.score("mine", "before", given)
+    assert before.reward == (METHOD == "forkserver"), before  # libraries were imported before what is the user's
     print("ready", flush=True)
     await asyncio.gather(*[pool.score("mine", "hang deaf", given) for _ in range(2)])
 
