@@ -1,4 +1,7 @@
-"""vLLM's linear layers with products for a few rows: which rows they take, and that new weights reach them."""
+"""vLLM's linear layers with products for a few rows: which rows they take, and that new weights reach them.
+
+What imports vLLM is imported in the tests: both of pytest's workers collect this file, and one of them runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm import ir
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.platforms import current_platform
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance import engine_config, few_rows_vllm
+from streamrl.generation.instance import engine_config
 from streamrl.generation.instance.engine_config import _has_few_rows
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
 from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, register
@@ -21,6 +21,10 @@ from tests.tiny_model import save_tiny_model
 
 
 def test_a_layer_takes_few_row_kernels_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from streamrl.generation.instance import few_rows_vllm
+
     assert product() is not None
     rows: list[int] = []
     plain = few_rows_vllm.multiply
@@ -47,6 +51,10 @@ def test_a_layer_takes_few_row_kernels_for_a_few_rows_and_follows_new_weights(mo
 
 
 def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from streamrl.generation.instance import few_rows_vllm
+
     layer = torch.nn.Module()
     with set_current_vllm_config(VllmConfig()):
         method = few_rows_vllm._Linear(Shelf(most=4))
@@ -59,6 +67,9 @@ def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40)])
 def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
+    from vllm import ir
+    from vllm.platforms import current_platform
+
     current_platform.import_kernels()
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     norm, both = ir.ops.rms_norm.impls, ir.ops.fused_add_rms_norm.impls
