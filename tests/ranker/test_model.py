@@ -30,7 +30,7 @@ def assert_sound(model: LengthModel, prompts: list[str]) -> None:
 @pytest.fixture(scope="module")
 def small() -> LengthModel:
     """The model of the small reasoner."""
-    model, _ = train(from_rows(small_reasoner(3000, 4, 1).rows), seed=0, threads=1)
+    model, _ = train(from_rows(small_reasoner(1500, 4, 1).rows), seed=0, threads=1)
     return model
 
 
@@ -55,7 +55,7 @@ def test_prompts_of_another_day_are_ranked_as_the_report_says(small: LengthModel
 
 
 def test_noisy_lengths_at_a_cap_are_ranked_near_their_ceiling() -> None:
-    made = noisy(3000, 4, 2)
+    made = noisy(1500, 4, 2)
     model, report = train(from_rows(made.rows), seed=0, threads=1)
     length = np.array([row["output_length"] for row in made.rows])
     # The true ceiling on these very samples; the estimate in the report is that of endlessly many.
@@ -163,7 +163,7 @@ def test_history_is_used_where_there_is_some() -> None:
 
 
 def test_a_task_that_came_later_is_ranked_by_the_size_of_its_problems() -> None:
-    rows = small_reasoner(1500, 2, 5).rows
+    rows = small_reasoner(800, 2, 5).rows
     for task in ("chain_sum", "count_bits", "number_sorting", "spell_backward"):
         model = refit("log_length", from_rows([row for row in rows if row["task"] != task]))
         later = [row for row in rows if row["task"] == task]
