@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "to_svg", lambda figure, name: "<svg></svg>")
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Leaves all plots empty but the one with this name, for tests that look at that one."""
+    to_svg = plots.to_svg
+
+    def only(name: str) -> None:
+        monkeypatch.setattr(plots, "to_svg", lambda figure, of: to_svg(figure, of) if of == name else "<svg></svg>")
+
+    return only
+
+
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
     page, text = page_of(make_run(12, state="done"))
     assert page.plots == [
@@ -150,7 +162,8 @@ def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tup
         assert f">{name}<" in figure
 
 
-def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker) -> None:
+def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
+    drawn("timeline-0")
     run_dir = make_run(2, trace=False)
     with TraceWriter(run_dir / "trace.json") as trace:
         for index in range(40):
@@ -367,7 +380,8 @@ def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make
     assert "all6464640" in page_of(run_dir)[0].text
 
 
-def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
+def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
+    drawn("schedule")
     note = "async: generation takes 3 times as long as training"
     page, text = page_of(make_run(4, schedule_note=note, rollouts=False, trace=False))
     for part in ("The schedule's choice: async: generation takes 3", "groups dropped", "lowest effective sample size"):
@@ -377,7 +391,10 @@ def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker) -> None:
         assert f">{name}<" in figure
 
 
-def test_figures_that_no_schedule_measured_are_said_to_be_missing(make_run: RunMaker) -> None:
+def test_figures_that_no_schedule_measured_are_said_to_be_missing(
+    make_run: RunMaker, drawn: Callable[[str], None]
+) -> None:
+    drawn("schedule")
     run_dir = make_run(0)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
