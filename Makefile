@@ -2,6 +2,7 @@
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
+# make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make docs    write docs/reference/ from the code
@@ -19,7 +20,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress lint style types audit docs lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants lint style types audit docs lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -63,6 +64,14 @@ test-quick: $(STAMP)
 
 test-stress: $(STAMP)
 	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
+
+# the library that makes the mutants is in a folder of its own, and no requirement of the project
+test-mutants: $(STAMP) build/cosmic-ray
+	nice -n 10 $(BIN)/python tools/mutants.py $(if $(MOST),--most $(MOST)) $(MODULES)
+
+build/cosmic-ray:
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part cosmic-ray==8.7.0
+	mv $@.part $@
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

@@ -1,0 +1,362 @@
+"""Change the code of the pure cores in one place at a time, and see whether their tests notice: `make test-mutants`.
+
+    python tools/mutants.py [--most 120] [--seed 0] [MODULE ...]
+
+cosmic-ray makes the mutants: another operator, comparison or number, a negated condition, a loop that never runs.
+`DropStatement` adds one of our own, the statement left out. `mutant_run.py` runs each mutant against the tests of its
+module in `TESTS`. A mutant that no test kills is a survivor: either a test is missing, or the change makes no
+difference that matters, which `mutants_explained.toml` then says.
+
+Left out are changes of annotations and docstrings, and replacements that fail at once on any input (`+` by `<<`): they
+would only raise the score. A module with more than `--most` mutants is judged by a sample of them.
+
+The summary is experiments/results/mutants.json and mutants.md. The exit code is 1 if a module's score is below LEAST,
+if a survivor has no explanation, or if an explanation has no survivor (asked only of modules that were not sampled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mutant_run import ROOT, Job, Outcome, run_sources
+
+LIBRARY = ROOT / "build" / "cosmic-ray"
+"""cosmic-ray and what it needs, installed by `make test-mutants`; it comes after the environment's own packages."""
+RESULTS = ROOT / "experiments" / "results"
+EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
+LEAST = 0.9
+"""Share of a module's mutants that its tests kill."""
+DISPATCH_TESTS = (
+    "tests/scheduler/test_dispatch_by_hand.py",
+    "tests/scheduler/test_least_loaded.py",
+    "tests/scheduler/test_dispatch_policies.py",
+)
+PLAN_TESTS = ("tests/scheduler/test_partition.py", "tests/scheduler/test_dispatch_objective.py")
+TESTS: dict[str, tuple[str, ...]] = {
+    "streamrl/training/losses.py": ("tests/training/test_losses.py",),
+    "streamrl/training/corrections.py": ("tests/training/test_objective.py",),
+    "streamrl/training/advantages.py": ("tests/training/test_advantages.py",),
+    "streamrl/training/truncation.py": ("tests/training/test_truncation.py",),
+    "streamrl/training/packing.py": ("tests/training/test_packing.py",),
+    "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
+    "streamrl/rollouts/micro_batch.py": ("tests/rollouts/test_advantage.py", "tests/training/test_packing.py"),
+    "streamrl/rollouts/ledger.py": ("tests/rollouts/test_rollouts.py", "tests/rollouts/test_ledger_machine.py"),
+    "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
+    "streamrl/weights/chain.py": ("tests/weights/test_chain.py", "tests/weights/test_chain_machine.py"),
+    "scheduler/dispatch/policy.py": DISPATCH_TESTS,
+    "scheduler/dispatch/baselines.py": DISPATCH_TESTS,
+    "scheduler/dispatch/registry.py": DISPATCH_TESTS,
+    "scheduler/dispatch/planned.py": DISPATCH_TESTS,
+    "scheduler/dispatch/partition.py": PLAN_TESTS,
+    "scheduler/dispatch/partition_candidates.py": PLAN_TESTS,
+    "scheduler/dispatch/dispatch_objective.py": ("tests/scheduler/test_dispatch_objective.py",),
+    "scheduler/dispatch/remaining_length.py": ("tests/scheduler/test_remaining_length.py",),
+    "scheduler/dispatch/group_probe.py": ("tests/scheduler/test_group_probe.py",),
+    "scheduler/dispatch/outcome_trust.py": ("tests/scheduler/test_outcome_trust.py",),
+    "scheduler/dispatch/straggler.py": ("tests/scheduler/test_straggler.py",),
+}
+"""The modules whose mutants are made, and the tests that run against each: small files without processes."""
+REPLACED = {
+    "ReplaceBinaryOperator": {
+        "Add": ("Sub",),
+        "Sub": ("Add",),
+        "Mul": ("Div",),
+        "Div": ("Mul",),
+        "FloorDiv": ("Mul", "Div"),
+        "Mod": ("FloorDiv",),
+        "Pow": ("Mul",),
+        "BitOr": ("BitAnd",),
+        "BitAnd": ("BitOr",),
+        "LShift": ("RShift",),
+        "RShift": ("LShift",),
+    },
+    "ReplaceComparisonOperator": {
+        "Eq": ("NotEq",),
+        "NotEq": ("Eq",),
+        "Lt": ("LtE", "GtE"),
+        "LtE": ("Lt", "Gt"),
+        "Gt": ("GtE", "LtE"),
+        "GtE": ("Gt", "Lt"),
+        "Is": ("IsNot",),
+        "IsNot": ("Is",),
+    },
+    "ReplaceUnaryOperator": {"Delete": ("USub", "Not", "Invert")},
+}
+OTHERS = (
+    "AddNot",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak",
+    "ExceptionReplacer",
+    "NumberReplacer",
+    "RemoveDecorator",
+    "ZeroIterationForLoop",
+)
+"""Operators of cosmic-ray that are taken whole."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a module."""
+
+    operator: str
+    line: int
+    was: str
+    """The changed lines, without indentation."""
+    becomes: str
+    source: str = field(repr=False)
+    """The whole changed module."""
+
+
+@dataclass
+class Score:
+    """What the tests of one module noticed."""
+
+    possible: int
+    """Mutants that could be made."""
+    mutants: int
+    """Mutants that were run."""
+    killed: int
+    by: dict[str, int]
+    """Those killed, by verdict: 'killed' by a test, 'broken' at import, 'time'."""
+    seconds: float
+    survivors: list[dict[str, Any]]
+    """line, operator, was, becomes, and why it may survive (empty: nobody has said)."""
+
+    @property
+    def share(self) -> float:
+        """Share of the mutants that were killed."""
+        return self.killed / self.mutants if self.mutants else 1.0
+
+
+def operators() -> dict[str, Any]:
+    """Return the operators, by name."""
+    from cosmic_ray.plugins import get_operator
+
+    names = [f"{kind}_{a}_{b}" for kind, pairs in REPLACED.items() for a, others in pairs.items() for b in others]
+    return {name: get_operator(f"core/{name}")() for name in (*names, *OTHERS)} | {"DropStatement": _drop_statement()}
+
+
+def _drop_statement() -> Any:
+    """Return an operator that replaces a call, an augmented assignment, or one to an attribute or item, by `pass`."""
+    import parso.python.tree as tree
+    from cosmic_ray.operators.operator import Operator
+
+    class DropStatement(Operator):  # type: ignore[misc]
+        def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
+            if node.type == "simple_stmt" and _has_effect(node.children[0].get_code().strip()):
+                yield node.start_pos, node.end_pos
+
+        def mutate(self, node: Any, index: int) -> Any:
+            first = node.children[0]
+            prefix = first.get_first_leaf().prefix
+            node.children[0] = tree.Keyword("pass", first.start_pos, prefix)
+            return node
+
+        @classmethod
+        def examples(cls) -> tuple[()]:
+            return ()
+
+    return DropStatement()
+
+
+def _has_effect(statement: str) -> bool:
+    """Return whether a statement changes something that exists already."""
+    try:
+        node = ast.parse(statement).body[0]
+    except SyntaxError:
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    assigned = [part for target in targets for part in ast.walk(target)]
+    return (
+        isinstance(node, ast.AugAssign)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        or any(isinstance(part, ast.Attribute | ast.Subscript) for part in assigned)
+    )
+
+
+def mutants_of(source: str) -> list[Mutant]:
+    """Return all mutants of a source, each with another meaning."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+
+    nodes, seen, found = list(ast_nodes(get_ast(source))), {meaning(source)}, []
+    for name, operator in operators().items():
+        count = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+        for occurrence in range(count):
+            changed = mutate_code(source, operator, occurrence)
+            key = meaning(changed) if changed is not None else None
+            if key is not None and key not in seen:
+                seen.add(key)
+                found.append(Mutant(name, *difference(source, changed), changed))
+    return sorted(found, key=lambda one: (one.line, one.operator, one.becomes))
+
+
+def meaning(source: str) -> str | None:
+    """Return the source without comments, annotations and docstrings; None if it is not Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(None)
+    return ast.unparse(tree)
+
+
+def difference(before: str, after: str) -> tuple[int, str, str]:
+    """Return (line, what stood there, what stands there now) of the only place where two sources differ."""
+    old, new = before.splitlines(), after.splitlines()
+    first = next(at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other)
+    same = 0
+    while old[len(old) - 1 - same] == new[len(new) - 1 - same] and min(len(old), len(new)) - same > first + 1:
+        same += 1
+    changed = [" ".join(" ".join(lines[first : len(lines) - same]).split()) for lines in (old, new)]
+    return first + 1, changed[0], changed[1]
+
+
+def score(path: str, most: int, seed: int, why: dict[tuple[str, str], str]) -> Score:
+    """Run the mutants of one module."""
+    began = time.monotonic()
+    source = (ROOT / path).read_text(encoding="utf-8")
+    found = mutants_of(source)
+    chosen = found
+    if len(found) > most:
+        chosen = sorted(random.Random(f"{seed} {path}").sample(found, most), key=found.index)
+    print(f"{path}: {len(chosen)} of {len(found)} mutants", flush=True)
+
+    def show(number: int, outcome: Outcome) -> None:
+        mutant = chosen[number]
+        if outcome.verdict == "survived" and (mutant.was, mutant.becomes) not in why:
+            print(f"  {path}:{mutant.line} {mutant.operator}\n    - {mutant.was}\n    + {mutant.becomes}", flush=True)
+
+    outcomes = run_sources(Job(Path(path), TESTS[path], [mutant.source for mutant in chosen]), show)
+    survivors = [
+        {name: value for name, value in asdict(mutant).items() if name != "source"}
+        | {"why": why.get((mutant.was, mutant.becomes), "")}
+        for mutant, outcome in zip(chosen, outcomes, strict=True)
+        if outcome.verdict == "survived"
+    ]
+    seconds = round(time.monotonic() - began, 1)
+    by = Counter(outcome.verdict for outcome in outcomes if outcome.verdict != "survived")
+    result = Score(len(found), len(chosen), by.total(), dict(by), seconds, survivors)
+    print(
+        f"{path}: {result.killed} of {result.mutants} killed ({result.share:.1%}), {dict(by)}, in {seconds:.0f} s",
+        flush=True,
+    )
+    return result
+
+
+def explanations() -> dict[str, dict[tuple[str, str], str]]:
+    """Return why a mutant may survive, by module and (was, becomes)."""
+    kept: dict[str, dict[tuple[str, str], str]] = {}
+    for one in tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).get("survivor", []):
+        kept.setdefault(one["module"], {})[one["was"], one["becomes"]] = one["why"]
+    return kept
+
+
+def problems(scores: dict[str, Score], kept: dict[str, dict[tuple[str, str], str]]) -> list[str]:
+    """Return what is wrong: low scores, survivors without an explanation, explanations without a survivor."""
+    found = []
+    for path, result in scores.items():
+        if result.share < LEAST:
+            found.append(f"{path}: {result.share:.1%} of the mutants are killed, expected {LEAST:.0%}")
+        if unexplained := sum(not one["why"] for one in result.survivors):
+            found.append(f"{path}: {unexplained} survivors without an explanation")
+        survived = {(one["was"], one["becomes"]) for one in result.survivors}
+        if result.mutants == result.possible:
+            stale = [becomes for was, becomes in kept.get(path, {}) if (was, becomes) not in survived]
+            found += [f"{path}: no survivor becomes {becomes!r}" for becomes in stale]
+    return found
+
+
+def table(scores: dict[str, Score], settings: str) -> str:
+    """Return the summary as Markdown."""
+    made, killed = sum(one.mutants for one in scores.values()), sum(one.killed for one in scores.values())
+    lines = [
+        "# Mutants",
+        "",
+        f"{killed} of {made} mutants killed ({killed / made:.1%}). {settings} Command: `make test-mutants`;",
+        "[how to read this](../../CONTRIBUTING.md#mutants).",
+        "",
+        "| module | possible | run | killed | score | survivors explained |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path, one in sorted(scores.items()):
+        explained = sum(bool(survivor["why"]) for survivor in one.survivors)
+        row = (f"`{path}`", one.possible, one.mutants, one.killed, f"{one.share:.1%}")
+        lines.append(f"| {' | '.join(map(str, row))} | {explained} of {len(one.survivors)} |")
+    lines += ["", "## Survivors", ""]
+    for path, one in sorted(scores.items()):
+        for survivor in one.survivors:
+            place = f"`{path}`:{survivor['line']} ({survivor['operator']})"
+            lines.append(f"- {place}: `{survivor['was']}` -> `{survivor['becomes']}`. {survivor['why'] or 'Open.'}")
+    return "\n".join(lines) + "\n"
+
+
+def load(path: Path) -> dict[str, Score]:
+    """Return the scores of an earlier run."""
+    return (
+        {name: Score(**one) for name, one in json.loads(path.read_text())["modules"].items()} if path.exists() else {}
+    )
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the mutants of the chosen modules and write the summary; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="path, or part of one (default: all)")
+    parser.add_argument("--most", type=int, default=120, help="mutants of a module; more are sampled (default 120)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the summary (default experiments/results)")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    chosen = [path for path in TESTS if not options.modules or any(part in path for part in options.modules)]
+    if not chosen:
+        parser.error(f"no such module; there are {', '.join(TESTS)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("STREAMRL_TEST_SLOWNESS", "1")  # nothing here waits for anything
+    sys.path.append(str(LIBRARY))
+    if importlib.util.find_spec("cosmic_ray") is None:
+        raise SystemExit(f"cosmic-ray is not in {LIBRARY}; `make test-mutants` installs it")
+    kept, scores = explanations(), load(options.out / "mutants.json")
+    scores = {path: one for path, one in scores.items() if path in TESTS}
+    for path in chosen:
+        scores[path] = score(path, options.most, options.seed, kept.get(path, {}))
+        write(options.out, scores, options.most, options.seed)
+    wrong = problems({path: scores[path] for path in chosen}, kept)
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+def write(folder: Path, scores: dict[str, Score], most: int, seed: int) -> None:
+    """Write mutants.json and mutants.md."""
+    modules = {path: asdict(scores[path]) for path in sorted(scores)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mutants.json").write_text(json.dumps({"most": most, "seed": seed, "modules": modules}, indent=1) + "\n")
+    sampled = f"At most {most} mutants of a module are run, sampled with seed {seed}."
+    (folder / "mutants.md").write_text(table(scores, sampled))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
