@@ -98,8 +98,11 @@ def test_nothing_is_judged_by_tests_that_fail_anyway(project: Path) -> None:
     assert done.returncode == 1 and "counter.py: its tests do not pass without any change" in done.stderr
 
 
-def test_annotations_and_docstrings_have_no_meaning_and_defaults_have() -> None:
-    source = 'def f(a: int | None = 1) -> int:\n    """One."""\n    b: int = 2\n    return a + b  # sum\n'
+def test_annotations_docstrings_and_frozen_have_no_meaning_and_defaults_have() -> None:
+    source = (
+        "@dataclass(frozen=True)\nclass A:\n    a: int = 3\n\n"
+        'def f(a: int | None = 1) -> int:\n    """One."""\n    b: int = 2\n    return a + b  # sum\n'
+    )
     for was, becomes in (
         ("int | None", "int & None"),
         ("One", "Two"),
@@ -108,7 +111,7 @@ def test_annotations_and_docstrings_have_no_meaning_and_defaults_have() -> None:
         ("->", "->"),
     ):
         assert mutants.meaning(source.replace(was, becomes)) == mutants.meaning(source)
-    for was, becomes in (("= 1", "= 2"), ("a + b", "a - b"), ("= 2", "= 3")):
+    for was, becomes in (("= 1", "= 2"), ("a + b", "a - b"), ("= 2", "= 3"), ("= 3", "= 4")):
         assert mutants.meaning(source.replace(was, becomes)) != mutants.meaning(source)
     assert mutants.meaning("def f(:\n") is None
 

@@ -7,8 +7,9 @@ cosmic-ray makes the mutants: another operator, comparison or number, a negated 
 module in `TESTS`. A mutant that no test kills is a survivor: either a test is missing, or the change makes no
 difference that matters, which `mutants_explained.toml` then says.
 
-Left out are changes of annotations and docstrings, and replacements that fail at once on any input (`+` by `<<`): they
-would only raise the score. A module with more than `--most` mutants is judged by a sample of them.
+Left out are changes of annotations, of docstrings and of `frozen`, which mypy checks, and replacements that fail at
+once on any input (`+` by `<<`): they would only raise the score. A module with more than `--most` mutants is judged by
+a sample of them.
 
 The summary is experiments/results/mutants.json and mutants.md. The exit code is 1 if a module's score is below LEAST,
 if a survivor has no explanation, or if an explanation has no survivor (asked only of modules that were not sampled).
@@ -47,12 +48,12 @@ DISPATCH_TESTS = (
 PLAN_TESTS = ("tests/scheduler/test_partition.py", "tests/scheduler/test_dispatch_objective.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/losses.py": ("tests/training/test_losses.py",),
-    "streamrl/training/corrections.py": ("tests/training/test_objective.py",),
+    "streamrl/training/corrections.py": ("tests/training/test_corrections.py",),
     "streamrl/training/advantages.py": ("tests/training/test_advantages.py",),
     "streamrl/training/truncation.py": ("tests/training/test_truncation.py",),
-    "streamrl/training/packing.py": ("tests/training/test_packing.py",),
+    "streamrl/training/packing.py": ("tests/training/test_packing_layout.py",),
     "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
-    "streamrl/rollouts/micro_batch.py": ("tests/rollouts/test_advantage.py", "tests/training/test_packing.py"),
+    "streamrl/rollouts/micro_batch.py": ("tests/rollouts/test_micro_batch.py", "tests/rollouts/test_advantage.py"),
     "streamrl/rollouts/ledger.py": ("tests/rollouts/test_rollouts.py", "tests/rollouts/test_ledger_machine.py"),
     "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
     "streamrl/weights/chain.py": ("tests/weights/test_chain.py", "tests/weights/test_chain_machine.py"),
@@ -209,7 +210,7 @@ def mutants_of(source: str) -> list[Mutant]:
 
 
 def meaning(source: str) -> str | None:
-    """Return the source without comments, annotations and docstrings; None if it is not Python."""
+    """Return the source without comments, annotations, docstrings and `frozen`; None if it is not Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -219,6 +220,8 @@ def meaning(source: str) -> str | None:
             node.annotation = None
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
+        elif isinstance(node, ast.keyword) and node.arg == "frozen":
+            node.value = ast.Constant(None)
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -67,3 +67,10 @@ def test_gae_is_the_discounted_sum_of_the_deltas(lengths: list[int], gamma: floa
             assert float(advantages[start + t]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
             assert float(returns[start + t]) == pytest.approx(expected + v[t], rel=1e-9, abs=1e-12)
         start += length
+
+
+def test_no_gradient_flows_through_rewards_or_advantages() -> None:
+    ids, scores = torch.tensor([0, 0]), torch.tensor([1.0, 1.0], requires_grad=True)
+    rewards = token_rewards(scores, ids, 0.5 * scores)
+    advantages, returns = gae(scores, 0.5 * scores, ids, 1.0, 0.95)
+    assert [part.requires_grad for part in (rewards, advantages, returns)] == [False] * 3

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl.training.losses import (
     LOG_RATIO_LIMIT,
+    bounded,
     clip_loss,
     detached_clip_loss,
     kl_estimate,
@@ -214,6 +215,13 @@ def test_loss_and_gradient_are_finite_whatever_the_ratio(
     new.grad = None
     loss(new, old, torch.zeros_like(advantages), ids).sum().backward()
     assert not new.grad.any()
+
+
+def test_log_ratios_end_at_20_either_way_and_have_no_gradient_beyond() -> None:
+    logs = vector([-25.0, -20.0, -19.5, 0.0, 19.5, 20.5], grad=True)
+    bounded(logs).sum().backward()
+    assert bounded(logs).tolist() == [-20.0, -20.0, -19.5, 0.0, 19.5, 20.0]
+    assert logs.grad.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 def test_a_ratio_overflow_is_clipped_for_good_tokens_and_bounded_without_gradient_for_bad_ones() -> None:

@@ -1,0 +1,213 @@
+"""Cutting groups into micro-batches and ranks' shares, and their wire form: exact cases, and limits hit exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.rollouts.micro_batch import (
+    TrainGroup,
+    TrainSequence,
+    balance,
+    deal,
+    from_wire,
+    loss_normalizer,
+    split_into_micro_batches,
+    split_into_rows,
+    to_wire,
+)
+
+
+def group(name: str, prompt: int, *completions: int) -> TrainGroup:
+    """A group by its lengths; a completion's advantage is its place."""
+    sequences = [
+        TrainSequence(np.arange(length, dtype=np.int32), np.full(length, -0.5, np.float32), float(place))
+        for place, length in enumerate(completions)
+    ]
+    return TrainGroup(name, np.arange(prompt, dtype=np.int32), sequences)
+
+
+def lengths(parts: list[list[TrainGroup]]) -> list[list[tuple[str, int, list[int]]]]:
+    """Each part's groups: name, tokens of the prompt, tokens of each completion."""
+    return [
+        [(one.group_id, len(one.prompt_tokens), [len(s.completion_tokens) for s in one.sequences]) for one in part]
+        for part in parts
+    ]
+
+
+def test_a_group_counts_its_prompt_once() -> None:
+    one = group("a", 3, 4, 5, 0)
+    assert one.tokens == 12 and one.completion_tokens == 9
+
+
+def test_a_group_has_its_reference_if_every_completion_with_tokens_has() -> None:
+    known = np.zeros(2, np.float32)
+    pair, empty = np.zeros(2, np.int32), np.zeros(0, np.int32)
+    has = [TrainSequence(pair, known, 0.0, known), TrainSequence(empty, known[:0], 0.0)]
+    assert TrainGroup("a", pair, has).has_reference
+    assert not TrainGroup("a", pair, [*has, TrainSequence(pair, known, 0.0)]).has_reference
+
+
+def test_groups_fill_a_micro_batch_to_its_last_token() -> None:
+    groups = [group("a", 2, 3), group("b", 1, 4), group("c", 1, 1), group("d", 2, 6)]
+    assert lengths(split_into_micro_batches(groups, 10)) == [
+        [("a", 2, [3]), ("b", 1, [4])],  # 5 + 5
+        [("c", 1, [1]), ("d", 2, [6])],  # 2 + 8
+    ]
+    assert lengths(split_into_micro_batches(groups, 9)) == [
+        [("a", 2, [3])],
+        [("b", 1, [4]), ("c", 1, [1])],
+        [("d", 2, [6])],
+    ]
+    assert split_into_micro_batches([], 9) == []
+
+
+def test_only_a_group_that_is_too_large_is_split_and_its_parts_repeat_the_prompt() -> None:
+    assert lengths(split_into_micro_batches([group("a", 2, 3, 3)], 8)) == [[("a", 2, [3, 3])]]
+    assert lengths(split_into_micro_batches([group("a", 2, 3, 3, 1)], 8)) == [[("a", 2, [3, 3])], [("a", 2, [1])]]
+    # a single sequence may be larger than the limit
+    assert lengths(split_into_micro_batches([group("a", 2, 9, 3, 3)], 8)) == [[("a", 2, [9])], [("a", 2, [3, 3])]]
+    # the last part shares its micro-batch with what follows
+    assert lengths(split_into_micro_batches([group("a", 2, 5, 2), group("b", 1, 3)], 8)) == [
+        [("a", 2, [5])],
+        [("a", 2, [2]), ("b", 1, [3])],
+    ]
+
+
+def test_rows_of_their_own_are_padded_to_the_longest() -> None:
+    # rows of 4, 4 and 6: 2 x 4 = 8; with the third 3 x 6 = 18
+    assert lengths(split_into_rows([group("a", 2, 2, 2, 4)], 18)) == [[("a", 2, [2, 2, 4])]]
+    assert lengths(split_into_rows([group("a", 2, 2, 2, 4)], 17)) == [[("a", 2, [2, 2])], [("a", 2, [4])]]
+    # a shorter one is padded, too: 2 x 6 = 12
+    assert lengths(split_into_rows([group("a", 2, 4), group("b", 1, 1, 1)], 12)) == [
+        [("a", 2, [4]), ("b", 1, [1])],
+        [("b", 1, [1])],
+    ]
+    assert lengths(split_into_rows([group("a", 2, 4), group("b", 1, 1, 1)], 11)) == [
+        [("a", 2, [4])],
+        [("b", 1, [1, 1])],
+    ]
+    assert lengths(split_into_rows([group("a", 2, 9, 1)], 5)) == [[("a", 2, [9])], [("a", 2, [1])]]
+    # the padding of an earlier run is forgotten: 3 x 2 = 6
+    assert lengths(split_into_rows([group("a", 1, 5, 1, 1, 1)], 6)) == [[("a", 1, [5])], [("a", 1, [1, 1, 1])]]
+    assert split_into_rows([], 5) == []
+
+
+def test_the_longest_group_goes_first_and_each_to_the_emptiest_rank() -> None:
+    groups = [group("a", 1, 1), group("b", 1, 6), group("c", 1, 4), group("d", 1, 3), group("e", 1, 1)]
+    # 7 | 5; 4 to the second (9); 2 to the first (9); 2 to the first of two equal ranks
+    assert [[one.group_id for one in share] for share in balance(groups, 2)] == [["b", "a", "e"], ["c", "d"]]
+    assert balance([], 2) == [[], []]
+
+
+def test_ranks_get_runs_of_the_list_or_balanced_shares_of_what_is_left() -> None:
+    groups = [group("a", 1, 3), group("b", 1, 3), group("c", 1, 3)]
+    shares, rest = deal(groups, 4, 2)
+    assert (lengths(shares), lengths([rest])) == ([[("a", 1, [3])], [("b", 1, [3])]], [[("c", 1, [3])]])
+    shares, rest = deal(groups, 4, 3)
+    assert (lengths(shares), rest) == ([[("a", 1, [3])], [("b", 1, [3])], [("c", 1, [3])]], [])
+    shares, rest = deal(groups[:2], 8, 2)  # one run, two ranks
+    assert (lengths(shares), rest) == ([[("a", 1, [3])], [("b", 1, [3])]], [])
+    assert deal([], 4, 2) == ([[], []], [])
+
+
+def test_shares_of_fewer_runs_than_ranks_are_about_equal() -> None:
+    groups = [group(name, 1, size) for name, size in (("a", 4), ("b", 4), ("c", 2), ("d", 2), ("e", 2))]
+    # runs of at most 9 of 5, 5, 3, 3, 3: [a] [b c] [d e]
+    shares, rest = deal(groups, 9, 4)
+    assert ([[one.group_id for one in share] for share in shares], rest) == ([["a"], ["b"], ["c", "e"], ["d"]], [])
+    # a share may be full: runs of 5 + 3 and 5, shares of 5, 5 and 3
+    shares, rest = deal([group("a", 1, 4), group("b", 1, 2), group("c", 1, 4)], 8, 3)
+    assert ([[one.group_id for one in share] for share in shares], rest) == ([["a"], ["c"], ["b"]], [])
+    # exactly the limit is not too much
+    shares, rest = deal([group("a", 1, 2), group("b", 1, 4)], 5, 3)
+    assert ([[one.group_id for one in share] for share in shares], rest) == ([["b"], ["a"], []], [])
+
+
+def test_shares_are_runs_where_a_share_would_exceed_the_limit() -> None:
+    """A sequence of 13 tokens exceeds every limit; the runs are as good as equal shares, and are in order."""
+    shares, rest = deal([group("a", 1, 1), group("b", 1, 12)], 5, 4)
+    assert (lengths(shares), rest) == ([[("a", 1, [1])], [("b", 1, [12])], [], []], [])
+
+
+def test_the_normalizer_is_at_least_1() -> None:
+    assert [loss_normalizer(kind, 0, 0, 8) for kind in ("token", "sequence", "constant")] == [1.0] * 3  # type: ignore[arg-type]
+    assert loss_normalizer("token", 1, 9, 8) == 1.0 and loss_normalizer("token", 2, 9, 8) == 2.0
+    assert loss_normalizer("sequence", 9, 2, 8) == 2.0 and loss_normalizer("constant", 9, 2, 8) == 16.0
+
+
+def referenced() -> list[TrainGroup]:
+    """Two groups; the second of three completions has reference log-probabilities, as has the third."""
+    first, second = group("a", 2, 3, 2), group("b", 1, 1)
+    known = [np.asarray([-3.0, -4.0], np.float32), np.asarray([-7.0], np.float32)]
+    with_reference = [
+        TrainSequence(seq.completion_tokens, seq.logprobs, seq.advantage, reference)
+        for seq, reference in zip((first.sequences[1], second.sequences[0]), known, strict=True)
+    ]
+    return [
+        TrainGroup("a", first.prompt_tokens, [first.sequences[0], with_reference[0]]),
+        TrainGroup("b", second.prompt_tokens, [with_reference[1]]),
+    ]
+
+
+def test_the_wire_form_written_out_and_back() -> None:
+    body, arrays = to_wire(referenced())
+    assert body == {
+        "groups": [["a", 2, [3, 2]], ["b", 1, [1]]],
+        "advantages": [0.0, 1.0, 0.0],
+        "has_reference": [False, True, True],
+    }
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "prompts": [0, 1, 0],
+        "completions": [0, 1, 2, 0, 1, 0],
+        "logprobs": [-0.5] * 6,
+        "reference_logprobs": [-3.0, -4.0, -7.0],
+    }
+    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", "float32", "float32"]
+    back = from_wire(body, arrays)
+    assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
+    again = to_wire(back)
+    assert again[0] == body and all(np.array_equal(array, again[1][name]) for name, array in arrays.items())
+    assert from_wire(*to_wire([])) == []
+
+
+def empty_twice(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["groups"][1][2].append(0)
+
+
+def negative(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["groups"] = [["a", 4, [3, 2]], ["b", -1, [1]]]
+
+
+def negative_completion(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["groups"], body["has_reference"] = [["a", 2, [7, 2]], ["b", 1, [-3]]], [False, False, False]
+    arrays["reference_logprobs"] = arrays["reference_logprobs"][:0]
+
+
+def one_more(name: str) -> Any:
+    def change(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+        arrays[name] = np.append(arrays[name], arrays[name][:1])
+
+    return change
+
+
+def one_advantage_less(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["advantages"].pop()
+
+
+@pytest.mark.parametrize("change", [one_advantage_less, empty_twice, negative, negative_completion])
+def test_a_body_that_is_none_is_refused(change: Any) -> None:
+    body, arrays = to_wire(referenced())
+    change(body, arrays)
+    with pytest.raises(ValueError):
+        from_wire(body, arrays)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "logprobs", "reference_logprobs"])
+def test_arrays_that_do_not_add_up_are_refused(name: str) -> None:
+    body, arrays = to_wire(referenced())
+    one_more(name)(body, arrays)
+    with pytest.raises(ValueError, match="do not add up"):
+        from_wire(body, arrays)

@@ -1,0 +1,92 @@
+"""The packed row of two groups, written out; sizes and costs that are counted by hand. No model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.training.packing import GroupLayout, pack
+
+
+def sequence(tokens: list[int], advantage: float, reference: bool = False) -> TrainSequence:
+    logprobs = np.asarray([-token / 8 for token in tokens], np.float32)
+    return TrainSequence(
+        np.asarray(tokens, np.int32), logprobs, advantage, logprobs - 1 if reference else None, sample_id="s"
+    )
+
+
+def group(name: str, prompt: list[int], *sequences: TrainSequence) -> TrainGroup:
+    return TrainGroup(name, np.asarray(prompt, np.int32), list(sequences))
+
+
+TWO = [
+    group("a", [1, 2, 3], sequence([4, 5], 0.5), sequence([6, 7, 8], -0.5)),
+    group("b", [9, 10], sequence([], 9.0), sequence([11], 2.0)),
+]
+
+
+def test_two_groups_written_out() -> None:
+    batch = pack(TWO)
+    # place:                       0  1  2  3  4  5  6  7  8  9  10  11
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 0]]
+    assert batch.layout == (GroupLayout(0, 3, (2, 3)), GroupLayout(8, 2, (1,)), GroupLayout(11, 1, ()))
+    assert [one.stop for one in batch.layout] == [8, 11, 12]
+    assert batch.source_index.tolist() == [2, 3, 2, 5, 6, 9]
+    assert batch.targets.tolist() == [4, 5, 6, 7, 8, 11]
+    assert batch.behaviour_logprobs.tolist() == [-token / 8 for token in (4, 5, 6, 7, 8, 11)]
+    assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5, 2.0]
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.reference_logprobs is None
+    assert batch.loss_tokens == 6 and batch.sequences == 3
+    types = [batch.input_ids, batch.position_ids, batch.source_index, batch.targets, batch.sequence_ids]
+    assert {one.dtype for one in types} == {torch.int64}
+    assert {batch.behaviour_logprobs.dtype, batch.advantages.dtype} == {torch.float32}
+
+
+def test_an_even_row_gets_no_filler() -> None:
+    batch = pack([group("a", [1, 2, 3], sequence([4], 1.0))])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4]] and batch.layout == (GroupLayout(0, 3, (1,)),)
+
+
+def test_reference_log_probabilities_are_there_if_every_sequence_with_tokens_has_them() -> None:
+    full = group("a", [1], sequence([2, 3], 1.0, reference=True), sequence([], 1.0))
+    batch = pack([full])
+    assert batch.reference_logprobs is not None
+    assert batch.reference_logprobs.tolist() == [-2 / 8 - 1, -3 / 8 - 1]
+    assert pack([full, group("b", [1], sequence([2], 1.0))]).reference_logprobs is None
+
+
+def test_nothing_is_an_empty_row() -> None:
+    batch = pack([])
+    assert batch.input_ids.shape == (1, 0) and batch.targets.shape == (0,) and batch.layout == ()
+    assert batch.sequences == batch.loss_tokens == batch.row_tokens(False) == batch.squares(False) == 0
+
+
+def test_a_row_costs_its_tokens_packed_and_prompt_and_completion_without_the_last_token_separate() -> None:
+    batch = pack(TWO)
+    assert batch.row_tokens(separate=False) == 12
+    assert batch.row_tokens(separate=True) == (3 + 1) + (3 + 2) + (2 + 0)
+
+
+def test_the_pairs_of_attention_packed_and_separate() -> None:
+    batch = pack(TWO)
+    first, second, filler = 3**2 + 2 * (2 + 6) + 3 * (3 + 6), 2**2 + 1 * (1 + 4), 1
+    assert batch.squares(separate=False) == first + second + filler == 62
+    assert batch.squares(separate=True) == 4**2 + 5**2 + 2**2
+
+
+def test_a_group_without_a_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="group a has an empty prompt"):
+        pack([group("a", [], sequence([1], 1.0))])
+
+
+def test_a_batch_on_another_device_has_every_tensor_there_and_the_same_layout() -> None:
+    batch = pack(TWO)
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    tensors = [one for one in vars(moved).values() if isinstance(one, torch.Tensor)]
+    assert len(tensors) == 7 and all(one.device.type == "meta" for one in tensors)
+    assert moved.layout == batch.layout and moved.reference_logprobs is None
