@@ -95,6 +95,8 @@ def test_overlong_defaults_and_limits() -> None:
     assert shaped_reward(1.0, 90, 100, OverlongConfig(penalty=4.0)) == pytest.approx(-1.0)
     assert shaped_reward(1.0, 5, 10, OverlongConfig(margin_tokens=1000)) == pytest.approx(0.5)  # cut to the limit
     assert shaped_reward(0.0, 1, 1, OverlongConfig()) == -1.0
+    assert shaped_reward(1.0, 94, 104, OverlongConfig()) == 0.5  # the fifth is whole tokens: 20, from 84 on
+    assert [shaped_reward(0.0, length, 4, OverlongConfig()) for length in (3, 4)] == [0.0, -1.0]  # and one at least
 
 
 def test_effective_sample_size_by_hand() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from streamrl.transport.delivery import Inbox, Outbox
+from streamrl.transport.delivery import MOST_AHEAD, Inbox, Outbox
 
 
 def test_credits_bound_what_is_under_way() -> None:
@@ -26,6 +26,87 @@ def test_only_what_is_old_enough_is_sent_again() -> None:
     outbox.send("new", 9.0)
     assert outbox.to_resend(10.0, older_than=5.0) == [(1, "old")]
     assert outbox.to_resend(11.0, older_than=5.0) == []
+
+
+def test_a_message_is_due_again_after_exactly_its_time_and_then_not_until_as_long_after() -> None:
+    outbox: Outbox[str] = Outbox(credits=9)
+    outbox.send("a", 1.0)
+    outbox.send("b", 2.0)
+    assert outbox.to_resend(5.5, older_than=5.0) == []
+    assert outbox.to_resend(7.0, older_than=5.0) == [(1, "a"), (2, "b")]
+    assert outbox.to_resend(11.9, older_than=5.0) == []
+    outbox.acknowledged(1)
+    assert outbox.to_resend(12.0, older_than=5.0) == [(2, "b")]
+
+
+def test_the_window_counts_the_bytes_of_what_is_not_acknowledged() -> None:
+    outbox: Outbox[str] = Outbox(credits=9, window_bytes=100)
+    outbox.send("a", 0.0, 60)
+    assert outbox.has_credit and outbox.in_flight_bytes == 60
+    outbox.send("b", 0.0, 40)  # the window is full with its last byte
+    assert not outbox.has_credit and outbox.in_flight_bytes == 100
+    assert outbox.acknowledged(2) == "b" and outbox.acknowledged(2) is None
+    assert outbox.has_credit and outbox.in_flight_bytes == 60
+    outbox.send("c", 0.0, 500)  # a message may exceed the window
+    outbox.acknowledged(1)
+    assert not outbox.has_credit and outbox.in_flight_bytes == 500
+    assert Outbox(credits=1, window_bytes=1).send("d", 0.0) == 1  # larger than the window, alone
+
+
+def test_giving_up_frees_everything_and_uses_no_number_again() -> None:
+    outbox: Outbox[str] = Outbox(credits=2, window_bytes=100)
+    outbox.send("a", 0.0, 60)
+    outbox.send("b", 0.0, 60)
+    outbox.forget()
+    assert outbox.has_credit and outbox.in_flight_bytes == 0
+    assert (outbox.pending, outbox.sent_at, outbox.sizes) == ({}, {}, {})
+    assert outbox.to_resend(99.0, older_than=1.0) == [] and outbox.acknowledged(1) is None
+    assert outbox.in_flight_bytes == 0 and outbox.send("c", 0.0) == 3
+
+
+def test_a_receiver_takes_only_so_many_messages_and_bytes_at_once() -> None:
+    inbox = Inbox(most_open=2)
+    assert [inbox.receive("s", number) for number in (1, 2, 3, 2)] == ["new", "new", "full", "open"]
+    assert inbox.commit("s", 1) and inbox.receive("s", 3) == "new"
+    inbox = Inbox(most_bytes=100)
+    assert [inbox.receive("s", 1, 60), inbox.receive("s", 2, 41), inbox.receive("s", 2, 40)] == ["new", "full", "new"]
+    assert inbox.open_bytes == 100 and inbox.receive("s", 3, 1) == "full"
+    assert inbox.commit("s", 1) and inbox.open_bytes == 40 and inbox.receive("s", 3, 60) == "new"
+    assert inbox.commit("s", 2) and inbox.commit("s", 3) and inbox.open_bytes == 0
+    assert inbox.receive("s", 4, 1000) == "new"  # larger than the bound, alone
+    assert inbox.receive("s", 5, 0) == "full"
+
+
+def test_a_number_too_far_ahead_is_not_remembered() -> None:
+    inbox = Inbox()
+    assert MOST_AHEAD == 1_000_000
+    assert inbox.receive("s", MOST_AHEAD + 1) == "full" and not inbox.open
+    assert inbox.receive("s", MOST_AHEAD) == "new"
+    assert inbox.receive("s", 1) == "new" and inbox.commit("s", 1)
+    assert inbox.receive("s", MOST_AHEAD + 1) == "new"
+
+
+def test_what_is_committed_out_of_order_is_remembered_until_the_gap_closes() -> None:
+    inbox = Inbox()
+    assert [inbox.receive("s", number) for number in (1, 2, 3)] == ["new"] * 3
+    assert inbox.commit("s", 3) and inbox.commit("s", 2)
+    assert (inbox.committed_to, inbox.committed) == (0, {2, 3})
+    assert inbox.receive("s", 3) == "committed" and inbox.receive("s", 1) == "open"
+    assert not inbox.commit("s", 3) and not inbox.commit("s", 4)  # committed already, never received
+    assert inbox.commit("s", 1) and (inbox.committed_to, inbox.committed, inbox.open) == (3, set(), {})
+    assert inbox.receive("s", 1) == inbox.receive("s", 3) == "committed"
+
+
+def test_a_new_session_forgets_what_the_old_one_had_open() -> None:
+    inbox = Inbox(most_bytes=100)
+    for number in (1, 2, 3):
+        inbox.receive("a", number, 30)
+    inbox.commit("a", 1)
+    inbox.commit("a", 3)
+    assert inbox.receive("b", 2, 80) == "new"
+    assert (inbox.session, inbox.committed_to, inbox.committed) == ("b", 0, set())
+    assert (inbox.open, inbox.open_bytes) == ({2: 80}, 80)
+    assert inbox.receive("b", 3, 20) == "new"
 
 
 def test_a_new_session_starts_anew() -> None:
