@@ -140,6 +140,8 @@ def test_low_scores_unexplained_survivors_and_explanations_without_one_are_probl
     assert mutants.problems({"m": score(8, ("a", "b", "x"))}, kept) == [
         "m: 80.0% of the mutants are killed, expected 90%"
     ]
+    same = ("a", "b", "Equivalent: it is.")
+    assert mutants.problems({"m": score(8, same, same)}, kept) == []  # 8 of 8
     assert mutants.problems({"m": score(9, ("a", "c", ""))}, kept) == [
         "m: 1 survivors without an explanation",
         "m: no survivor becomes 'b'",
@@ -148,10 +150,13 @@ def test_low_scores_unexplained_survivors_and_explanations_without_one_are_probl
 
 
 def test_the_summary_lists_scores_and_survivors() -> None:
-    text = mutants.table({"m": score(9, ("a < b", "a <= b", "Equal.")), "n": score(9, ("c", "d", ""))}, "Sampled.")
-    assert "18 of 20 mutants killed (90.0%). Sampled." in text
-    assert "| `m` | 10 | 10 | 9 | 90.0% | 1 of 1 |" in text and "| `n` | 10 | 10 | 9 | 90.0% | 0 of 1 |" in text
-    assert "- `m`:1 (O): `a < b` -> `a <= b`. Equal.\n- `n`:1 (O): `c` -> `d`. Open." in text
+    text = mutants.table(
+        {"m": score(9, ("a < b", "a <= b", "Equivalent: as b is.")), "n": score(9, ("c", "d", ""))}, "Sampled."
+    )
+    assert "18 of 20 mutants killed (90.0%); 94.7% of those that are not" in text and "Sampled." in text
+    assert "| `m` | 10 | 10 | 9 | 90.0% | 1 | 100.0% | 1 of 1 |" in text
+    assert "| `n` | 10 | 10 | 9 | 90.0% | 0 | 90.0% | 0 of 1 |" in text
+    assert "- `m`:1 (O): `a < b` -> `a <= b`. Equivalent: as b is.\n- `n`:1 (O): `c` -> `d`. Open." in text
 
 
 def test_every_module_and_test_exists_and_explanations_are_of_lines_that_are_there() -> None:

@@ -39,7 +39,9 @@ LIBRARY = ROOT / "build" / "cosmic-ray"
 RESULTS = ROOT / "experiments" / "results"
 EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
 LEAST = 0.9
-"""Share of a module's mutants that its tests kill."""
+"""Share of a module's mutants, without equivalent ones, that its tests kill."""
+EQUIVALENT = "Equivalent"
+"""Begins the explanation of a mutant that computes the same."""
 DISPATCH_TESTS = (
     "tests/scheduler/test_fleet.py",
     "tests/scheduler/test_dispatch_by_hand.py",
@@ -55,7 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/packing.py": ("tests/training/test_packing_layout.py",),
     "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
     "streamrl/rollouts/micro_batch.py": ("tests/rollouts/test_micro_batch.py", "tests/rollouts/test_advantage.py"),
-    "streamrl/rollouts/ledger.py": ("tests/rollouts/test_rollouts.py", "tests/rollouts/test_ledger_machine.py"),
+    "streamrl/rollouts/ledger.py": ("tests/rollouts/test_ledger.py", "tests/rollouts/test_ledger_machine.py"),
     "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
     "streamrl/weights/chain.py": ("tests/weights/test_chain.py", "tests/weights/test_chain_machine.py"),
     "scheduler/dispatch/policy.py": DISPATCH_TESTS,
@@ -145,6 +147,17 @@ class Score:
     def share(self) -> float:
         """Share of the mutants that were killed."""
         return self.killed / self.mutants if self.mutants else 1.0
+
+    @property
+    def equivalent(self) -> int:
+        """Survivors that no input can tell from the original, as their explanation says."""
+        return sum(one["why"].startswith(EQUIVALENT) for one in self.survivors)
+
+    @property
+    def share_of_different(self) -> float:
+        """Share of the mutants that are not equivalent that were killed."""
+        different = self.mutants - self.equivalent
+        return self.killed / different if different else 1.0
 
 
 def operators() -> dict[str, Any]:
@@ -285,8 +298,8 @@ def problems(scores: dict[str, Score], kept: dict[str, dict[tuple[str, str], str
     """Return what is wrong: low scores, survivors without an explanation, explanations without a survivor."""
     found = []
     for path, result in scores.items():
-        if result.share < LEAST:
-            found.append(f"{path}: {result.share:.1%} of the mutants are killed, expected {LEAST:.0%}")
+        if result.share_of_different < LEAST:
+            found.append(f"{path}: {result.share_of_different:.1%} of the mutants are killed, expected {LEAST:.0%}")
         if unexplained := sum(not one["why"] for one in result.survivors):
             found.append(f"{path}: {unexplained} survivors without an explanation")
         survived = {(one["was"], one["becomes"]) for one in result.survivors}
@@ -299,19 +312,22 @@ def problems(scores: dict[str, Score], kept: dict[str, dict[tuple[str, str], str
 def table(scores: dict[str, Score], settings: str) -> str:
     """Return the summary as Markdown."""
     made, killed = sum(one.mutants for one in scores.values()), sum(one.killed for one in scores.values())
+    equal = sum(one.equivalent for one in scores.values())
     lines = [
         "# Mutants",
         "",
-        f"{killed} of {made} mutants killed ({killed / made:.1%}). {settings} Command: `make test-mutants`;",
+        f"{killed} of {made} mutants killed ({killed / made:.1%}); {killed / (made - equal):.1%} of those that are not",
+        f"equivalent (no input can tell them from the original). {settings} Command: `make test-mutants`;",
         "[how to read this](../../CONTRIBUTING.md#mutants).",
         "",
-        "| module | possible | run | killed | score | survivors explained |",
-        "|---|---|---|---|---|---|",
+        "| module | possible | run | killed | score | equivalent | score without them | survivors explained |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for path, one in sorted(scores.items()):
         explained = sum(bool(survivor["why"]) for survivor in one.survivors)
-        row = (f"`{path}`", one.possible, one.mutants, one.killed, f"{one.share:.1%}")
-        lines.append(f"| {' | '.join(map(str, row))} | {explained} of {len(one.survivors)} |")
+        row = (f"`{path}`", one.possible, one.mutants, one.killed, f"{one.share:.1%}", one.equivalent)
+        shares = (f"{one.share_of_different:.1%}", f"{explained} of {len(one.survivors)}")
+        lines.append(f"| {' | '.join(map(str, (*row, *shares)))} |")
     lines += ["", "## Survivors", ""]
     for path, one in sorted(scores.items()):
         for survivor in one.survivors:

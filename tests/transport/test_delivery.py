@@ -50,7 +50,9 @@ def test_the_window_counts_the_bytes_of_what_is_not_acknowledged() -> None:
     outbox.send("c", 0.0, 500)  # a message may exceed the window
     outbox.acknowledged(1)
     assert not outbox.has_credit and outbox.in_flight_bytes == 500
-    assert Outbox(credits=1, window_bytes=1).send("d", 0.0) == 1  # larger than the window, alone
+    outbox = Outbox(credits=2, window_bytes=1)
+    assert outbox.send("without a size", 0.0) == 1 and outbox.in_flight_bytes == 0
+    assert outbox.send("larger than the window, alone", 0.0, 2) == 2
 
 
 def test_giving_up_frees_everything_and_uses_no_number_again() -> None:
@@ -75,6 +77,7 @@ def test_a_receiver_takes_only_so_many_messages_and_bytes_at_once() -> None:
     assert inbox.commit("s", 2) and inbox.commit("s", 3) and inbox.open_bytes == 0
     assert inbox.receive("s", 4, 1000) == "new"  # larger than the bound, alone
     assert inbox.receive("s", 5, 0) == "full"
+    assert inbox.commit("s", 4) and inbox.receive("s", 5) == "new" and inbox.open_bytes == 0  # without a size
 
 
 def test_a_number_too_far_ahead_is_not_remembered() -> None:

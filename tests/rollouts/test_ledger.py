@@ -1,0 +1,114 @@
+"""The ledger's rows as another program reads them, and a write that fails: nothing is half done."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.errors import RunFailed
+from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
+from tests.rollouts.test_rollouts import LATE, finish_and_score, make_group, make_sample
+
+
+def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
+    """What is committed, read by a connection of its own."""
+    with contextlib.closing(sqlite3.connect(path)) as reader:
+        return reader.execute(sql).fetchall()
+
+
+SAMPLES = "SELECT sample_id, state, reward, error, void_cause, step, content FROM samples ORDER BY sample_id"
+
+
+def test_an_acknowledged_sample_survives_a_power_cut(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    assert rows(path, "PRAGMA journal_mode") == [("wal",)]
+    assert ledger._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+def test_each_state_is_committed_with_what_belongs_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger, group = Ledger(path), make_group("g", (0.5, None))
+    ledger.issue([("g.0", "g"), ("g.1", "g")])
+    assert rows(path, SAMPLES) == [(f"g.{n}", "issued", None, None, None, None, None) for n in (0, 1)]
+    assert rows(path, "SELECT DISTINCT group_id FROM samples") == [("g",)]
+    ledger.score(group.members())  # not finished: nothing to score
+    assert ledger.counts() == {"issued": 2}
+    assert ledger.finish([(m.sample, m.sample.sample_id.encode()) for m in group.members()]) == {"g.0", "g.1"}
+    assert rows(path, SAMPLES) == [(f"g.{n}", "finished", None, None, None, None, f"g.{n}".encode()) for n in (0, 1)]
+    ledger.score(group.members())
+    scored = [
+        ("g.0", "scored", 0.5, None, None, None, b"g.0"),
+        ("g.1", "scored", None, LATE.text, "timeout", None, b"g.1"),
+    ]
+    assert rows(path, SAMPLES) == scored
+    assert ledger.finish([(group.members()[0].sample, b"again")]) == set() and rows(path, SAMPLES) == scored
+    ledger.train(7, 6, [group], 12.5)
+    assert rows(path, SAMPLES) == [
+        ("g.0", "trained", 0.5, None, None, 7, None),
+        ("g.1", "dropped", None, LATE.text, "timeout", 7, None),
+    ]
+    assert rows(path, "SELECT * FROM steps") == [(7, 6, 1, 12.5)]
+    assert ledger.counts_void() == {"timeout": 1} and ledger.trained_ids() == ["g.0"]
+
+
+def test_only_new_samples_of_a_batch_are_finished(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue([("g.0", "g"), ("g.1", "g")])
+    ledger.finish([(make_sample("g.0"), b"first")])
+    both = [(make_sample("g.0"), b"second"), (make_sample("g.1"), b"second"), (make_sample("g.2"), b"second")]
+    assert ledger.finish(both) == {"g.1"}
+    contents = rows(tmp_path / "ledger.sqlite", "SELECT sample_id, content FROM samples ORDER BY 1")
+    assert contents == [("g.0", b"first"), ("g.1", b"second")]
+
+
+def test_a_write_that_fails_changes_nothing_names_the_file_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    with pytest.raises(RunFailed, match=r"cannot write the ledger .*ledger\.sqlite: UNIQUE"):
+        ledger.issue([("a", "g"), ("b", "g"), ("a", "g")])
+    assert ledger.counts() == {} and not ledger._db.in_transaction
+    ledger.issue([("a", "g")])
+    assert ledger.counts() == {"issued": 1}
+    # the second statement of a step fails: neither samples nor step are recorded
+    for name in ("x", "y"):
+        finish_and_score(ledger, make_group(name))
+    ledger.train(1, 1, [make_group("x")], 0.0)
+    with pytest.raises(RunFailed, match="UNIQUE"):
+        ledger.train(1, 1, [make_group("y")], 0.0)
+    assert ledger.counts() == {"issued": 1, "trained": 2, "scored": 2}
+
+
+def test_a_step_whose_account_does_not_balance_changes_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    known, unknown = make_group("x"), make_group("y", (1.0, 0.0, 2.0))
+    finish_and_score(ledger, known)
+    with pytest.raises(RunFailed, match="step 3 trained 2 samples and dropped 3, of which 2 are scored"):
+        ledger.train(3, 3, [known], 0.0, [unknown])
+    with pytest.raises(RunFailed, match="trained 4 samples and dropped 0, of which 2 are scored"):
+        ledger.train(3, 3, [known, known], 0.0)  # twice in one step
+    assert ledger.counts() == {"scored": 2} and rows(ledger.path, "SELECT * FROM steps") == []
+
+
+def test_rewinding_keeps_earlier_steps_whole_and_removes_the_later_ones(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    for step, name in enumerate("abc", start=1):
+        finish_and_score(ledger, make_group(name, (1.0, None, 0.0)))
+        ledger.train(step, step, [make_group(name, (1.0, None, 0.0))], 0.0)
+    ledger.issue([("d.0", "d")])
+    assert ledger.rewind(2) == 4  # not the two void ones
+    assert rows(path, "SELECT sample_id, step FROM samples ORDER BY 1") == [("a.0", 1), ("a.1", 1), ("a.2", 1)]
+    assert rows(path, "SELECT step FROM steps") == [(1,)]
+    assert ledger.rewind(2) == 0
+
+
+def test_content_is_bytes_and_back() -> None:
+    content = pack_content({"text": "abc"}, {"tokens": np.arange(3, dtype=np.int32)})
+    body, arrays = unpack_content(content)
+    assert isinstance(content, bytes) and body == {"text": "abc"} and arrays["tokens"].tolist() == [0, 1, 2]
