@@ -117,9 +117,10 @@ def test_annotations_docstrings_and_frozen_have_no_meaning_and_defaults_have() -
 
 
 def test_a_change_is_shown_by_its_line_before_and_after() -> None:
-    before = "a = 1\nb = (\n    2\n    + 3\n)\nc = 4\n"
-    assert mutants.difference(before, before.replace("+ 3", "- 3")) == (4, "+ 3", "- 3")
-    assert mutants.difference(before, before.replace("\n    + 3", " - 3")) == (3, "2 + 3", "2 - 3")
+    before = "first_name = 1\nb = (\n    2\n    + 3\n)\nc = 4\n"
+    assert mutants.difference(before, before.replace("+ 3", "- 3")) == (4, "2 + 3", "2 - 3")
+    assert mutants.difference(before, before.replace("= 1", "= 2")) == (1, "first_name = 1", "first_name = 2")
+    assert mutants.difference(before, before.replace("\n    + 3", " - 3")) == (3, "b = ( 2 + 3", "b = ( 2 - 3")
 
 
 def test_only_statements_that_change_something_are_left_out() -> None:

@@ -40,10 +40,13 @@ RESULTS = ROOT / "experiments" / "results"
 EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
 LEAST = 0.9
 """Share of a module's mutants, without equivalent ones, that its tests kill."""
+SHORT = 10
+"""Characters of a line that says too little alone."""
 EQUIVALENT = "Equivalent"
 """Begins the explanation of a mutant that computes the same."""
 FLEET_TESTS = ("tests/scheduler/test_fleet.py", "tests/scheduler/test_least_loaded.py")
 PLAN_TESTS = (
+    "tests/scheduler/test_partition_candidates.py",
     "tests/scheduler/test_partition.py",
     "tests/scheduler/test_dispatch_objective.py",
     "--deselect=tests/scheduler/test_partition.py::"
@@ -258,13 +261,17 @@ def meaning(source: str) -> str | None:
 
 
 def difference(before: str, after: str) -> tuple[int, str, str]:
-    """Return (line, what stood there, what stands there now) of the only place where two sources differ."""
+    """Return (line, what stood there, what stands there now) of the only place where two sources differ.
+
+    A short line, such as `break`, is shown with the one before.
+    """
     old, new = before.splitlines(), after.splitlines()
     first = next(at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other)
     same = 0
     while old[len(old) - 1 - same] == new[len(new) - 1 - same] and min(len(old), len(new)) - same > first + 1:
         same += 1
-    changed = [" ".join(" ".join(lines[first : len(lines) - same]).split()) for lines in (old, new)]
+    begin = first - (len(old[first].strip()) < SHORT and first > 0)
+    changed = [" ".join(" ".join(lines[begin : len(lines) - same]).split()) for lines in (old, new)]
     return first + 1, changed[0], changed[1]
 
 

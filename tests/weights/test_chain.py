@@ -121,6 +121,14 @@ def test_a_receiver_too_far_behind_gets_what_a_new_one_gets() -> None:
     assert chain.path(0, 6) == chain.path(None, 6)
 
 
+def test_deltas_may_fill_their_bound_to_the_last_byte() -> None:
+    for bound, kept in ((120, (1, 2, 3)), (119, (2, 3))):
+        chain = chain_of(40, 40, 40, every=9, bound=bound)
+        chain.acknowledged("slow", 0)
+        chain.collect()
+        assert chain.deltas == kept
+
+
 def test_what_cannot_be_published_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to be a delta of"):
         Chain(1).published(0, 5, FULL)
