@@ -9,7 +9,8 @@ import pytest
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.planned import Algorithm2, SkewAware
-from scheduler.dispatch.policy import REGULAR, TAIL, Request
+from scheduler.dispatch.policy import REGULAR, TAIL, Instance, Request
+from scheduler.dispatch.remaining_length import Remaining
 
 LINEAR = StepCurve((1, 4), (4.0, 7.0))
 """4, 5, 6, 7 seconds for 1, 2, 3, 4 requests."""
@@ -90,3 +91,114 @@ def test_waiting_requests_leave_the_longest_queue_the_shortest_first() -> None:
     policy.join("idle", 1, curve)
     (start,) = policy.decide(lambda _: 10.0)
     assert (start.request_id, start.instance, start.moved) == ("w3", "idle", False)
+
+
+SUMS = StepCurve((1, 64), (1.0, 64.0))
+"""A second per request and step: an instance needs the sum of its lengths."""
+
+
+def left(*lengths: float, prompt: int = 0) -> Remaining:
+    requests = [Request(str(length), "g", Forecast.exactly(length), prompt) for length in lengths]
+    return Remaining.of(requests, [0.0] * len(lengths), float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("here", "free", "count"),
+    [
+        ((), 4, 3),  # 250 s; one goes: 60 and 190; all three: 150 and 100
+        ((80.0,), 4, 1),  # 140 and 190; 230 and 100
+        ((70.0,), 2, 2),  # one: 130 and 190; two: 180 and 140
+        ((80.0,), 2, 1),  # two end as late as with one: 190 and 140
+        ((250.0,), 4, 0),
+        ((190.0,), 4, 0),  # 250 and 190: no earlier
+        ((189.0,), 4, 1),
+        ((), 0, 0),
+    ],
+)
+def test_as_many_go_as_bring_the_later_end_forward(here: tuple[float, ...], free: int, count: int) -> None:
+    target, donor = Instance("target", free, SUMS), Instance("donor", 9, SUMS)
+    going, fixed = left(60.0, 50.0, 40.0), left(100.0)
+    assert SkewAware()._best_count(target, donor, left(*here), going, fixed, moved=False) == count
+
+
+def test_numbers_of_requests_are_halved_down_to_one() -> None:
+    target, donor = Instance("target", 64, SUMS), Instance("donor", 64, SUMS)
+    going = left(*[10.0] * 9)  # 9, 4, 2 or 1: 4 leave 50 + 10 s, 9 make 90
+    assert SkewAware()._best_count(target, donor, left(), going, left(10.0), moved=False) == 4
+    assert SkewAware()._best_count(target, donor, left(25.0), going, left(10.0), moved=False) == 4  # 65 and 60
+    assert SkewAware()._best_count(target, donor, left(41.0), going, left(10.0), moved=False) == 2  # 81, 60; 61, 80
+
+
+def test_what_runs_pays_for_its_context_on_the_target_and_must_gain_a_tenth() -> None:
+    for per_prefill_token, prompt, count in ((0.0, 0, 1), (1.0, 79, 1), (1.0, 80, 0), (2.0, 40, 0)):
+        target = Instance("target", 9, StepCurve((1, 64), (1.0, 64.0), per_prefill_token=per_prefill_token))
+        donor = Instance("donor", 9, SUMS)
+        # 200 s, a tenth less is 180; it takes 100 s there
+        going, fixed = left(100.0, prompt=prompt), left(100.0)
+        assert SkewAware()._best_count(target, donor, left(), going, fixed, moved=True) == count
+        assert SkewAware()._best_count(target, donor, left(), going, fixed, moved=False) == 1  # it waits: no prefill
+
+
+def test_the_tail_starts_on_an_instance_of_its_own_also_of_two() -> None:
+    policy = Algorithm2()
+    for name in "ab":
+        policy.join(name, 9, LINEAR)
+    policy.submit([request(str(n), 1000.0 if n < 2 else 10.0, str(n)) for n in range(10)])
+    where = {one.request_id: (one.instance, one.route) for one in policy.decide()}
+    assert where == {str(n): ("a", TAIL) if n < 2 else ("b", REGULAR) for n in range(10)}
+
+
+def test_the_rest_is_what_the_tail_leaves() -> None:
+    """Two of 10 requests are the tail (500 tokens; the others have 100), on 1, 2 or 3 of four instances.
+
+    5 x 500 + 6 x 100 = 3100; 4 x 500 + 7 x 100 = 2700; 4 x 500 + 7 x 100 x 2 = 3400. With 10 or 12 requests in the rest
+    it would take 7 x 100 x 2 on two instances, and one for the tail would win.
+    """
+    policy = Algorithm2()
+    for name in "abcd":
+        policy.join(name, 4, LINEAR)
+    policy.submit([request(str(n), 500.0 if n < 2 else 100.0, str(n)) for n in range(10)])
+    assert {one.instance for one in policy.decide() if one.route == TAIL} == {"a", "b"}
+
+
+@pytest.mark.parametrize("policy", [Algorithm2(), SkewAware()])
+def test_what_is_withdrawn_before_it_is_planned_or_while_it_waits_never_starts(policy: Algorithm2 | SkewAware) -> None:
+    policy.submit([request(str(n), 10.0, str(n)) for n in range(6)])
+    assert policy.decide() == [] and policy.waiting == 6  # no instance yet, and nothing is lost
+    policy.withdraw({"0"})
+    assert policy.waiting == 5
+    policy.join("a", 2, SUMS)
+    assert {one.request_id for one in policy.decide()} == {"1", "2"} and policy.waiting == 3
+    policy.withdraw({"1", "3"})
+    assert policy.waiting == 2
+    assert [one.request_id for one in policy.decide()] == ["4"] and policy.waiting == 1
+
+
+def test_what_waited_for_an_instance_that_leaves_is_planned_again() -> None:
+    policy = Algorithm2()
+    for name in "ab":
+        policy.join(name, 1, LINEAR)
+    policy.submit([request(str(n), 10.0, str(n)) for n in range(6)])
+    ran = {one.instance: one.request_id for one in policy.decide()}
+    waiting = {entry[0].request_id for entry in policy.queues["b"]}
+    assert policy.leave("b") == [ran["b"]] and policy.waiting == 4
+    started = []
+    while policy.where:
+        policy.finished(next(iter(policy.where)))
+        started += [one.request_id for one in policy.decide()]
+    assert len(started) == 4 and waiting <= set(started)
+
+
+def test_a_plan_is_corrected_once_a_fiftieth_of_what_is_unfinished_has_ended() -> None:
+    policy = SkewAware()
+    policy.join("a", 200, SUMS)
+    policy.submit([request(str(n), 1000.0 + n, str(n)) for n in range(200)])
+    policy.decide(lambda _: 0.0)
+    policy.join("b", 1, SUMS)
+    policy.decide(lambda _: 0.0)  # a first correction with two instances
+    assert policy._corrected_at == 200
+    others = [name for name in policy.instances["a"].running]
+    for number, name in enumerate(others[:4]):
+        policy.finished(name)
+        policy.decide(lambda _: 0.0)
+        assert policy._corrected_at == (200 if number < 3 else 196)  # 3 of 197 are fewer than 3.94, 4 of 196 are not
