@@ -384,18 +384,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
     scores = {path: one for path, one in scores.items() if path in TESTS}
     for path in chosen:
         scores[path] = score(path, options.most, options.seed, kept.get(path, {}))
-        write(options.out, scores, options.most, options.seed)
+        write(options.out, scores, options.seed)
     wrong = problems({path: scores[path] for path in chosen}, kept)
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 
 
-def write(folder: Path, scores: dict[str, Score], most: int, seed: int) -> None:
+def write(folder: Path, scores: dict[str, Score], seed: int) -> None:
     """Write mutants.json and mutants.md."""
     modules = {path: asdict(scores[path]) for path in sorted(scores)}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mutants.json").write_text(json.dumps({"most": most, "seed": seed, "modules": modules}, indent=1) + "\n")
-    sampled = f"At most {most} mutants of a module are run, sampled with seed {seed}."
+    (folder / "mutants.json").write_text(json.dumps({"seed": seed, "modules": modules}, indent=1) + "\n")
+    sampled = f"Where fewer were run than are possible, they are a sample, drawn with seed {seed}."
     (folder / "mutants.md").write_text(table(scores, sampled))
 
 
