@@ -75,6 +75,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "scheduler/dispatch/registry.py": FLEET_TESTS,
     "scheduler/dispatch/planned.py": (
         "tests/scheduler/test_dispatch_by_hand.py",
+        "tests/scheduler/test_fleet.py",
         "tests/scheduler/test_dispatch_policies.py",
         "--deselect=tests/scheduler/test_dispatch_policies.py::test_two_choices_keep_loads_far_more_level_than_one",
     ),

@@ -99,6 +99,14 @@ def test_siblings_follow_their_group_as_far_as_the_affinity(affinity: int, expec
     assert seats(policy) == expected
 
 
+@pytest.mark.parametrize("policy", [LeastLoaded(), SkewAware(), GroupProbe()])
+def test_without_affinity_siblings_stay_only_where_it_makes_no_difference(policy: LeastLoaded | SkewAware) -> None:
+    policy.join("a", 9)
+    policy.join("b", 9)
+    policy.submit([Request(str(n), "g") for n in range(4)])
+    assert seats(policy) == "abba"  # the third: both have one, and the second is on b
+
+
 def test_siblings_do_not_follow_to_a_full_instance_and_the_last_placement_is_home() -> None:
     policy = LeastLoaded(affinity=9)
     policy.join("a", 2)
