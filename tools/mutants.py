@@ -7,9 +7,9 @@ cosmic-ray makes the mutants: another operator, comparison or number, a negated 
 module in `TESTS`. A mutant that no test kills is a survivor: either a test is missing, or the change makes no
 difference that matters, which `mutants_explained.toml` then says.
 
-Left out are changes of annotations, of docstrings and of `frozen`, which mypy checks, and replacements that fail at
-once on any input (`+` by `<<`): they would only raise the score. A module with more than `--most` mutants is judged by
-a sample of them.
+Left out are changes of annotations, docstrings, `frozen` and `slots`, which no computation depends on, and replacements
+that fail at once on any input (`+` by `<<`), which would only raise the score. A module with more than `--most` mutants
+is judged by a sample of them.
 
 The summary is experiments/results/mutants.json and mutants.md. The exit code is 1 if a module's score is below LEAST,
 if a survivor has no explanation, or if an explanation has no survivor (asked only of modules that were not sampled).
@@ -242,7 +242,7 @@ def mutants_of(source: str) -> list[Mutant]:
 
 
 def meaning(source: str) -> str | None:
-    """Return the source without comments, annotations, docstrings and `frozen`; None if it is not Python."""
+    """Return the source without comments, annotations, docstrings, `frozen`, `slots`; None if it is not Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -252,7 +252,7 @@ def meaning(source: str) -> str | None:
             node.annotation = None
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
-        elif isinstance(node, ast.keyword) and node.arg == "frozen":
+        elif isinstance(node, ast.keyword) and node.arg in ("frozen", "slots"):
             node.value = ast.Constant(None)
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
