@@ -206,6 +206,32 @@ def test_two_choices_count_what_waits_and_what_runs() -> None:
     assert seats(policy) == "bb"  # a has three
 
 
+def test_two_choices_see_what_runs_already() -> None:
+    policy = TwoChoices()
+    policy.join("a", 9)
+    policy.submit(singles(*"123"))
+    assert seats(policy) == "aaa"
+    policy.join("b", 9)
+    policy.submit(singles(*"456"))
+    assert seats(policy) == "bbb"  # the last one: 2 on b, 3 on a
+
+
+def test_what_was_submitted_before_any_instance_starts_as_soon_as_one_has_joined() -> None:
+    for policy in (RoundRobin(), TwoChoices(), LeastLoaded(), LongestFirst()):
+        policy.submit(singles("1"))
+        assert policy.decide() == [] and policy.waiting == 1
+        policy.join("a", 1)
+        assert placed(policy.decide()) == [("1", "a")] and policy.waiting == 0
+
+
+def test_the_longest_is_first_also_after_a_longer_one_was_withdrawn() -> None:
+    policy = LongestFirst()
+    policy.submit(Request(str(length), "g", Forecast.exactly(length)) for length in (100, 10, 90))
+    policy.withdraw({"100"})
+    policy.join("a", 2)
+    assert [one.request_id for one in policy.decide()] == ["90", "10"]
+
+
 def test_longest_first_is_by_expected_length_then_by_arrival_then_without_a_forecast() -> None:
     policy = LongestFirst()
     lengths = {"none": None, "short": 5.0, "first": 9.0, "second": 9.0, "long": 70.0}

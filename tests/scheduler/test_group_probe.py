@@ -78,6 +78,70 @@ def test_a_group_whose_probe_was_lost_gets_another() -> None:
     assert [d.request_id for d in probing.decide()] == [where["a"]]
 
 
+def test_a_prior_is_the_mean_and_deviation_of_the_logs_of_all_lengths_if_one_is_not_a_siblings() -> None:
+    probing = policy(slots=1, machines="abc")
+    probing.submit(some(3, 2, None))
+    assert probing._prior(0) is None
+    for number, log in enumerate((4.0, 6.0)):
+        probing.decide()
+        assert probing._prior(0) is None and probing._prior(1) is None  # none, or one that may be its sibling's
+        probing.finished(f"g{number}.0", float(np.exp(log)))
+    prior, wide = probing._prior(1), Forecast.lognormal(5.0, 1.0)
+    assert prior is not None and prior.lengths == pytest.approx(wide.lengths)
+    assert probing._prior(0) == prior and probing._prior(2) is None  # of two siblings
+    informed = probing._informed(Request("g0.1", "g0", None))
+    assert informed.forecast is not None
+    assert informed.forecast.lengths == pytest.approx(wide.given_siblings([np.exp(4.0)], 0.5).lengths)
+
+
+def test_a_length_of_none_and_lengths_that_nobody_knows_are_no_trouble() -> None:
+    probing = policy(slots=1, machines="ab")
+    probing.submit(some(2, 3, None))
+    probing.decide()
+    probing.finished("g0.0", 0.0)
+    probing.finished("g1.0")
+    assert probing._seen == (1, 0.0, 0.0) and probing._groups["g0"].lengths == [0.0]
+    assert probing._groups["g1"].lengths == [] and probing._news == {"g0"}
+
+
+def test_what_waits_is_planned_again_when_more_than_a_twentieth_of_the_groups_has_news() -> None:
+    probing = policy(slots=40, machines="a")
+    probing.submit(some(40, 2))
+    probing.decide()
+    for number, news in enumerate(({"g0"}, {"g0", "g1"}, set())):
+        probing.finished(f"g{number}.0", 100.0)
+        probing.decide()
+        assert probing._news == news
+
+
+def test_a_group_is_forgotten_with_its_last_request() -> None:
+    probing = policy(slots=4, machines="a")
+    probing.submit(some(2, 2))
+    probing.decide()
+    probing.finished("g0.0", 10.0)
+    probing.finished("g0.1", 10.0)
+    assert set(probing._groups) == {"g1"} and probing._news == set()
+    probing.withdraw({"g1.0"})
+    assert probing._groups["g1"].probe is None and set(probing._groups["g1"].open) == {"g1.1"}
+    probing.withdraw({"g1.1"})
+    assert probing._groups == {} and probing.where == {} and probing.waiting == 0
+
+
+def test_probes_that_wait_are_counted_and_can_be_withdrawn() -> None:
+    probing = policy(slots=1, machines="a")
+    probing.submit(some(3, 2))
+    assert probing.waiting == 6
+    assert [d.request_id for d in probing.decide()] == ["g0.0"] and probing.waiting == 5
+    probing.withdraw({"g1.0"})
+    assert probing.waiting == 4
+    probing.finished("g0.0")
+    assert [d.request_id for d in probing.decide()] == ["g2.0"]
+
+
+def test_running_requests_may_move_unless_told_otherwise() -> None:
+    assert GroupProbe().migrate and not GroupProbe(migrate=False).migrate
+
+
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("likeness", [0.0, 0.3, 0.8])
 def test_forecasts_given_siblings_are_those_of_the_random_effects_model(likeness: float, count: int) -> None:

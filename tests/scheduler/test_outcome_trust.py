@@ -22,6 +22,13 @@ def test_nothing_is_believed_before_a_replay() -> None:
     assert not trust.trusted and trust.mean is None and trust.steps == 0
 
 
+def test_the_newest_eight_steps_count() -> None:
+    trust = after(2.0, *[0.5] * 7)
+    assert trust.steps == 8 and trust.mean == pytest.approx((2.0 + 7 * 0.5) / 8)
+    trust.record([0.5])
+    assert trust.steps == 8 and trust.mean == 0.5
+
+
 def test_the_spread_is_shrunk_towards_the_usual_one() -> None:
     # variance 0 of one step, and three steps of the usual one: .03 sqrt(3 / 4)
     assert after(0.9).spread == pytest.approx(USUAL_SPREAD * math.sqrt(3 / 4))
