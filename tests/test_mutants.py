@@ -19,6 +19,7 @@ SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutan
 assert SPEC is not None and SPEC.loader is not None
 mutants = sys.modules["mutants"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(mutants)
+mutant_summary = sys.modules["mutant_summary"]
 
 SOURCE = """
 import functools
@@ -132,26 +133,26 @@ def test_only_statements_that_change_something_are_left_out() -> None:
 
 def score(killed: int, *survivors: tuple[str, str, str], possible: int = 10) -> object:
     found = [{"line": 1, "operator": "O", "was": was, "becomes": new, "why": why} for was, new, why in survivors]
-    return mutants.Score(possible, 10, killed, {"killed": killed}, 1.0, found)
+    return mutant_summary.Score(possible, 10, killed, {"killed": killed}, 1.0, found)
 
 
 def test_low_scores_unexplained_survivors_and_explanations_without_one_are_problems() -> None:
     kept = {"m": {("a", "b"): "equal"}}
-    assert mutants.problems({"m": score(9, ("a", "b", "equal"))}, kept) == []
-    assert mutants.problems({"m": score(8, ("a", "b", "x"))}, kept) == [
+    assert mutant_summary.problems({"m": score(9, ("a", "b", "equal"))}, kept) == []
+    assert mutant_summary.problems({"m": score(8, ("a", "b", "x"))}, kept) == [
         "m: 80.0% of the mutants are killed, expected 90%"
     ]
     same = ("a", "b", "Equivalent: it is.")
-    assert mutants.problems({"m": score(8, same, same)}, kept) == []  # 8 of 8
-    assert mutants.problems({"m": score(9, ("a", "c", ""))}, kept) == [
+    assert mutant_summary.problems({"m": score(8, same, same)}, kept) == []  # 8 of 8
+    assert mutant_summary.problems({"m": score(9, ("a", "c", ""))}, kept) == [
         "m: 1 survivors without an explanation",
         "m: no survivor becomes 'b'",
     ]
-    assert mutants.problems({"m": score(10, possible=11)}, kept) == []  # a sample may leave it out
+    assert mutant_summary.problems({"m": score(10, possible=11)}, kept) == []  # a sample may leave it out
 
 
 def test_the_summary_lists_scores_and_survivors() -> None:
-    text = mutants.table(
+    text = mutant_summary.table(
         {"m": score(9, ("a < b", "a <= b", "Equivalent: as b is.")), "n": score(9, ("c", "d", ""))}, "Sampled."
     )
     assert "18 of 20 mutants killed (90.0%); 94.7% of those that are not" in text and "Sampled." in text
@@ -166,7 +167,7 @@ def test_every_module_and_test_exists_and_explanations_are_of_lines_that_are_the
         for test in tests:
             file, _, name = test.removeprefix("--deselect=").partition("::")
             assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8"), test
-    for path, changes in mutants.explanations().items():
+    for path, changes in mutant_summary.explanations().items():
         text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
         assert path in mutants.TESTS
         assert [was for was, _ in changes if was not in text] == [] and all(changes.values())

@@ -1,6 +1,6 @@
 """Change the code of the pure cores in one place at a time, and see whether their tests notice: `make test-mutants`.
 
-    python tools/mutants.py [--most 120] [--seed 0] [MODULE ...]
+    python tools/mutants.py [--most 120] [--seed 0] [--survivors] [MODULE ...]
 
 cosmic-ray makes the mutants: another operator, comparison or number, a negated condition, a loop that never runs.
 `DropStatement` adds one of our own, the statement left out. `mutant_run.py` runs each mutant against the tests of its
@@ -20,12 +20,10 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
 import os
 import random
 import sys
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -33,17 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from mutant_run import ROOT, Job, Outcome, run_sources
+from mutant_summary import Score, explanations, load, problems, write
 
 LIBRARY = ROOT / "build" / "cosmic-ray"
 """cosmic-ray and what it needs, installed by `make test-mutants`; it comes after the environment's own packages."""
 RESULTS = ROOT / "experiments" / "results"
-EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
-LEAST = 0.9
-"""Share of a module's mutants, without equivalent ones, that its tests kill."""
 SHORT = 10
 """Characters of a line that says too little alone."""
-EQUIVALENT = "Equivalent"
-"""Begins the explanation of a mutant that computes the same."""
 FLEET_TESTS = ("tests/scheduler/test_fleet.py", "tests/scheduler/test_least_loaded.py")
 PLAN_TESTS = (
     "tests/scheduler/test_partition_candidates.py",
@@ -146,38 +140,6 @@ class Mutant:
     """The whole changed module."""
 
 
-@dataclass
-class Score:
-    """What the tests of one module noticed."""
-
-    possible: int
-    """Mutants that could be made."""
-    mutants: int
-    """Mutants that were run."""
-    killed: int
-    by: dict[str, int]
-    """Those killed, by verdict: 'killed' by a test, 'broken' at import, 'time'."""
-    seconds: float
-    survivors: list[dict[str, Any]]
-    """line, operator, was, becomes, and why it may survive (empty: nobody has said)."""
-
-    @property
-    def share(self) -> float:
-        """Share of the mutants that were killed."""
-        return self.killed / self.mutants if self.mutants else 1.0
-
-    @property
-    def equivalent(self) -> int:
-        """Survivors that no input can tell from the original, as their explanation says."""
-        return sum(one["why"].startswith(EQUIVALENT) for one in self.survivors)
-
-    @property
-    def share_of_different(self) -> float:
-        """Share of the mutants that are not equivalent that were killed."""
-        different = self.mutants - self.equivalent
-        return self.killed / different if different else 1.0
-
-
 def operators() -> dict[str, Any]:
     """Return the operators, by name."""
     from cosmic_ray.plugins import get_operator
@@ -276,13 +238,19 @@ def difference(before: str, after: str) -> tuple[int, str, str]:
     return first + 1, changed[0], changed[1]
 
 
-def score(path: str, most: int, seed: int, why: dict[tuple[str, str], str]) -> Score:
-    """Run the mutants of one module."""
+def score(path: str, most: int, seed: int, why: dict[tuple[str, str], str], earlier: Score | None = None) -> Score:
+    """Run the mutants of one module; if an earlier score is given, those that survived then.
+
+    The others of that score count as killed, so it must be of the same code, and tests must only have been added.
+    """
     began = time.monotonic()
     source = (ROOT / path).read_text(encoding="utf-8")
     found = mutants_of(source)
     chosen = found
-    if len(found) > most:
+    if earlier is not None:
+        survived = {(one["operator"], one["line"], one["becomes"]) for one in earlier.survivors}
+        chosen = [one for one in found if (one.operator, one.line, one.becomes) in survived]
+    elif len(found) > most:
         chosen = sorted(random.Random(f"{seed} {path}").sample(found, most), key=found.index)
     print(f"{path}: {len(chosen)} of {len(found)} mutants", flush=True)
 
@@ -300,69 +268,15 @@ def score(path: str, most: int, seed: int, why: dict[tuple[str, str], str]) -> S
     ]
     seconds = round(time.monotonic() - began, 1)
     by = Counter(outcome.verdict for outcome in outcomes if outcome.verdict != "survived")
-    result = Score(len(found), len(chosen), by.total(), dict(by), seconds, survivors)
+    if earlier is not None:
+        by.update(earlier.by)
+        seconds += earlier.seconds
+    result = Score(len(found), by.total() + len(survivors), by.total(), dict(by), seconds, survivors)
     print(
         f"{path}: {result.killed} of {result.mutants} killed ({result.share:.1%}), {dict(by)}, in {seconds:.0f} s",
         flush=True,
     )
     return result
-
-
-def explanations() -> dict[str, dict[tuple[str, str], str]]:
-    """Return why a mutant may survive, by module and (was, becomes)."""
-    kept: dict[str, dict[tuple[str, str], str]] = {}
-    for one in tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).get("survivor", []):
-        kept.setdefault(one["module"], {})[one["was"], one["becomes"]] = one["why"]
-    return kept
-
-
-def problems(scores: dict[str, Score], kept: dict[str, dict[tuple[str, str], str]]) -> list[str]:
-    """Return what is wrong: low scores, survivors without an explanation, explanations without a survivor."""
-    found = []
-    for path, result in scores.items():
-        if result.share_of_different < LEAST:
-            found.append(f"{path}: {result.share_of_different:.1%} of the mutants are killed, expected {LEAST:.0%}")
-        if unexplained := sum(not one["why"] for one in result.survivors):
-            found.append(f"{path}: {unexplained} survivors without an explanation")
-        survived = {(one["was"], one["becomes"]) for one in result.survivors}
-        if result.mutants == result.possible:
-            stale = [becomes for was, becomes in kept.get(path, {}) if (was, becomes) not in survived]
-            found += [f"{path}: no survivor becomes {becomes!r}" for becomes in stale]
-    return found
-
-
-def table(scores: dict[str, Score], settings: str) -> str:
-    """Return the summary as Markdown."""
-    made, killed = sum(one.mutants for one in scores.values()), sum(one.killed for one in scores.values())
-    equal = sum(one.equivalent for one in scores.values())
-    lines = [
-        "# Mutants",
-        "",
-        f"{killed} of {made} mutants killed ({killed / made:.1%}); {killed / (made - equal):.1%} of those that are not",
-        f"equivalent (no input can tell them from the original). {settings} Command: `make test-mutants`;",
-        "[how to read this](../../CONTRIBUTING.md#mutants).",
-        "",
-        "| module | possible | run | killed | score | equivalent | score without them | survivors explained |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for path, one in sorted(scores.items()):
-        explained = sum(bool(survivor["why"]) for survivor in one.survivors)
-        row = (f"`{path}`", one.possible, one.mutants, one.killed, f"{one.share:.1%}", one.equivalent)
-        shares = (f"{one.share_of_different:.1%}", f"{explained} of {len(one.survivors)}")
-        lines.append(f"| {' | '.join(map(str, (*row, *shares)))} |")
-    lines += ["", "## Survivors", ""]
-    for path, one in sorted(scores.items()):
-        for survivor in one.survivors:
-            place = f"`{path}`:{survivor['line']} ({survivor['operator']})"
-            lines.append(f"- {place}: `{survivor['was']}` -> `{survivor['becomes']}`. {survivor['why'] or 'Open.'}")
-    return "\n".join(lines) + "\n"
-
-
-def load(path: Path) -> dict[str, Score]:
-    """Return the scores of an earlier run."""
-    return (
-        {name: Score(**one) for name, one in json.loads(path.read_text())["modules"].items()} if path.exists() else {}
-    )
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -371,6 +285,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="path, or part of one (default: all)")
     parser.add_argument("--most", type=int, default=120, help="mutants of a module; more are sampled (default 120)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
+    parser.add_argument("--survivors", action="store_true", help="run only what survived in the last summary")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the summary (default experiments/results)")
     options = parser.parse_args(None if arguments is None else list(arguments))
     chosen = [path for path in TESTS if not options.modules or any(part in path for part in options.modules)]
@@ -384,20 +299,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     kept, scores = explanations(), load(options.out / "mutants.json")
     scores = {path: one for path, one in scores.items() if path in TESTS}
     for path in chosen:
-        scores[path] = score(path, options.most, options.seed, kept.get(path, {}))
+        earlier = scores.get(path) if options.survivors else None
+        scores[path] = score(path, options.most, options.seed, kept.get(path, {}), earlier)
         write(options.out, scores, options.seed)
     wrong = problems({path: scores[path] for path in chosen}, kept)
     print(*wrong, sep="\n")
     return 1 if wrong else 0
-
-
-def write(folder: Path, scores: dict[str, Score], seed: int) -> None:
-    """Write mutants.json and mutants.md."""
-    modules = {path: asdict(scores[path]) for path in sorted(scores)}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mutants.json").write_text(json.dumps({"seed": seed, "modules": modules}, indent=1) + "\n")
-    sampled = f"Where fewer were run than are possible, they are a sample, drawn with seed {seed}."
-    (folder / "mutants.md").write_text(table(scores, sampled))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def test_effective_sample_size_by_hand() -> None:
     assert effective_sample_size(3.0, 3.0, 3) == 1.0
     assert effective_sample_size(6.0, 36.0, 3) == pytest.approx(1 / 3)  # one weight of 6, two of 0
     assert effective_sample_size(0.0, 0.0, 3) == effective_sample_size(0.0, 0.0, 0) == 0.0
+    assert effective_sample_size(1.0, 1.0, 0) == 0.0
     assert effective_sample_size(5e8 * 9, 25e16 * 9, 9) == pytest.approx(1.0)
 
 
