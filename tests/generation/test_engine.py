@@ -32,6 +32,7 @@ from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
 from tests.tiny_model import save_tiny_model
 from tests.waiting import holds, scaled, until
+from tests.weights.world import fill
 
 T = TypeVar("T")
 POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
@@ -79,9 +80,7 @@ def stored(store: WeightStore, number: int, model: Path, dtype: torch.dtype) -> 
     """Puts a model into the store as a version; returns its hash."""
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     manifest, buffer = lay_out(number, weights.named_parameters())
-    draft = store.begin(manifest)
-    draft.buffer[:] = buffer
-    store.commit(draft)
+    fill(store, manifest, buffer)
     return manifest.version.content_hash
 
 
@@ -250,9 +249,7 @@ def stored_as_codes(store: WeightStore, number: int, model: Path, kind: CodeKind
     shutil.copytree(model, rounded)
     weights.save_pretrained(rounded)
     manifest, buffer = lay_out(number, tensors.items())
-    draft = store.begin(manifest)
-    draft.buffer[:] = buffer
-    store.commit(draft)
+    fill(store, manifest, buffer)
     return manifest.version.content_hash
 
 

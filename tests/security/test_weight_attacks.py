@@ -24,7 +24,7 @@ from streamrl.weights.quantize import full_precision
 from streamrl.weights.version import CorruptTensors, Manifest, lay_out
 from streamrl.weights.version_store import WeightStore
 from tests.waiting import until
-from tests.weights.world import RecordingPublisher, World, flip_a_bit, in_world
+from tests.weights.world import RecordingPublisher, World, fill, flip_a_bit, in_world
 
 TENSORS = {"a": torch.arange(5000.0), "b": torch.full((300, 7), 2.0)}
 
@@ -36,9 +36,7 @@ def version(number: int, plus: float = 0.0) -> tuple[Manifest, np.ndarray]:
 def stored(folder: Path, number: int = 1) -> WeightStore:
     store = WeightStore(folder)
     manifest, buffer = version(number)
-    draft = store.begin(manifest)
-    draft.buffer[:] = buffer
-    store.commit(draft)
+    fill(store, manifest, buffer)
     return store
 
 

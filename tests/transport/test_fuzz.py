@@ -69,6 +69,7 @@ from tests.transport.mutations import (
     packed,
     peers_frames,
 )
+from tests.weights.world import fill
 
 FRAMES = int(os.environ.get("STREAMRL_FUZZ_FRAMES", "0"))
 """Messages for each family; 0: as many as take a second or two."""
@@ -460,9 +461,7 @@ def test_a_store_takes_no_damaged_version_of_an_earlier_process_for_whole(
 ) -> None:
     manifest, buffer = versions()[1]
     store = WeightStore(tmp_path)
-    draft = store.begin(manifest)
-    draft.buffer[:] = buffer
-    store.commit(draft)
+    fill(store, manifest, buffer)
     names = Counter[bool]()
 
     def load(content: bytes) -> None:

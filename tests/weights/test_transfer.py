@@ -21,7 +21,7 @@ from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.site_relay import Encoding
 from streamrl.weights.version_store import WeightStore
-from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, flip_a_bit, in_world
+from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, fill, flip_a_bit, in_world
 
 
 def test_fifty_versions_with_skips_restarts_damaged_chunks_and_a_damaged_base(tmp_path: Path) -> None:
@@ -281,9 +281,7 @@ def test_a_restarted_relay_goes_on_from_what_its_store_holds(tmp_path: Path) -> 
         await world.anchored()
         other = await world.relay("other")
         lay_outs = Policy(seed=9).step()
-        draft = other.store.begin(lay_outs[0])
-        draft.buffer[:] = lay_outs[1]
-        other.store.commit(draft)
+        fill(other.store, *lay_outs)
         await world.fetch(other, version)
         assert (other.last.kind, other.wrong_bases) == ("packed+delta", 0)
 
@@ -326,9 +324,7 @@ def test_a_delta_for_another_base_is_refused_and_complete_weights_come(tmp_path:
         await world.fetch(await world.relay("another"), first)
         await world.publisher.publish(*(second := policy.step()))
         wrong = other.step()
-        draft = relay.store.begin(wrong[0])
-        draft.buffer[:] = wrong[1]
-        relay.store.commit(draft)
+        fill(relay.store, *wrong)
         await world.fetch(relay, second)
         assert (relay.wrong_bases, relay.corrupt) == (1, 0)
 

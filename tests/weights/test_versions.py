@@ -13,6 +13,7 @@ import torch
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
+from tests.weights.world import fill
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -53,12 +54,6 @@ def test_a_manifest_that_lies_is_refused() -> None:
         Manifest.from_dict(values | {"tensors": outside})
     with pytest.raises(CorruptWeights, match="malformed"):
         Manifest.from_dict({"number": 1})
-
-
-def fill(store: WeightStore, manifest: Manifest, buffer: np.ndarray) -> None:
-    draft = store.begin(manifest)
-    draft.buffer[:] = buffer
-    store.commit(draft)
 
 
 def test_the_store_names_only_verified_versions(tmp_path: Path) -> None:

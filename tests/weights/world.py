@@ -51,6 +51,13 @@ class Policy:
         return self.version()
 
 
+def fill(store: WeightStore, manifest: Manifest, buffer: np.ndarray) -> None:
+    """Put a version into a store, as a relay does."""
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    store.commit(draft)
+
+
 class DamagingLink(Link):
     """Flips bits in some of the chunks that arrive, each in a payload of its own."""
 
