@@ -10,14 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.protocol import (
-    controller_rewards,
-    controller_site,
-    controller_trainer,
-    operator,
-    site_instance,
-    weights,
-)
+from streamrl.protocol import controller_rewards, controller_site, controller_trainer
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import Park, Use
 from streamrl.protocol.message import MessageReader, Right, TypedMessage, kind_of, parse, wire
@@ -27,14 +20,9 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage
+from tests.messages import EDGES, messages
 from tests.training.conftest import free_port
 from tests.waiting import until
-
-EDGES = (controller_site, site_instance, controller_trainer, controller_rewards, operator, weights)
-
-
-def messages(edge: Any) -> list[type[TypedMessage]]:
-    return [one for one in vars(edge).values() if isinstance(one, type) and issubclass(one, TypedMessage)]
 
 
 def test_no_sender_has_two_messages_of_one_kind() -> None:
