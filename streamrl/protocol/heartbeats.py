@@ -6,65 +6,79 @@ break what is shown of the run.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from streamrl.transport.endpoint import Speaker
 from streamrl.transport.wire import MalformedMessage
+
+MOST = 10**12
+"""Largest number that is read: no count, rate, time or duration in seconds comes near, and sums of many stay finite."""
+MOST_TEXT = 20_000
+"""Most characters of a text."""
+MOST_ENTRIES = 10_000
+"""Most instances of a site, and most waits of a process."""
+
+Count = Annotated[int, Meta(ge=-MOST, le=MOST)]
+Number = Annotated[float, Meta(ge=-MOST, le=MOST)]
+"""A finite number: neither bound lets NaN through."""
+Duration = Annotated[float, Meta(ge=0, le=MOST)]
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class ReportedWait(msgspec.Struct, frozen=True):
     """A wait of the process (`transport/deadlines.py`); times in seconds."""
 
-    owner: str
-    waiting_for: str
-    since: float
-    limit_s: float
+    owner: Text
+    waiting_for: Text
+    since: Number
+    limit_s: Number
 
 
 class ProcessState(msgspec.Struct, frozen=True):
     """The state of any process."""
 
-    state: str = "starting"
-    detail: str = ""
-    running: int | None = None
-    waiting: int | None = None
-    tokens_per_s: float | None = None
-    weight_version: int | None = None
-    busy_since: float | None = None
-    stalled_s: float = 0.0
-    dtype: str = ""
-    dtype_why: str = ""
-    packing: str = ""
-    packing_why: str = ""
-    waits: list[ReportedWait] = []
+    state: Text = "starting"
+    detail: Text = ""
+    running: Count | None = None
+    waiting: Count | None = None
+    tokens_per_s: Number | None = None
+    weight_version: Count | None = None
+    busy_since: Number | None = None
+    stalled_s: Duration = 0.0
+    dtype: Text = ""
+    dtype_why: Text = ""
+    packing: Text = ""
+    packing_why: Text = ""
+    waits: Annotated[list[ReportedWait], Meta(max_length=MOST_ENTRIES)] = []
 
 
 class UplinkState(msgspec.Struct, frozen=True):
     """The samples of a site that are on their way."""
 
-    backlog_samples: int = 0
+    backlog_samples: Count = 0
     compressing: bool = False
-    ratio: float | None = None
+    ratio: Duration | None = None
 
 
 class ServiceState(ProcessState, frozen=True):
     """The state of a service and of its site's instances; any other process has none of these fields."""
 
-    instances: dict[str, ProcessState] = {}
+    instances: Annotated[dict[str, ProcessState], Meta(max_length=MOST_ENTRIES)] = {}
     uplink: UplinkState = UplinkState()
     congested: bool = False
-    rtt_s: float | None = None
-    clock_offset_s: float | None = None
-    weights_refetched: int = 0
+    rtt_s: Number | None = None
+    clock_offset_s: Number | None = None
+    weights_refetched: Count = 0
 
 
 def check_state(speaker: Speaker, state: dict[str, Any]) -> None:
     """Check the state in a heartbeat to the controller.
 
     Raises:
-        MalformedMessage: a field has another type; the error names it.
+        MalformedMessage: a field has another type, or is too large; the error names it.
     """
     try:
         msgspec.convert(state, ServiceState)

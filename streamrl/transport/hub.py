@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
+from streamrl.transport.budgets import Budget, Repeated
 from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, unguard
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
@@ -92,6 +93,8 @@ class Hub(Endpoint):
         """Hellos that were refused."""
         self.misplaced = 0
         """Messages from outside, dropped because the connection's key was not that of the peer's site."""
+        self._budgets: dict[tuple[Repeated, str | None], Budget] = {}
+        """Hellos and heartbeats that other sites may still send, by the site of the key (None: there are no keys)."""
         self._doors: list[Door] = []
         self._routes: dict[PeerRoute, Peer] = {}
         self._joined = asyncio.Event()
@@ -241,7 +244,7 @@ class Hub(Endpoint):
         try:
             message = decode(frames)
             if message.kind == "hello":
-                self._hello(route, message, site)
+                self._hello(route, message, site, size_of(frames))
                 if peer is None and (new := self._routes.get(route)) is not None:
                     new.bytes_in += size_of(frames)
             elif peer is None or peer.session != message.session:
@@ -268,6 +271,9 @@ class Hub(Endpoint):
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
+        if peer.site is not None and not self._covered("heartbeat", peer.site, size):
+            self.refusals.count("too many", peer.name, f"a heartbeat of {size} bytes so soon after others")
+            return
         state, times = endpoint_base.take_state(message)
         if self.check_state is not None:
             self.check_state(peer.speaker, state)
@@ -276,10 +282,19 @@ class Hub(Endpoint):
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
 
-    def _hello(self, route: PeerRoute, message: Message, site_of_key: str | None) -> None:
+    def _covered(self, kind: Repeated, site: str | None, size: int) -> bool:
+        """Charge a site's message of `size` bytes; return whether it may send it now."""
+        return self._budgets.setdefault((kind, site), Budget(kind)).spend(size, time.monotonic())
+
+    def _hello(self, route: PeerRoute, message: Message, site_of_key: str | None, size: int) -> None:
+        if size > MAX_STATE_BYTES:
+            raise MalformedMessage(f"hello of {size} bytes, at most {MAX_STATE_BYTES}")
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
+        if route.door.outside and not self._covered("hello", site_of_key, size):
+            self.refusals.count("too many", name, f"a hello of {size} bytes so soon after others")
+            return
         flow = self._judge(route, name, role, meta, site_of_key)
         if isinstance(flow, str):
             self.refused_peers += 1

@@ -16,7 +16,7 @@ RefusalCause = Literal[
 unknown key: a handshake; hello: it was not admitted; wrong key: a message over a connection of another site;
 malformed: no message, or fields that do not fit; not allowed: a kind that its role may not send; not its own: about
 a sample, a reward or a version that is not the sender's; unreadable: samples that make no sense; too many: more in
-flight than it may have.
+flight than it may have, or more hellos or heartbeats than it may send.
 """
 MOST_PEERS = 50
 """Peers counted by name for each cause; further ones are counted together, since a stranger may make up names."""

@@ -27,7 +27,7 @@ MAX_FRAME_BYTES = 1 << 30
 """Largest frame; at a door to other sites libzmq ends the connection of a larger one."""
 MAX_DIMENSIONS = 8
 MAX_STATE_BYTES = 4 * 1024 * 1024
-"""Largest heartbeat in bytes; its values are checked one by one."""
+"""Largest heartbeat or hello in bytes; its values are checked one by one."""
 MAX_NESTING = 16
 """Deepest nesting of the values in a heartbeat or a hello."""
 MAX_NAME = 200

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.transport import budgets
 from streamrl.transport import hub as hub_module
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
@@ -23,6 +24,7 @@ def flooded(frames: Any, count: int = FLOOD) -> Hub:
 
     async def body() -> Hub:
         hub = Hub("controller", WaitRegistry("controller"))
+        hub.forwards_hellos = True
         hub.bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
         hub._answer = lambda route, answer: True  # type: ignore[method-assign]
         route = PeerRoute(hub._doors[0], b"flood")
@@ -38,16 +40,59 @@ def flooded(frames: Any, count: int = FLOOD) -> Hub:
 
 def test_messages_beyond_any_credits_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = flooded(lambda number: Message("item", "life", number, {}))
-    assert hub._inbox.qsize() == hub_module.MOST_OPEN
+    assert hub._inbox.qsize() == hub_module.MOST_OPEN + 1
     assert hub.refused() == {"too many": {"service-west": FLOOD - hub_module.MOST_OPEN}}
     monkeypatch.setattr(hub_module, "MOST_OPEN_BYTES", 100_000)
     hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 1000}), 1000)
-    assert 90 < hub._inbox.qsize() < 100
+    assert 90 < hub._inbox.qsize() < 101
 
 
 def test_a_message_without_a_number_cannot_fill_the_queue() -> None:
     hub = flooded(lambda number: Message("item", "life", 0, {}), 100)
-    assert hub._inbox.empty() and hub.refused() == {"malformed": {"service-west": 100}}
+    assert hub._inbox.qsize() == 1 and hub.refused() == {"malformed": {"service-west": 100}}
+
+
+def hello(session: str, name: str = "service-west", **meta: Any) -> Message:
+    return Message("hello", session, 0, {"name": name, "role": "service", "meta": {"site": "west"} | meta})
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["again", "after a bye"])
+def test_hellos_of_ever_new_sessions_cannot_fill_the_queue(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(budgets.PER_S, "hello", 0.0)  # however long the flood takes
+
+    def frames(number: int) -> Message:
+        return Message("bye", f"life {number - 1}", 0, {}) if ends and number % 2 else hello(f"life {number}")
+
+    hub = flooded(frames)
+    admitted = int(budgets.SIZES["hello"]) - 1
+    assert hub._inbox.qsize() == (2 * admitted - 1 if ends else admitted) and len(hub.peers) <= 1 >= len(hub._routes)
+    assert hub.refusals.of("too many") == 1 + (FLOOD // 2 if ends else FLOOD) - admitted
+
+
+def test_large_hellos_and_heartbeats_are_few_and_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("hello", "heartbeat"):
+        monkeypatch.setitem(budgets.PER_S, kind, 0.0)
+    large = {"x": "y" * 2_000_000}  # 31.5 messages
+    assert flooded(lambda number: hello("another life", **large), 30).refused() == {"too many": {"service-west": 29}}
+    hub = flooded(lambda number: Message("heartbeat", "life", 0, large), 30)
+    assert hub.refused() == {"too many": {"service-west": 24}} and hub.peers["service-west"].state == large
+    for message in (hello("life", x="y" * 5_000_000), Message("heartbeat", "life", 0, {"x": "y" * 5_000_000})):
+        assert flooded(lambda number: message, 1).refused() == {"malformed": {"service-west": 1}}  # noqa: B023
+
+
+def test_heartbeats_beyond_a_few_a_second_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(budgets.PER_S, "heartbeat", 0.0)
+    hub = flooded(lambda number: Message("heartbeat", "life", 0, {"number": number}))
+    assert hub.peers["service-west"].state["number"] == 199  # each costs a little more than one
+    assert hub.refused() == {"too many": {"service-west": FLOOD - 199}}
+
+
+def test_a_budget_fills_with_time_and_large_messages_cost_more() -> None:
+    budget = budgets.Budget("hello")
+    assert [budget.spend(0, 5.0) for _ in range(61)] == [True] * 60 + [False]
+    assert [budget.spend(0, 7.0) for _ in range(3)] == [True, True, False]
+    assert [budget.spend(10 * 2**16, now) for now in (15.0, 18.5, 19.0)] == [False, True, False]
+    assert [budget.spend(0, 10_000.0) for _ in range(61)] == [True] * 60 + [False]
 
 
 def test_numbers_with_gaps_are_not_remembered_for_ever() -> None:
