@@ -208,6 +208,15 @@ class SiteDispatch:
             return
         self._lengths.append(length)
 
+    def take_back(self, group_id: str) -> None:
+        """Record that one sample of a group is not to come from its site any more; ignored if no site has the group."""
+        if (site := self._where.get(group_id)) is not None:
+            placed = site.groups[group_id]
+            placed.left -= 1
+            if not placed.left:
+                del site.groups[group_id], self._where[group_id]
+            site.start()
+
     def withdraw(self, group_ids: Iterable[str]) -> None:
         """Drop groups that are no longer wanted, waiting or on a site. Unknown ones are ignored."""
         changed = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from streamrl.generation.site.sample_batches import unpack_samples
 from streamrl.protocol.message import body_of, parse
@@ -13,25 +14,48 @@ from streamrl.rollouts.types import Sample
 from streamrl.transport.endpoint import Delivery
 from streamrl.transport.wire import MalformedMessage
 
-Arrival = tuple[str, Sample, bytes]
-"""(sender, sample, its content for the ledger)."""
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, MalformedMessage)
 
 
-def arrived(deliveries: Iterable[Delivery], unreadable: Callable[[str, Exception], None]) -> list[Arrival]:
-    """Return all samples of some messages, each once.
+@dataclass(frozen=True)
+class Arrival:
+    """A sample that has arrived."""
 
-    `unreadable` gets the sender of every message that cannot be read, and why; none of its samples is returned.
-    """
-    found: dict[str, Arrival] = {}
+    peer: str
+    sample: Sample
+    content: bytes
+    """Its content for the ledger."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A batch, or one sample of it, that cannot be read."""
+
+    peer: str
+    error: str
+    sample_id: str | None = None
+    """The sample; None: the whole batch, or a sample without an id."""
+
+
+def arrived(deliveries: Iterable[Delivery]) -> tuple[list[Arrival], list[Unreadable]]:
+    """Return all samples of some messages, each once by sender, and what cannot be read."""
+    found: dict[tuple[str, str], Arrival] = {}
+    unreadable = []
     for delivery in deliveries:
         try:
-            read = []
-            for body, arrays in unpack_samples(body_of(delivery.body), delivery.arrays):
+            batch = unpack_samples(body_of(delivery.body), delivery.arrays)
+        except UNREADABLE as error:
+            unreadable.append(Unreadable(delivery.peer, repr(error)))
+            continue
+        for body, arrays in batch:
+            try:
                 parse(FinishedSample, body)  # of the right types
-                read.append((delivery.peer, sample_from_wire(Sample, body, arrays), pack_content(body, arrays)))
-        except (ValueError, KeyError, TypeError, OverflowError, MalformedMessage) as error:
-            unreadable(delivery.peer, error)
-        else:
-            for one in read:
-                found.setdefault(one[1].sample_id, one)
-    return list(found.values())
+                sample = sample_from_wire(Sample, body, arrays)
+                one = Arrival(delivery.peer, sample, pack_content(body, arrays))
+            except UNREADABLE as error:
+                sample_id = body.get("sample_id")
+                known = sample_id if isinstance(sample_id, str) else None
+                unreadable.append(Unreadable(delivery.peer, repr(error), known))
+            else:
+                found.setdefault((delivery.peer, sample.sample_id), one)
+    return list(found.values()), unreadable

@@ -13,9 +13,11 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from scheduler.cost.hardware import peak_tflops
-from streamrl.controller.arrivals import arrived
+from streamrl.controller.arrivals import Arrival, arrived
+from streamrl.controller.evaluation_plan import PREFIX
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
@@ -29,13 +31,14 @@ from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.schedule_tuner import Setup, make_choice
 from streamrl.controller.site_services import Services
+from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
 from streamrl.controller.void_watch import VoidWatch
-from streamrl.controller.weight_canary import Measured, WeightCanary
+from streamrl.controller.weight_canary import Measured, Mismatch, WeightCanary
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.protocol.controller_rewards import ScoreAnswer
@@ -83,8 +86,9 @@ from streamrl.runtime.process_plan import plan_processes
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
 from streamrl.tasks.source import PromptSource
 from streamrl.transport.deadlines import WaitRegistry, never
-from streamrl.transport.endpoint import Delivery
+from streamrl.transport.endpoint import Delivery, Speaker
 from streamrl.transport.refusals import RefusalCause
+from streamrl.transport.wire import MalformedMessage
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ class Controller:
         self.waits = WaitRegistry("controller")
         self.hub = home_hub(context, CONTROLLER, self.waits, context.local_flow)
         self.hub.forwards_hellos = True
-        self.hub.reads, self.hub.check_state = MessageReader(RIGHTS["controller"]), check_state
+        self.hub.reads, self.hub.check_state = MessageReader(RIGHTS["controller"]), self._check_state
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         self.batch = StepBatch(context.run, 1)
@@ -126,11 +130,19 @@ class Controller:
         vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
         limits = SampleLimits(context.run.sampling.max_tokens, vocabulary if isinstance(vocabulary, int) else None)
         self.own = {
-            name: SiteOwn(site, frozenset(pool.name for pool in context.cluster.sites[site].generation), limits)
+            name: SiteOwn(
+                site,
+                {pool.name: pool.most_replicas for pool in context.cluster.sites[site].generation},
+                limits,
+                remote=site != context.cluster.trainer_site,
+            )
             for name, site in services.items()
         }
         """What each service may speak of, by its name."""
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
+        self.trust = SiteTrust(
+            self.services, self.pool, lambda: self.evaluator, lambda: self.issuer.rounds, context.run.seed
+        )
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.status)
@@ -212,13 +224,41 @@ class Controller:
             rounds=self.issuer.rounds,
             seed=self.config.seed,
         )
-        self.services.joined()
+        await self._join_services()
         await self.scaling.begin(self.context.resume)
         self.choice = make_choice(self.context, self.services.fleet())
         await self._change_to(self.choice.first_setup)
         self.telemetry.watch(self.batch, self.pool)
         self.telemetry.state = "running"
         self.context.say(READY)
+
+    async def _join_services(self) -> None:
+        """Take the instances of all services into use.
+
+        Raises:
+            RunFailed: those of the trainer's site, or of all sites, make no sense.
+        """
+
+        def wrong(name: str, fleet: object) -> str | None:
+            return self.own[name].wrong_with_fleet(fleet, {}) or (None if fleet else "is empty")
+
+        unusable = self.services.joined(wrong)
+        for name, why in unusable.items():
+            self._refuse(name, "not its own", f"the instances in its hello: {why}")
+            if not await self.trust.exclude(name, f"its list of instances {why}"):
+                raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
+
+    def _check_state(self, speaker: Speaker, state: dict[str, Any]) -> None:
+        """Check the state in a heartbeat.
+
+        Raises:
+            MalformedMessage: it does not fit, or speaks for another site's instances.
+        """
+        check_state(speaker, state)
+        own = self.own.get(speaker.name)
+        instances = state.get("instances", {})
+        if (wrong := own.wrong_with_state(instances) if own else "has instances" if instances else None) is not None:
+            raise MalformedMessage(f"state of {speaker.name} {wrong}")
 
     def _restore(self) -> None:
         """Rewind to the newest checkpoint; groups that no step up to it has trained are generated again."""
@@ -364,7 +404,7 @@ class Controller:
             case CanaryDone():
                 self.canary_due = False
                 measured = Measured(first.dtype, answers[0].arrays["logprobs"])
-                self._judge(self.canary.trainer_measured(first.number, measured))
+                await self._judge_canaries(self.canary.trainer_measured(first.number, measured))
             case CheckpointDone():
                 self.checkpoint_due = False
 
@@ -378,6 +418,26 @@ class Controller:
             log.error("mismatch: %s", text)
         if mismatches and self.config.mismatch.on_mismatch == "stop":
             raise RunFailed(f"{mismatches[0]} (mismatch.on_mismatch is stop)")
+
+    async def _judge_canaries(self, mismatches: list[Mismatch]) -> None:
+        """Say loudly which instances differ from the trainer.
+
+        Raises:
+            RunFailed: the run file wants the run to stop then, and it cannot do without the instance's site.
+        """
+        for found in mismatches:
+            stop = self.config.mismatch.on_mismatch == "stop"
+            service = next(name for name, own in self.own.items() if own.has_instance(found.instance))
+            if stop and await self._exclude(service, found.text):
+                continue
+            self._judge([found.text])
+
+    async def _exclude(self, service: str, why: str) -> bool:
+        """Exclude a site, unless the run cannot do without it; return whether it is excluded."""
+        excluded = await self.trust.exclude(service, why)
+        if excluded and not self.services.updating:
+            self.times.weights_served(time.time())
+        return excluded
 
     def _awaited_canaries(self) -> list[str]:
         """Return the instances that have yet to measure the run's last version; [] before the last step is done."""
@@ -444,23 +504,33 @@ class Controller:
                 self.waits.begin(name, f"{missing} {name} of {len(self.pool.groups)} groups", limit_s, progress)
 
     async def _samples(self, deliveries: list[Delivery]) -> None:
-        """Commit finished samples, acknowledge them and request their rewards."""
-        read = arrived(deliveries, lambda peer, error: self._refuse(peer, "unreadable", repr(error)))
-        arrivals = [(sample, content) for peer, sample, content in read if self._usable(peer, sample)]
+        """Commit finished samples, acknowledge them and request their rewards; have unusable ones generated again."""
+        read, unreadable = arrived(deliveries)
+        wrong = [(one.peer, one.sample_id, one.error) for one in unreadable]
+        usable: list[Arrival] = []
+        for arrival in read:
+            why = self._wrong_with(arrival.peer, arrival.sample)
+            if why is None:
+                usable.append(arrival)
+            else:
+                wrong.append((arrival.peer, arrival.sample.sample_id, why))
+        arrivals = [(one.sample, one.content) for one in usable]
         contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
         new = self.ledger.finish(contents) if contents else set()
         for delivery in deliveries:
             delivery.ack()
+        await self._refuse_samples(wrong)
         now = time.time()
-        for sample, _ in arrivals:
+        for peer, sample in ((one.peer, one.sample) for one in usable):
             if self.evaluator.generates(sample.sample_id):
                 group = self.evaluator.received(sample)
             elif sample.sample_id in new:
                 group = self._received(sample, now)
             else:
-                log.warning("ignoring sample %s, which is not awaited", sample.sample_id)
+                log.debug("ignoring sample %s, which has arrived before", sample.sample_id)
                 continue
-            self.services.finished(group.group_id, sample.output_length)
+            self.trust.usable(peer, sample.sample_id)
+            self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
             self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
             await self.rewarders.ask(group, sample.sample_id, sample.text)
@@ -471,15 +541,36 @@ class Controller:
         """Count what a peer may not say; it ends nothing."""
         self.hub.refusals.count(cause, peer, why)
 
-    def _usable(self, peer: str, sample: Sample) -> bool:
-        """Return whether a sample comes from the site that owes it and makes sense; refuse it otherwise."""
-        known = self.services.holds(peer, sample.group_id)
-        if not known and self.pool.missing(sample.group_id) == 0 and not self.evaluator.awaits(sample.sample_id):
-            return True  # repeated by a process that has restarted; the ledger has it
-        wrong = self.own[peer].wrong_with_sample(sample, self.step) if known else "belongs to another site"
-        if wrong is not None:
-            self._refuse(peer, "unreadable" if known else "not its own", f"sample {sample.sample_id!r:.99} {wrong}")
-        return wrong is None
+    def _awaits(self, sample_id: str) -> bool:
+        """Return whether generation owes a sample."""
+        return self.evaluator.generates(sample_id) or sample_id in self.pool.unfinished([group_of(sample_id)])
+
+    def _owes(self, peer: str, sample_id: str) -> bool:
+        """Return whether a service's site owes a sample."""
+        return self._awaits(sample_id) and self.services.holds(peer, sample_id, group_of(sample_id))
+
+    def _wrong_with(self, peer: str, sample: Sample) -> str | None:
+        """Return why a sample is not taken: it is not its sender's, or makes no sense; None: it is taken, or known."""
+        if self._owes(peer, sample.sample_id):
+            return self.own[peer].wrong_with_sample(sample, self.step)
+        known = sample.sample_id.startswith(PREFIX) or self.ledger.has(sample.sample_id)
+        if known and not self._awaits(sample.sample_id):
+            return None  # repeated by a process that has restarted
+        return "is not to come from its site"
+
+    async def _refuse_samples(self, wrong: list[tuple[str, str | None, str]]) -> None:
+        """Refuse samples, as (service, sample, why); those that the service's site owes are generated again.
+
+        A batch of which not even the samples are known comes from no service that works: its site is not used any more.
+        """
+        for peer, sample_id, why in wrong:
+            owed = sample_id is not None and self._owes(peer, sample_id)
+            cause: RefusalCause = "unreadable" if owed or sample_id is None else "not its own"
+            self._refuse(peer, cause, f"sample {sample_id!r:.99} {why}")
+            if owed and sample_id is not None:
+                await self.trust.give_again(peer, sample_id, why)
+            elif sample_id is None:
+                await self._exclude(peer, f"a batch of samples cannot be read: {why:.200}")
 
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
@@ -510,7 +601,7 @@ class Controller:
                 if group.complete:
                     self._complete(group)
             else:
-                log.warning("ignoring the reward of sample %s, which is not awaited", sample_id)
+                log.debug("ignoring the reward of sample %s, which is not awaited", sample_id)
         if scored:
             self.ledger.score(scored)
             self.waits.end("rewards")
@@ -541,9 +632,13 @@ class Controller:
         if peer not in self.own:
             return "from no service of the plan" if isinstance(delivery.body, FROM_SERVICE) else None
         own = self.own[peer]
+        if peer in self.services.excluded:
+            return "its site is not used any more"
         match delivery.body:
             case Parked(sample_id=sample_id):
-                return None if self.services.holds(peer, group_of(sample_id)) else f"sample {sample_id!r:.99}"
+                return None if self._owes(peer, sample_id) else f"sample {sample_id!r:.99}"
+            case WeightsReady() if not self.services.awaits_weights(peer):
+                return "it was sent no weights"
             case WeightsReady() as ready:
                 return own.wrong_with_ready(ready, self.step, self.context.cluster.sites)
             case CanaryMeasured() as canary:
@@ -551,7 +646,7 @@ class Controller:
             case SiteAsleep():
                 return None if self.services.awaits_sleep() else "nobody was told to sleep"
             case FleetChanged() as report:
-                return own.wrong_with_fleet(report)
+                return own.wrong_with_fleet(report.fleet, report.instances)
         return None
 
     async def _handle(self, delivery: Delivery) -> None:
@@ -570,7 +665,7 @@ class Controller:
                 await self._weights_ready(delivery.peer, ready)
             case CanaryMeasured() as canary:
                 measured = Measured(canary.dtype, delivery.arrays["logprobs"])
-                self._judge(self.canary.instance_measured(canary.number, canary.instance, measured))
+                await self._judge_canaries(self.canary.instance_measured(canary.number, canary.instance, measured))
             case SiteAsleep():
                 self.services.asleep(delivery.peer)
             case FleetChanged() as report:

@@ -7,16 +7,39 @@ cause and sender (`streamrl status`). Pure: no I/O and no clock.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.controller.group_source import group_of
-from streamrl.protocol.controller_site import CanaryMeasured, FleetChanged, WeightsReady
+from streamrl.controller.weight_canary import HISTORY
+from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
+from streamrl.rollouts.canary import MOST_TOKENS
 from streamrl.rollouts.types import Sample
+from streamrl.transport.wire import MAX_NAME
+
+LATEST = 1e11
+"""Latest time in unix seconds, some thousand years away; times beyond it are no times."""
+LOWEST_LOGPROB, HIGHEST_LOGPROB = -1e4, 1e-2
+"""Log-probabilities between which a sampled token's lies. No sampler draws a token near the lower one; rounding can
+bring a certain token above 0."""
+SLOWEST_STEP_S = 1e6
+"""Longest decode step, in seconds."""
+CHARACTERS_PER_TOKEN, MOST_CHARACTERS = 512, 2_000_000
+"""Most characters of a token, and of a sample: a reward request with it is still one message."""
+MOST_BYTES = 2**60
+"""Most bytes of a version of weights."""
+MOST_DIGITS = 9
+"""Most digits of an instance's number."""
+COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16"})
+
+
+def is_time(value: float) -> bool:
+    """Return whether a number can be a time in unix seconds."""
+    return 0 <= value < LATEST
 
 
 @dataclass(frozen=True)
@@ -33,12 +56,18 @@ class SiteOwn:
     """What belongs to a site."""
 
     site: str
-    pools: frozenset[str]
+    pools: Mapping[str, int]
+    """Most instances of each pool of the site."""
     limits: SampleLimits
+    remote: bool = False
+    """Whether it is another site than the one that trains."""
 
     def is_instance(self, name: str, pool: str) -> bool:
         """Return whether an instance of this name can be in a pool of the site."""
-        return pool in self.pools and name.startswith(f"{self.site}-{pool}-")
+        number = name.removeprefix(f"{self.site}-{pool}-")
+        if pool not in self.pools or number == name or not number.isdecimal() or len(number) > MOST_DIGITS:
+            return False
+        return str(int(number)) == number and int(number) < self.pools[pool]
 
     def has_instance(self, name: str) -> bool:
         """Return whether an instance of this name can be in any pool of the site."""
@@ -55,35 +84,57 @@ class SiteOwn:
             return f"is no sample of group {sample.group_id!r:.99}"
         if sample.site != self.site or not self.is_instance(sample.instance, sample.pool):
             return f"names {sample.instance!r:.99} in pool {sample.pool!r:.99} of site {sample.site!r:.99}"
-        if sample.finish_reason not in ("stop", "length") or not all(map(math.isfinite, times)):
-            return "has an unknown end, or a time that is not finite"
+        if sample.finish_reason not in ("stop", "length") or not all(map(is_time, times)):
+            return "has an unknown end, or a time that is none"
         if len(tokens) > self.limits.most_tokens:
             return f"has {len(tokens)} tokens, at most {self.limits.most_tokens} were ordered"
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.limits.vocabulary or 2**31)):
             return "has tokens outside the vocabulary"
         if len(versions) and (versions.min() < 0 or versions.max() > newest):
             return f"has tokens of versions outside 0..{newest}"
+        if len(sample.text) > min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (1 + self.limits.most_tokens)):
+            return f"has {len(sample.text)} characters for {len(tokens)} tokens"
+        if len(sample.route) > MAX_NAME:
+            return f"has a route of {len(sample.route)} characters"
+        return self._wrong_with_logprobs(sample.logprobs)
+
+    def _wrong_with_logprobs(self, logprobs: np.ndarray) -> str | None:
+        """Return what makes log-probabilities unusable, or None.
+
+        Those of the trainer's own site are left to the trainer, which refuses the step and finds out where they begin.
+        """
+        if self.remote and not ((logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)).all():  # NaN is neither
+            return f"has log-probabilities that are not within {LOWEST_LOGPROB:g}..0"
         return None
 
-    def wrong_with_fleet(self, report: FleetChanged) -> str | None:
-        """Return why a report on the site's instances cannot be used, or None."""
+    def wrong_with_fleet(self, fleet: object, states: Mapping[str, InstanceState]) -> str | None:
+        """Return why a report on the site's instances (`fleet` as in `FleetChanged`) cannot be used, or None."""
         try:
-            fleet = fleet_from_wire(report.fleet)
-            names = [(one.name, one.pool) for one in fleet] + [
-                (name, one.pool) for name, one in report.instances.items()
-            ]
-            numbers = [one.slots for one in fleet]
-            if not all(isinstance(slots, int) and 0 < slots < 2**20 for slots in numbers):
-                return "an instance without slots"
+            most = sum(self.pools.values())
+            if not isinstance(fleet, list) or len(fleet) > most:
+                return f"is no list of at most {most} instances"
+            present = fleet_from_wire(fleet)
+            if not all(map(_can_work, present)):
+                return "an instance without slots, or with step times that cannot be"
+            lives = {one.life for one in states.values()}
+            if len({one.name for one in present}) < len(present) or any(len(life) > MAX_NAME for life in lives):
+                return "an instance twice, or in no stage of life"
+            names = [(one.name, one.pool) for one in present] + [(name, one.pool) for name, one in states.items()]
             foreign = [name for name, pool in names if not self.is_instance(name, pool)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             return f"cannot be read: {error!r:.200}"
         return f"names {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
+    def wrong_with_state(self, instances: Iterable[str]) -> str | None:
+        """Return why a heartbeat with the state of these instances cannot be used, or None."""
+        foreign = [name for name in instances if not self.has_instance(name)]
+        return f"speaks for {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
+
     def wrong_with_ready(self, report: WeightsReady, newest: int, sites: Mapping[str, object]) -> str | None:
         """Return why a report on loaded weights cannot be used, or None."""
-        spans = [time for span in report.applied.values() for time in span]
-        if not all(map(math.isfinite, (report.transfer_s, report.started, report.fetched, *spans))) or report.bytes < 0:
+        times = [report.transfer_s, report.started, report.fetched]
+        times += [time for span in report.applied.values() for time in span]
+        if not all(map(is_time, times)) or not 0 <= report.bytes < MOST_BYTES:
             return "has times or bytes that are none"
         if not 0 <= report.number <= newest:
             return f"is of version {report.number}, the newest is {newest}"
@@ -96,6 +147,20 @@ class SiteOwn:
         """Return why an instance's canary cannot be used, or None."""
         if not isinstance(logprobs, np.ndarray) or logprobs.dtype != np.float32 or logprobs.ndim != 1:
             return "has no float32 log-probabilities"
-        if not 0 <= canary.number <= newest or not self.has_instance(canary.instance):
+        if len(logprobs) > MOST_TOKENS or canary.dtype not in COMPUTE_TYPES:
+            return f"has {len(logprobs)} log-probabilities in {canary.dtype!r:.99}"
+        if not max(0, newest - HISTORY) <= canary.number <= newest or not self.has_instance(canary.instance):
             return f"is of version {canary.number} on {canary.instance!r:.99}"
         return None
+
+
+def _can_work(one: SimulatedInstance) -> bool:
+    """Return whether numbers are those of an instance: slots, and a curve of finite step times."""
+    curve, slots = one.curve, one.slots
+    whole = isinstance(slots, int) and 0 < slots < 2**20 and all(0 < batch < 2**31 for batch in curve.batches)
+    rates = curve.per_context_token, curve.per_prefill_token
+    return (
+        whole
+        and all(0 < seconds < SLOWEST_STEP_S for seconds in curve.seconds)
+        and all(0 <= rate < SLOWEST_STEP_S for rate in rates)
+    )

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,10 @@ from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.backends.base import weight_path
 
 log = logging.getLogger(__name__)
+
+
+MOST_COMING = 256
+"""Instances added most recently that are remembered; a pool that is reported to come and go is no more than that."""
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Scaling:
         self._instances: dict[str, dict[str, str]] = {key: {} for key in self._pools}
         """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
         self._file = run_dir / layout.REPLICAS
-        self.coming: list[Coming] = []
+        self.coming: deque[Coming] = deque(maxlen=MOST_COMING)
         """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
         self._fixed_usd_per_hour = usd_per_hour(fixed)
@@ -216,7 +221,7 @@ class Scaling:
             "wanted": self._wanted,
             "ready": self._ready(),
             "there": {key: len(some) for key, some in self._instances.items()},
-            "coming": [asdict(one) for one in self.coming[-8:]],
+            "coming": [asdict(one) for one in list(self.coming)[-8:]],
             "note": self.elasticity.note if self.elasticity is not None else "",
         }
 

@@ -6,11 +6,11 @@ import logging
 
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
-from streamrl.controller.group_source import samples_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_services import Services
+from streamrl.controller.site_trust import open_work
 from streamrl.transport.endpoint import Hub
 
 log = logging.getLogger(__name__)
@@ -51,21 +51,9 @@ class Recovery:
 
     async def _replay_to_service(self, name: str) -> None:
         """Send a restarted service the weights and all that its site has not finished."""
-        ids = await self.services.returned(name)
+        had = await self.services.returned(name)
         await self.scaling.returned(name)
-        groups, samples = [], []
-        evaluated = self.evaluator.open_groups()
-        for group_id in ids:
-            if (group := self.pool.groups.get(group_id)) is not None:
-                left = set(self.pool.unfinished([group_id]))
-                wanted = [draw for draw in samples_of(group, self.seed) if draw[0] in left]
-            elif (group := evaluated.get(group_id)) is not None:
-                wanted = self.evaluator.unfinished_samples(group)
-            else:
-                continue
-            if wanted:
-                groups.append(group)
-                samples.append(wanted)
-        await self.services.resend(name, groups, samples, self.rounds.budget)
+        work = open_work(had, self.services.alone, self.pool, self.evaluator, self.seed)
+        await self.services.resend(name, work, self.rounds.budget)
         if self.rounds.active:
             await self.services.park_resting(name, self.rounds.number, self.rounds.resting_samples())

@@ -12,8 +12,8 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -59,6 +59,15 @@ BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression."""
 
 
+class GivenWork(NamedTuple):
+    """Samples of a group that one site generates."""
+
+    key: str
+    """Name of the work in `SiteDispatch`: the group's id, or that of a sample that was given again."""
+    group: Group
+    draws: Sequence[SampleDraw]
+
+
 class Services:
     """The generation services of all sites, as the controller uses them."""
 
@@ -95,6 +104,10 @@ class Services:
         """Instances of the last call of `use`; None: all generate."""
         self.train_tokens_s: float | None = None
         """The trainer's rate in the last step, which services get with new groups; None before the first."""
+        self.excluded: dict[str, str] = {}
+        """Services that are no longer used (`site_trust.py`), and why."""
+        self.alone: dict[str, str] = {}
+        """Samples that were given again, with their groups: they are work of their own."""
         self._asleep: set[str] = set()
         """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -105,7 +118,12 @@ class Services:
     @property
     def version(self) -> int:
         """Newest version such that every instance of every site serves it or a newer one; -1: none yet."""
-        return min(self._serving.values())
+        return min(self._serving[name] for name in self.used)
+
+    @property
+    def used(self) -> list[str]:
+        """Names of the services that are not excluded."""
+        return [name for name in self.names if name not in self.excluded]
 
     @property
     def updating(self) -> bool:
@@ -115,16 +133,54 @@ class Services:
     @property
     def can_take_version(self) -> bool:
         """Whether at least one site could take a new version at once."""
-        return len(self._in_flight) < len(self.names)
+        return len(self._in_flight) < len(self.used)
 
-    def joined(self) -> None:
-        """Record the instances of all services, which have just connected."""
+    def joined(self, wrong: Callable[[str, object], str | None] = lambda name, fleet: None) -> dict[str, str]:
+        """Record the instances of all services, which have just connected.
+
+        Args:
+            wrong: returns why a service's instances, as its hello lists them, cannot be used, or None.
+
+        Returns:
+            Services whose instances cannot be used, and why; they are to be excluded.
+        """
+        unusable = {}
         for name in self.names:
-            self._fleets[name] = self._hub.peers[name].meta["fleet"]
-            self._dispatch.join(self._site_load(name, self._fleets[name]))
+            peer = self._hub.peers.get(name)
+            fleet = None if peer is None else peer.meta.get("fleet")
+            if (why := wrong(name, fleet)) is not None:
+                unusable[name] = why
+                continue
+            assert fleet is not None
+            self._fleets[name] = fleet
+            self._dispatch.join(self._site_load(name, fleet))
+        return unusable
+
+    def can_exclude(self, name: str) -> bool:
+        """Return whether a service can be done without: its site does not train, and another one can generate."""
+        others = [other for other in self.used if other != name and other in self._fleets]
+        return self._sites[name] in self._cluster.remote_sites and bool(others)
+
+    def exclude(self, name: str, why: str) -> list[str]:
+        """Stop using a service; return the work that its site has, which is to be given to others."""
+        self.excluded[name] = why
+        for wait in (f"{WEIGHTS} {name}", f"{RETURN} {name}"):
+            self._waits.end(wait)
+        for known in (self._in_flight, self._queued):
+            known.pop(name, None)
+        self._served[name].clear()
+        self._asleep.discard(name)
+        if name not in self._fleets:
+            return []
+        had = self._dispatch.groups_of(self._sites[name])
+        self._dispatch.withdraw(had)
+        self._dispatch.hold(self._sites[name])
+        return had
 
     def gone(self, name: str) -> None:
         """Wait for a service that has said goodbye to reconnect; its launcher may restart it."""
+        if name in self.excluded:
+            return
         remote = self._sites[name] in self._cluster.remote_sites
         self._waits.begin(f"{RETURN} {name}", f"{name} to come back", self._cluster.absence_s if remote else RETURN_S)
 
@@ -132,8 +188,10 @@ class Services:
         """Bring a restarted service up to date: send it the newest weights and the instances to use.
 
         Returns:
-            Ids of the groups that its site has, to be sent to it again with `resend`.
+            The work that its site has, to be sent to it again with `resend`; [] if it is excluded.
         """
+        if name in self.excluded:
+            return []
         self._waits.end(f"{RETURN} {name}")
         self._waits.end(f"{WEIGHTS} {name}")
         self._in_flight.pop(name, None)
@@ -148,12 +206,11 @@ class Services:
             await self._send(name, Use(instances=self._using))
         return self._dispatch.groups_of(self._sites[name])
 
-    async def resend(
-        self, name: str, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None
-    ) -> None:
-        """Send a service groups of its site, first or again after its restart; arguments as for `generate`."""
-        if groups:
-            message, arrays = groups_to_wire(groups, samples, time.time(), budget, self.train_tokens_s)
+    async def resend(self, name: str, work: Sequence[GivenWork], budget: int | None) -> None:
+        """Send a service work of its site, first or again after its restart; `budget` as for `generate`."""
+        if work:
+            groups, draws = [one.group for one in work], [one.draws for one in work]
+            message, arrays = groups_to_wire(groups, draws, time.time(), budget, self.train_tokens_s)
             await self._send(name, message, arrays)
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
@@ -168,8 +225,9 @@ class Services:
 
     async def _send(self, name: str, message: TypedMessage, arrays: Arrays | None = None) -> None:
         """Send a message; a no-op for a service that is not connected, which is brought up to date when it returns."""
-        with contextlib.suppress(KeyError):
-            await self._hub.send(name, *wire(message), arrays)
+        if name not in self.excluded:
+            with contextlib.suppress(KeyError):
+                await self._hub.send(name, *wire(message), arrays)
 
     def _site_load(self, name: str, wired: list[dict[str, Any]]) -> SiteLoad:
         site, fleet = self._sites[name], fleet_from_wire(wired)
@@ -190,13 +248,20 @@ class Services:
         Raises:
             ValueError, KeyError, TypeError, AttributeError: these are no instances of the site; nothing changes.
         """
+        if name in self.excluded:
+            return
         if fleet:
             self._dispatch.change(self._site_load(name, fleet))
         self._fleets[name] = fleet
 
-    def holds(self, name: str, group_id: str) -> bool:
-        """Return whether a service's site owes samples of a group."""
-        return self._dispatch.site_of(group_id) == self._sites.get(name)
+    def holds(self, name: str, sample_id: str, group_id: str) -> bool:
+        """Return whether a service's site owes a sample of a group."""
+        work = sample_id if sample_id in self.alone else group_id
+        return name in self._sites and self._dispatch.site_of(work) == self._sites[name]
+
+    def awaits_weights(self, name: str) -> bool:
+        """Return whether weights are in flight to a service's instances."""
+        return name in self._in_flight
 
     def awaits_sleep(self) -> bool:
         """Return whether instances were told to leave their devices."""
@@ -224,33 +289,43 @@ class Services:
 
         `budget`: tokens after which a sample is parked; None: it runs to its end.
         """
-        self._hold_unreachable()
+        work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
+        await self.give(work, budget)
+
+    async def give(self, work: Sequence[GivenWork], budget: int | None, avoid: Collection[str] = ()) -> None:
+        """Send work to the sites that will generate it, as `generate`; to services of `avoid` only if no other can."""
+        self._hold_unable(avoid)
         self._dispatch.submit(
-            SiteGroup(group.group_id, len(some), group.forecast, len(group.prompt_tokens))
-            for group, some in zip(groups, samples, strict=True)
+            SiteGroup(key, len(some), group.forecast, len(group.prompt_tokens)) for key, group, some in work
         )
         place = dict(self._dispatch.decide())
         for name, site in self._sites.items():
-            mine = [number for number, group in enumerate(groups) if place[group.group_id] == site]
-            await self.resend(name, [groups[n] for n in mine], [samples[n] for n in mine], budget)
+            await self.resend(name, [one for one in work if place[one.key] == site], budget)
 
-    def _hold_unreachable(self) -> None:
-        """Hold sites that are silent or congested, as long as another site can work; release all others."""
-        states = {name: self._hub.peers[name].state for name in self.names if name in self._hub.peers}
+    def take_back(self, sample_id: str, group_id: str) -> None:
+        """Make a sample, which a site owes, work of its own, which no site has."""
+        if sample_id in self.alone:
+            self._dispatch.withdraw([sample_id])
+        else:
+            self._dispatch.take_back(group_id)
+            self.alone[sample_id] = group_id
+
+    def _hold_unable(self, avoid: Collection[str]) -> None:
+        """Hold sites that are to be avoided, silent or congested, as long as there are others; release all others."""
+        names = [name for name in self.used if name in self._fleets]
+        states = {name: self._hub.peers[name].state for name in names if name in self._hub.peers}
         able = {
             name
             for name, state in states.items()
             if self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
         }
-        for name, site in self._sites.items():
-            if able and name not in able:
-                self._dispatch.hold(site)
-            else:
-                self._dispatch.unhold(site)
+        chosen = (able - set(avoid)) or (set(names) - set(avoid)) or able or set(names)
+        for name in names:
+            (self._dispatch.unhold if name in chosen else self._dispatch.hold)(self._sites[name])
 
-    def finished(self, group_id: str, length: int) -> None:
+    def finished(self, sample_id: str, group_id: str, length: int) -> None:
         """Record that a sample of a group has finished with `length` tokens."""
-        self._dispatch.finished(group_id, length)
+        self._dispatch.finished(group_id if self.alone.pop(sample_id, None) is None else sample_id, length)
 
     async def spread(self, made: PublishDone) -> bool:
         """Send a new version to every site; generation and training continue meanwhile.
@@ -260,12 +335,12 @@ class Services:
             the controller heard of it.
         """
         if not made.content_hash:
-            self._count(made.bytes * len(self.names), None, 0.0)
+            self._count(made.bytes * len(self.used), None, 0.0)
             self._serving = dict.fromkeys(self.names, made.number)
             self._asleep.clear()
             return True
         self._newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
-        for name in self.names:
+        for name in self.used:
             if self._serving[name] < made.number:
                 self._queued[name] = self._newest
                 if name not in self._in_flight:
@@ -289,6 +364,7 @@ class Services:
             other
             for peer, other in self._sites.items()
             if other in self._cluster.relays_for(site)
+            and peer not in self.excluded
             and peer in self._hub.peers
             and self._hub.peers[peer].meta.get("passes_weights_on")
             and self._hub.silent_for(peer) < ABSENT_AFTER_S
@@ -357,22 +433,22 @@ class Services:
 
     async def leave_devices(self) -> bool:
         """Return whether all instances have left their devices; if not, request it. Nothing may be generating."""
-        if self._asleep == set(self.names):
+        if self._asleep == set(self.used):
             return True
         if SLEEP not in self._waits.begun:
-            self._waits.begin(SLEEP, f"{', '.join(self.names)} to leave their devices", self._weights_s)
+            self._waits.begin(SLEEP, f"{', '.join(self.used)} to leave their devices", self._weights_s)
             await self.tell(Sleep())
         return False
 
     def asleep(self, name: str) -> None:
         """Record that a service's instances have left their devices."""
         self._asleep.add(name)
-        if self._asleep == set(self.names):
+        if self._asleep == set(self.used):
             self._waits.end(SLEEP)
 
     def fleet(self) -> list[SimulatedInstance]:
         """Return all instances, as their services last reported them."""
-        return [instance for name in self.names for instance in fleet_from_wire(self._fleets[name])]
+        return [instance for name in self.used for instance in fleet_from_wire(self._fleets[name])]
 
     def instances(self) -> set[str]:
         """Return the names of all instances, as their services last reported them."""
@@ -395,6 +471,7 @@ class Services:
                 "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
                 "congested": bool(state.get("congested")),
                 "weights_refetched": state.get("weights_refetched", 0),
+                "excluded": self.excluded.get(name, ""),
             }
         return found
 
@@ -409,8 +486,8 @@ class Services:
         return min(ages, default=math.inf)
 
     def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield (service, instance, state in the last heartbeat) of the connected services."""
-        for service in self.names:
+        """Yield (service, instance, state in the last heartbeat) of the connected services that are used."""
+        for service in self.used:
             if (peer := self._hub.peers.get(service)) is not None:
                 for name, state in peer.state.get("instances", {}).items():
                     yield service, name, state

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.canary import difference, mismatch_bound
@@ -30,6 +31,14 @@ class Measured:
     """Shape [C]."""
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """An instance that does not compute what the trainer computes."""
+
+    instance: str
+    text: str
+
+
 class WeightCanary:
     """The comparison of all instances with the trainer, version by version."""
 
@@ -41,6 +50,8 @@ class WeightCanary:
         self._measured: dict[int, set[str]] = {}
         """Instances that have measured a version."""
         self._expected: dict[int, set[str]] = {}
+        self._reported: dict[int, set[str]] = {}
+        """Instances whose mismatch on a version was returned: one that repeats itself is not news."""
         self._agreed: set[int] = set()
         self._differed: set[int] = set()
         self.comparisons = 0
@@ -56,22 +67,23 @@ class WeightCanary:
         """Number of versions on which every instance heard of agrees with the trainer."""
         return len(self._agreed - self._differed)
 
-    def trainer_measured(self, number: int, measured: Measured) -> list[str]:
+    def trainer_measured(self, number: int, measured: Measured) -> list[Mismatch]:
         """Record the trainer's canary of a version; return the mismatches that this shows."""
         self._of_trainer[number] = measured
-        for old in [n for n in self._of_trainer if n <= number - HISTORY]:
-            for kept in (self._of_trainer, self._measured, self._uncompared, self._expected):
-                kept.pop(old, None)
+        by_version: tuple[dict[int, Any], ...] = (self._of_trainer, self._measured, self._uncompared)
+        for kept in (*by_version, self._expected, self._reported):
+            for old in [n for n in kept if n <= number - HISTORY]:
+                del kept[old]
         waiting = self._uncompared.pop(number, {})
-        return [text for name, one in waiting.items() if (text := self._compare(number, name, one))]
+        return [found for name, one in waiting.items() if (found := self._compare(number, name, one))]
 
-    def instance_measured(self, number: int, instance: str, measured: Measured) -> list[str]:
+    def instance_measured(self, number: int, instance: str, measured: Measured) -> list[Mismatch]:
         """Record an instance's canary of a version; return the mismatches that this shows."""
         self._measured.setdefault(number, set()).add(instance)
         if number not in self._of_trainer:
             self._uncompared.setdefault(number, {})[instance] = measured
             return []
-        return [text] if (text := self._compare(number, instance, measured)) else []
+        return [found] if (found := self._compare(number, instance, measured)) else []
 
     def loaded(self, number: int, instances: Collection[str]) -> None:
         """Record which instances have loaded a version, so that their measurements are awaited."""
@@ -81,7 +93,7 @@ class WeightCanary:
         """Return the instances, of those present, whose measurement of a version that they have loaded is to come."""
         return sorted((self._expected.get(number, set()) & set(present)) - self._measured.get(number, set()))
 
-    def _compare(self, number: int, instance: str, measured: Measured) -> str | None:
+    def _compare(self, number: int, instance: str, measured: Measured) -> Mismatch | None:
         trainer = self._of_trainer[number]
         bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, self._generation_dtype)
         gap = difference(trainer.logprobs, measured.logprobs)
@@ -97,7 +109,11 @@ class WeightCanary:
             f"text differ by {gap:.3g} nats in the mean, more than {bound:.3g} "
             f"(trainer {trainer.dtype}, instance {measured.dtype})"
         )
-        return self.mismatch
+        reported = self._reported.setdefault(number, set())
+        if instance in reported:
+            return None
+        reported.add(instance)
+        return Mismatch(instance, self.mismatch)
 
     def state(self) -> dict[str, object]:
         """Return the contents of `VerifiedStatus`."""

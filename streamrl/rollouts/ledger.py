@@ -96,6 +96,10 @@ class Ledger:
             )
         return new
 
+    def has(self, sample_id: str) -> bool:
+        """Return whether a sample was issued."""
+        return self._db.execute("SELECT 1 FROM samples WHERE sample_id = ?", (sample_id,)).fetchone() is not None
+
     def score(self, scored: list[Scored]) -> None:
         """Commit rewards, also void ones."""
         rows = [

@@ -107,6 +107,7 @@ class RemoteSite(StatusModel):
     compression: float | None = Field(None, description="raw bytes of samples per byte sent")
     congested: bool = False
     weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
+    excluded: str = Field("", description="why it is not used any more; '': it is")
 
     @property
     def away(self) -> bool:

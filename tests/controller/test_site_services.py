@@ -15,7 +15,7 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.site_services import Services
+from streamrl.controller.site_services import GivenWork, Services
 from streamrl.controller.step_times import Traffic
 from streamrl.protocol.controller_site import Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
@@ -151,8 +151,8 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
         assert not await services.ready("service-home", report({"number": 1, "bytes": 1} | QUICK))
         assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
         assert await services.ready("service-far", report({"number": 1, "bytes": 1} | QUICK))
-        again = [(group, some) for group, some in zip(groups, samples, strict=True) if group.group_id in had]
-        await services.resend("service-far", [g for g, _ in again], [s for _, s in again], None)
+        work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
+        await services.resend("service-far", [one for one in work if one.key in had], None)
         assert wire.groups("service-far") == had + had
 
     asyncio.run(play())
@@ -294,6 +294,7 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
             "compression": pytest.approx(2.5),
             "congested": True,
             "weights_refetched": 1,
+            "excluded": "",
         }
     }
 

@@ -33,7 +33,7 @@ def test_a_version_is_verified_once_an_instance_agrees_in_whatever_order_they_co
 def test_a_version_that_one_instance_computes_otherwise_is_a_mismatch_and_not_verified() -> None:
     one = watching()
     one.instance_measured(3, "b", measured(0.01))
-    (text,) = one.trainer_measured(3, measured())
+    ((_, text),) = [(found.instance, found.text) for found in one.trainer_measured(3, measured())]
     assert "version 3 on b does not compute what the trainer computes" in text and "0.01 nats" in text
     one.instance_measured(3, "a", measured())
     assert one.verified == 0 and one.mismatch == text

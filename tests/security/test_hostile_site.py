@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from scheduler.cost.decode import StepCurve
-from scheduler.simulation.generation_simulator import SimulatedInstance
-from scheduler.sites.site_dispatch import SiteGroup
-from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
-from streamrl.controller.group_source import samples_of
-from streamrl.generation.site.sample_batches import pack_samples
-from streamrl.protocol.controller_rewards import ScoreAnswer, ScoreRequest
+from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
     FleetChanged,
@@ -34,102 +23,10 @@ from streamrl.protocol.controller_site import (
 )
 from streamrl.protocol.controller_trainer import TrainDone
 from streamrl.protocol.message import TypedMessage, kind_of
-from streamrl.protocol.samples import fleet_to_wire, sample_to_wire
 from streamrl.report.panels import render
-from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir.status import read_status
-from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.endpoint import Delivery
-from tests.tiny_model import save_tiny_model
-
-CLUSTER = ClusterConfig.model_validate(
-    {
-        "hardware": "cpu",
-        "sites": {"home": {"port": 5600, "trainer": {}, "generation": [{}]}, "far": {"generation": [{}]}},
-        "links": [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30}],
-    }
-)
-REQUEST = ScoreRequest(sample_id="", task="t", completion="", reward_input={})
-OWN = np.arange(4, dtype=np.int32)
-SITES = {"service-home": "home", "service-far": "far"}
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    """A controller of two sites, each of which has been given one group of two samples."""
-    model = save_tiny_model(tmp_path / "model")
-    run = RunConfig.model_validate({"model": {"path": str(model)}, "batch": {"samples_per_prompt": 2}})
-    made: list[Controller] = []
-
-    async def begin() -> None:
-        context = RoleContext("controller", "home", tmp_path, CLUSTER, run, Addresses("", "", {}), False)
-        one = Controller(context)
-        made.append(one)
-        one.evaluator = SimpleNamespace(  # type: ignore[assignment]  # no evaluation is in flight
-            awaits=lambda _: False, generates=lambda _: False, unfinished=0
-        )
-        for name, site in SITES.items():
-            one.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
-                name=name, session="s", meta={"fleet": fleet_of(site)}, state={}, last_seen=0.0, flow=None
-            )
-        one.services.joined()
-        groups = [Group(f"p{n}-0", 1, n, f"p{n}", "t", 0, "", OWN, 2) for n in range(2)]
-        one.pool.issue(groups, 0)
-        one.ledger.issue((s, g.group_id) for g in groups for s, *_ in samples_of(g, 0))
-        for group, site in zip(groups, SITES.values(), strict=True):
-            for other in SITES.values():
-                (one.services._dispatch.unhold if other == site else one.services._dispatch.hold)(other)
-            one.services._dispatch.submit([SiteGroup(group.group_id, 2, None, 4)])
-            assert dict(one.services._dispatch.decide()) == {group.group_id: site}
-        one.rewarders.ask = _asked(one)  # type: ignore[method-assign]
-
-    asyncio.run(begin())
-    yield made[0]
-    made[0].ledger.close()
-
-
-def _asked(controller: Controller) -> Callable[..., Awaitable[None]]:
-    async def ask(group: Group, sample_id: str, text: str) -> None:
-        controller.rewarders._open["rewards-home"][sample_id] = REQUEST
-
-    return ask
-
-
-def fleet_of(site: str, pool: str = "regular") -> list[dict[str, Any]]:
-    return fleet_to_wire([SimulatedInstance(f"{site}-{pool}-0", StepCurve((1, 8), (0.01, 0.02), 0.0, 0.0), 8, pool)])
-
-
-def sample(at: str, group: int, number: int = 0, **changes: Any) -> Sample:
-    values: dict[str, Any] = {
-        **{"sample_id": f"p{group}-0.{number:03d}", "group_id": f"p{group}-0", "completion_tokens": OWN},
-        **{"logprobs": OWN.astype(np.float32) * -0.1, "token_versions": OWN * 0, "finish_reason": "stop"},
-        **{"site": at, "instance": f"{at}-regular-0", "pool": "regular", "route": "regular", "text": "4"},
-        **{"t_queued": 0.0, "t_dispatched": 1.0, "t_first_token": 2.0, "t_finished": 3.0},
-    }
-    return Sample(**(values | changes))
-
-
-def batch(peer: str, *samples: Sample) -> Delivery:
-    body, arrays = pack_samples([sample_to_wire(one) for one in samples])
-    return Delivery(peer, "samples", SampleBatch(**body), arrays, lambda: None)
-
-
-def said(peer: str, message: TypedMessage, **arrays: np.ndarray) -> Delivery:
-    return Delivery(peer, kind_of(message), message, arrays, lambda: None)
-
-
-def hear(controller: Controller, *deliveries: Delivery) -> dict[str, dict[str, int]]:
-    """Let the controller handle deliveries as its loop does; return what it has refused."""
-
-    async def handle() -> None:
-        await controller._samples([one for one in deliveries if isinstance(one.body, SampleBatch)])
-        controller._rewards([one for one in deliveries if isinstance(one.body, ScoreAnswer)])
-        for one in deliveries:
-            if not isinstance(one.body, SampleBatch | ScoreAnswer):
-                await controller._handle(one)
-
-    asyncio.run(handle())
-    return controller.hub.refused()
+from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, said, sample
 
 
 def test_a_site_delivers_its_own_samples_once(controller: Controller) -> None:
@@ -148,6 +45,12 @@ def test_a_site_cannot_deliver_the_samples_of_another(controller: Controller) ->
     assert controller.pool.missing("p0-0") == 1
 
 
+def test_a_site_cannot_have_a_sample_of_another_overlooked(controller: Controller) -> None:
+    forged, real = batch("service-far", sample("far", 0)), batch("service-home", sample("home", 0))
+    assert hear(controller, forged, real) == {"not its own": {"service-far": 1}}
+    assert controller.pool.received["p0-0.000"][0].site == "home"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -161,18 +64,26 @@ def test_a_site_cannot_deliver_the_samples_of_another(controller: Controller) ->
         {"completion_tokens": OWN - 1},
         {"token_versions": OWN + 7},
         {"token_versions": OWN - 1},
+        {"t_dispatched": 1e300},
+        {"text": "x" * 1_000_000},
+        {"route": "x" * 1_000_000},
+        *({"logprobs": np.full(4, value, "f4")} for value in (np.nan, -np.inf, -1e30, 5.0)),
         {name: np.zeros(100_000, kind) for name, kind in (("completion_tokens", "i4"), ("token_versions", "i4"))}
         | {"logprobs": np.zeros(100_000, "f4")},
     ],
     ids=str,
 )
 def test_a_sample_that_makes_no_sense_is_refused_and_ends_nothing(
-    controller: Controller, changes: dict[str, Any]
+    controller: Controller, sent: Sent, changes: dict[str, Any]
 ) -> None:
     refused = hear(controller, batch("service-far", sample("far", 1, **changes)))
     assert [dict(peers) for peers in refused.values()] == [{"service-far": 1}]
     assert controller.pool.missing("p1-0") == 2 and controller.ledger.counts() == {"issued": 4}
-    assert hear(controller, batch("service-far", sample("far", 1))) == refused
+    assert sent.ordered() == [("service-home", ["p1-0.000"])]  # of what the other one still owes, nothing
+    late = hear(controller, batch("service-far", sample("far", 1), sample("far", 1, 1)))
+    assert late == refused | {"not its own": {"service-far": 1}}
+    assert hear(controller, batch("service-home", sample("home", 1))) == late
+    assert controller.pool.missing("p1-0") == 0 and controller.ledger.counts() == {"issued": 2, "finished": 2}
 
 
 def test_bytes_that_are_no_samples_are_refused_and_others_arrive(controller: Controller) -> None:
@@ -220,13 +131,20 @@ CANARY = np.zeros(3, np.float32)
         FleetChanged(fleet=fleet_of("home"), instances={}),
         FleetChanged(fleet=fleet_of("far", "golden"), instances={}),
         FleetChanged(fleet=[], instances=STATES),
+        FleetChanged(fleet=fleet_of("far") * 2, instances={}),
+        FleetChanged(fleet=fleet_of("far") * 100_000, instances={}),
+        FleetChanged(fleet=[fleet_of("far")[0] | {"name": "far-regular-1"}], instances={}),
+        FleetChanged(fleet=[fleet_of("far")[0] | {"curve": {"step_seconds": {"1": 1e300}}}], instances={}),
+        FleetChanged(fleet=[], instances={"far-regular-0": InstanceState("regular", "x" * 1_000_000, "")}),
         CanaryMeasured(number=0, instance="home-regular-0", dtype="float32"),
         CanaryMeasured(number=9, instance="far-regular-0", dtype="float32"),
+        CanaryMeasured(number=0, instance="far-regular-0", dtype="x" * 1_000_000),
         TrainDone(rank=0, started=0.0, finished=0.0, stats={}),
     ],
     ids=kind_of,
 )
 def test_a_site_speaks_for_itself_alone(controller: Controller, message: TypedMessage) -> None:
+    controller.services._in_flight["service-far"] = 0
     before = controller.services.version, controller.services.instances()
     assert hear(controller, said("service-far", message, logprobs=CANARY)) == {"not its own": {"service-far": 1}}
     assert (controller.services.version, controller.services.instances()) == before
@@ -234,11 +152,12 @@ def test_a_site_speaks_for_itself_alone(controller: Controller, message: TypedMe
 
 def test_a_canary_without_its_array_is_refused(controller: Controller) -> None:
     canary = CanaryMeasured(number=0, instance="far-regular-0", dtype="float32")
-    for arrays in ({}, {"logprobs": CANARY.astype(np.int32)}, {"logprobs": CANARY[None]}):
+    long = np.zeros(1_000_000, np.float32)
+    for arrays in ({}, {"logprobs": CANARY.astype(np.int32)}, {"logprobs": CANARY[None]}, {"logprobs": long}):
         hear(controller, said("service-far", canary, **arrays))
-    assert controller.hub.refused() == {"not its own": {"service-far": 3}}
+    assert controller.hub.refused() == {"not its own": {"service-far": 4}}
     hear(controller, said("service-far", canary, logprobs=CANARY))
-    assert controller.hub.refused() == {"not its own": {"service-far": 3}}
+    assert controller.hub.refused() == {"not its own": {"service-far": 4}}
 
 
 def test_an_answer_to_no_command_of_the_trainer_is_refused(controller: Controller) -> None:

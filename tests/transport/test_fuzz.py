@@ -161,13 +161,12 @@ def read_batch(frames: Frames) -> None:
         assert isinstance(body, dict) and arrays.keys() == TOKEN_ARRAYS.keys()
         assert all(array.ndim == 1 and array.dtype == TOKEN_ARRAYS[name] for name, array in arrays.items())
     batch = Delivery("service-west", found.kind, parse(SampleBatch, found.body), found.arrays, lambda: None)
-
-    def unreadable(peer: str, error: Exception) -> None:
-        raise RunFailed(f"{peer}: {error}") from error
-
-    for _, one, content in arrived([batch], unreadable):
-        kept = sample_from_wire(Sample, *unpack_content(content))
-        assert all(getattr(kept, name).tobytes() == getattr(one, name).tobytes() for name in TOKEN_ARRAYS)
+    read, unreadable = arrived([batch])
+    for one in read:
+        kept = sample_from_wire(Sample, *unpack_content(one.content))
+        assert all(getattr(kept, name).tobytes() == getattr(one.sample, name).tobytes() for name in TOKEN_ARRAYS)
+    if unreadable:
+        raise RunFailed(f"{unreadable[0].peer}: {unreadable[0].error}")
 
 
 def read_groups(frames: Frames) -> None:

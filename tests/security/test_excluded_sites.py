@@ -1,0 +1,248 @@
+"""What a site cannot be trusted with is done by others: samples are given again, and the site is no longer used."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from streamrl.controller.controller import Controller
+from streamrl.controller.pool_sizes import MOST_COMING
+from streamrl.controller.site_trust import open_work
+from streamrl.controller.weight_canary import Measured
+from streamrl.errors import RunFailed
+from streamrl.generation.site.sample_batches import pack_samples
+from streamrl.protocol.controller_site import (
+    CanaryMeasured,
+    FleetChanged,
+    InstanceState,
+    SampleBatch,
+    WeightsReady,
+)
+from streamrl.protocol.controller_trainer import PublishDone
+from streamrl.protocol.samples import sample_to_wire
+from streamrl.report.panels import render
+from streamrl.run_dir.status import read_status
+from streamrl.transport.endpoint import Delivery, Speaker
+from streamrl.transport.wire import MalformedMessage
+from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, said, sample, two_sites
+
+NAN = {"logprobs": np.full(4, np.nan, "f4")}
+NONSENSE = Delivery(
+    *("service-far", "samples", SampleBatch(packing="zstd", samples=2, tokens=8, bodies=9)),
+    *({"payload": np.frombuffer(b"no zstd", np.uint8)}, lambda: None),
+)
+
+
+def test_what_can_be_read_of_a_batch_is_taken_and_the_rest_given_again(controller: Controller, sent: Sent) -> None:
+    (body, arrays), other = sample_to_wire(sample("far", 1)), sample_to_wire(sample("far", 1, 1))
+    packed, packed_arrays = pack_samples([(body | {"text": 5}, arrays), other])
+    mixed = Delivery("service-far", "samples", SampleBatch(**packed), packed_arrays, lambda: None)
+    assert hear(controller, mixed) == {"unreadable": {"service-far": 1}}
+    assert list(controller.pool.received) == ["p1-0.001"] and sent.ordered() == [("service-home", ["p1-0.000"])]
+
+
+def test_what_cannot_be_read_at_all_excludes_its_site_and_others_do_its_work(
+    controller: Controller, sent: Sent
+) -> None:
+    issue(controller, 2, "far")
+    hear(controller, batch("service-far", sample("far", 2)), batch("service-far", sample("far", 1, **NAN)))
+    refused = hear(controller, NONSENSE)
+    assert refused == {"unreadable": {"service-far": 2}}
+    assert sent.ordered() == [("service-home", ["p1-0.000"]), ("service-home", ["p1-0.001", "p2-0.001"])]
+    assert list(controller.services.excluded) == ["service-far"]
+    late = [sample("far", 1), sample("far", 1, 1), sample("far", 2, 1)]
+    hear(
+        controller, batch("service-far", *late), said("service-far", FleetChanged(fleet=fleet_of("far"), instances={}))
+    )
+    assert controller.hub.refused() == refused | {"not its own": {"service-far": 4}}
+    hear(controller, batch("service-home", *(replace(one, site="home", instance="home-regular-0") for one in late)))
+    assert controller.ledger.counts() == {"issued": 2, "finished": 4}
+    assert controller.pool.missing("p1-0") == controller.pool.missing("p2-0") == 0
+
+
+def test_a_site_most_of_whose_samples_cannot_be_used_is_excluded_and_shown(controller: Controller) -> None:
+    for number in range(2, 10):
+        issue(controller, number, "far")
+    for number in range(2, 9):
+        hear(controller, batch("service-far", sample("far", number, **NAN)))
+    assert not controller.services.excluded
+    hear(controller, batch("service-far", sample("far", 9, **NAN)))
+    assert controller.services.excluded == {"service-far": "8 of its 8 samples cannot be used"}
+    assert all(
+        controller.services.holds("service-home", f"p{n}-0.{k:03d}", f"p{n}-0") for n in range(10) for k in (0, 1)
+    )
+    controller.telemetry.write()
+    status = read_status(controller.context.run_dir)
+    assert status.sites["far"].excluded == "8 of its 8 samples cannot be used"
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(render(status, [], time.time(), [], []))
+    assert "not used any more: 8 of its 8 samples" in " ".join(shown.export_text().split())
+
+
+def test_a_site_that_is_seldom_wrong_stays(controller: Controller) -> None:
+    controller.trust._delivered["service-far"], controller.trust._refused["service-far"] = 1000, 50
+    hear(controller, batch("service-far", sample("far", 1, **NAN)))
+    assert not controller.services.excluded
+
+
+def test_a_sample_that_no_site_can_generate_ends_the_run_by_name(controller: Controller) -> None:
+    wrong = {"completion_tokens": OWN + 10**6}
+    hear(controller, batch("service-far", sample("far", 1, **wrong)))
+    hear(controller, batch("service-home", sample("home", 1, **wrong)))
+    service = next(name for name in controller.own if controller.services.holds(name, "p1-0.000", "p1-0"))
+    with pytest.raises(RunFailed, match=r"sample p1-0.000 was refused 3 times.*from service-.*outside the vocabulary"):
+        hear(controller, batch(service, sample(controller.own[service].site, 1, **wrong)))
+
+
+def test_the_trainers_site_and_the_last_one_are_not_excluded(controller: Controller) -> None:
+    home = replace(NONSENSE, peer="service-home")
+    hear(controller, home)
+    assert not controller.services.excluded
+    controller.services._fleets.pop("service-home")  # as if it could not generate
+    hear(controller, NONSENSE)
+    assert not controller.services.excluded
+
+
+def test_a_sample_given_again_goes_again_to_a_service_that_was_restarted(controller: Controller) -> None:
+    hear(controller, batch("service-far", sample("far", 1, **NAN)))
+    services, seed = controller.services, controller.config.seed
+
+    def owed(site: str) -> list[str]:
+        keys = services._dispatch.groups_of(site)
+        work = open_work(keys, services.alone, controller.pool, controller.evaluator, seed)
+        return [draw[0] for one in work for draw in one.draws]
+
+    assert (owed("home"), owed("far")) == (["p0-0.000", "p0-0.001", "p1-0.000"], ["p1-0.001"])
+
+
+def publish(controller: Controller, number: int) -> None:
+    made = PublishDone(rank=0, started=0.0, finished=1.0, number=number, content_hash="h", bytes=1)
+    asyncio.run(controller.services.spread(made))
+
+
+def ready(service: str, number: int, **changes: Any) -> Delivery:
+    values: dict[str, Any] = {"source": None, "transfer_s": 0.1, "bytes": 5, "started": 1.0, "fetched": 2.0}
+    return said(service, WeightsReady(**({"number": number, "applied": {}} | values | changes)))
+
+
+def test_the_run_goes_by_the_versions_of_the_sites_that_are_used(controller: Controller) -> None:
+    publish(controller, 0)
+    hear(controller, ready("service-home", 0))
+    assert controller.services.version == -1 and controller.services.updating
+    hear(controller, NONSENSE)
+    assert controller.services.version == 0 and not controller.services.updating
+    assert controller.waits.begun == frozenset()
+    controller.services.gone("service-far")  # its goodbye is waited for no more
+    assert controller.waits.begun == frozenset()
+
+
+def test_weights_that_nobody_was_sent_fill_nothing(controller: Controller) -> None:
+    publish(controller, 0)
+    spans = {"far-regular-0": (1.0, 2.0)}
+    hear(controller, *(ready("service-far", 0, applied=spans) for _ in range(100)))
+    assert len(controller.times.loading) == 1
+    assert controller.hub.refused() == {"not its own": {"service-far": 99}}
+
+
+@pytest.mark.parametrize("measured_first", ["trainer", "instance"])
+@pytest.mark.parametrize("site", ["far", "home"])
+def test_a_canary_that_differs_excludes_its_site_and_that_of_the_trainers_site_ends_the_run(
+    tmp_path: Path, sent: Sent, site: str, measured_first: str
+) -> None:
+    with two_sites(tmp_path, sent, mismatch={"on_mismatch": "stop"}) as controller:
+        canary = CanaryMeasured(number=0, instance=f"{site}-regular-0", dtype="float32")
+        differs = said(f"service-{site}", canary, logprobs=np.full(3, -1.0, np.float32))
+        measured = measured_of_trainer()
+
+        def play() -> None:
+            if measured_first == "instance":
+                hear(controller, differs)
+            asyncio.run(controller._judge_canaries(controller.canary.trainer_measured(0, measured)))
+            if measured_first == "trainer":
+                hear(controller, differs)
+
+        if site == "home":
+            with pytest.raises(RunFailed, match=r"version 0 on home-regular-0 .*on_mismatch is stop"):
+                play()
+        else:
+            play()
+            assert "does not compute what the trainer computes" in controller.services.excluded["service-far"]
+            assert sent.ordered() == [("service-home", ["p1-0.000", "p1-0.001"])]
+
+
+def measured_of_trainer() -> Measured:
+    return Measured("float32", np.zeros(3, np.float32))
+
+
+def test_a_canary_that_differs_again_and_again_is_said_once(
+    controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller.canary.trainer_measured(0, measured_of_trainer())
+    canary = CanaryMeasured(number=0, instance="far-regular-0", dtype="float32")
+    hear(controller, *(said("service-far", canary, logprobs=np.full(3, -1.0, np.float32)) for _ in range(50)))
+    assert caplog.text.count("mismatch: version 0 on far-regular-0") == 1
+    assert not controller.services.excluded  # the run file says warn
+
+
+@pytest.mark.parametrize("fleet", [None, 5, [], {}, [5], [{"name": "far-regular-0"}], [{"curve": 5}], "home"], ids=str)
+def test_a_site_whose_first_hello_makes_no_sense_is_excluded_and_the_others_start(
+    controller: Controller, fleet: object
+) -> None:
+    controller.services._fleets.clear()
+    controller.services._dispatch._sites.clear()
+    controller.hub.peers["service-far"].meta = {"fleet": fleet_of("home") if fleet == "home" else fleet}
+    asyncio.run(controller._join_services())
+    assert list(controller.services.excluded) == ["service-far"]
+    assert controller.services.instances() == {"home-regular-0"}
+
+
+def test_a_trainers_site_whose_hello_makes_no_sense_ends_the_run(controller: Controller) -> None:
+    controller.services._fleets.clear()
+    controller.services._dispatch._sites.clear()
+    controller.hub.peers["service-home"].meta = {"fleet": [{}]}
+    with pytest.raises(RunFailed, match="service-home cannot be used"):
+        asyncio.run(controller._join_services())
+
+
+def test_instances_that_come_and_go_for_ever_are_not_remembered_for_ever(controller: Controller) -> None:
+    states = {"far-regular-0": InstanceState("regular", "ready", "")}
+    reports = (FleetChanged(fleet=[], instances=states if n % 2 else {}) for n in range(4 * MOST_COMING))
+    hear(controller, *(said("service-far", report) for report in reports))
+    assert controller.hub.refused() == {} and len(controller.scaling.coming) == MOST_COMING
+
+
+@pytest.mark.parametrize("name", ["trainer-0", "controller", "home-regular-0", "far-regular-1", "far-regular-0\n"])
+def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str) -> None:
+    far = Speaker("service-far", "service", "far")
+    controller._check_state(far, {"instances": {"far-regular-0": {"state": "busy"}}})
+    for speaker in (far, Speaker("rewards-far", "rewards", "far")):
+        with pytest.raises(MalformedMessage, match=r"of site far|has instances"):
+            controller._check_state(speaker, {"instances": {name: {}}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"instances": {"far-regular-0": {"running": 1, "stalled_s": math.nan}}},
+        {"instances": {"far-regular-0": {"running": 1, "stalled_s": -1e9}}},
+        {"instances": {"far-regular-0": {"busy_since": math.inf}}},
+        {"rtt_s": math.nan},
+        {"tokens_per_s": 1e300},
+        {"weights_refetched": 2**62},
+        {"detail": "x" * 1_000_000},
+        {"waits": [{"owner": "a", "waiting_for": "b", "since": 0.0, "limit_s": 1.0}] * 20_000},
+    ],
+    ids=lambda state: str(state)[:40],
+)
+def test_numbers_and_lists_of_a_heartbeat_have_an_end(controller: Controller, state: dict[str, Any]) -> None:
+    with pytest.raises(MalformedMessage, match="state of service"):
+        controller._check_state(Speaker("service-far", "service", "far"), state)
