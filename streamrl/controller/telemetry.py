@@ -22,11 +22,14 @@ from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Hub
+from streamrl.transport.refusals import RefusedCounts, merged
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 """Seconds between two writes of the status."""
+TRAINER = "trainer-0"
+"""The rank that reports for the trainer."""
 MEMORY_EVERY_S = 5.0
 """Seconds between two measurements of the memory."""
 
@@ -61,6 +64,8 @@ class Telemetry:
         self._started = time.time()
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
+        self._reported: dict[str, RefusedCounts] = {}
+        """What other processes have refused, by process; kept after it has gone."""
         self._types: dict[str, dict[str, str]] = {}
         """Number type in which each process computes, with the reason; kept after the process has gone."""
 
@@ -108,7 +113,7 @@ class Telemetry:
                 "ranker": self.lengths.state(),
                 "verified": self.verified(),
                 "latest": self._latest.model_dump() if self._latest else None,
-                "refused": self.hub.refused(),
+                "refused": self._refused(),
                 "waits": self._waits(),
                 "error": self.error,
             },
@@ -202,20 +207,20 @@ class Telemetry:
         states["controller"] = {"state": self.state, "detail": self.detail}
         roles = {}
         for name, role in self.processes().items():
-            speaker = "trainer-0" if role == "trainer" else name
+            speaker = TRAINER if role == "trainer" else name
             known = states.get(speaker, {})
-            state = str(known.get("state", "starting"))
+            state = shown(known.get("state", "starting"))
             if self._states.get(name, ("", 0.0))[0] != state:
                 self._states[name] = (state, time.time())
             numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
             if known.get("dtype"):
                 decided = ("dtype", "dtype_why", "packing", "packing_why")
-                self._types[name] = {key: str(known.get(key, "")) for key in decided}
+                self._types[name] = {key: shown(known.get(key, "")) for key in decided}
             roles[name] = (
                 {
                     "role": role,
                     "state": state,
-                    "detail": str(known.get("detail", "")),
+                    "detail": shown(known.get("detail", "")),
                     "since": self._states[name][1],
                     "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
                 }
@@ -224,13 +229,34 @@ class Telemetry:
             )
         return roles
 
+    def _refused(self) -> dict[str, dict[str, int]]:
+        """Return what all processes have refused; peers of other hubs than the controller's as 'peer at process'."""
+        of_process = {peer.name: peer.state for peer in self.hub.peers.values()}
+        for peer in self.hub.peers.values():
+            of_process |= peer.state.get("instances", {})
+        for name in self.processes().keys() | {TRAINER}:
+            if refused := of_process.get(name, {}).get("refused"):
+                self._reported[name] = {
+                    cause: {f"{shown(peer)} at {name}": count for peer, count in counts.items()}
+                    for cause, counts in refused.items()
+                }
+        return merged([self.hub.refused(), *self._reported.values()])
+
     def _waits(self) -> list[dict[str, Any]]:
         waits = self.hub.waits.snapshot()
         for peer in self.hub.peers.values():
             waits += peer.state.get("waits", [])
             for instance in peer.state.get("instances", {}).values():
                 waits += instance.get("waits", [])
-        return sorted(waits, key=lambda wait: wait["since"])
+        texts = ("owner", "waiting_for")
+        return sorted(
+            (wait | {key: shown(wait[key]) for key in texts} for wait in waits), key=lambda wait: wait["since"]
+        )
+
+
+def shown(text: object) -> str:
+    """Return a text of another process as it can be shown: a terminal would obey control characters."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in str(text))
 
 
 def _family_memory_gb() -> float | None:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from streamrl.transport.endpoint import Speaker
+from streamrl.transport.refusals import RefusalCause
 from streamrl.transport.wire import MalformedMessage
 
 MOST = 10**12
@@ -20,11 +21,14 @@ MOST_TEXT = 20_000
 """Most characters of a text."""
 MOST_ENTRIES = 10_000
 """Most instances of a site, and most waits of a process."""
+MOST_REFUSED = 1_000
+"""Most peers for each cause of its refusals."""
 
 Count = Annotated[int, Meta(ge=-MOST, le=MOST)]
 Number = Annotated[float, Meta(ge=-MOST, le=MOST)]
 """A finite number: neither bound lets NaN through."""
 Duration = Annotated[float, Meta(ge=0, le=MOST)]
+Tally = Annotated[int, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
@@ -53,6 +57,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     packing: Text = ""
     packing_why: Text = ""
     waits: Annotated[list[ReportedWait], Meta(max_length=MOST_ENTRIES)] = []
+    refused: dict[RefusalCause, Annotated[dict[Text, Tally], Meta(max_length=MOST_REFUSED)]] = {}
+    """What its hubs and links have refused, by cause and peer."""
 
 
 class UplinkState(msgspec.Struct, frozen=True):

@@ -176,7 +176,8 @@ class RunStatus(StatusModel):
     ranker: RankerStatus = Field(default_factory=RankerStatus)
     latest: MetricsRow | None = None
     refused: dict[str, dict[str, int]] = Field(
-        default_factory=dict, description="messages and connections that the controller has refused, by cause and peer"
+        default_factory=dict,
+        description="what processes refused, by cause and peer; 'peer at process' unless the controller did",
     )
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None

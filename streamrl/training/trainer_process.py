@@ -112,6 +112,7 @@ class TrainerWorker:
             await self._compute(self._load)
             link = Link(self.name, "trainer", self.waits, flow=self.context.local_flow)
             link.reads = MessageReader(FROM_CONTROLLER)
+            link.reports.append(self.hub)
             link.state = lambda: {
                 "state": self.state,
                 "weight_version": self.version,

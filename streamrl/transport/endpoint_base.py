@@ -183,6 +183,10 @@ class Endpoint:
         elif verdict == "committed":
             acknowledge()
 
+    def refused(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of all refusals, by cause and peer."""
+        return self.refusals.by_cause()
+
     def _refuse(self, error: MalformedMessage, peer: str) -> None:
         """Count a malformed message, or one that its sender may not send."""
         self.malformed += 1

@@ -24,6 +24,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
 from streamrl.transport.flow import Flow
+from streamrl.transport.refusals import merged
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
 
 HELLO_S = 1.0
@@ -74,6 +75,8 @@ class Link(Endpoint):
         """Bytes of all frames handed to libzmq."""
         self.on_new_hub: Callable[[], None] | None = None
         """Called when the hub is a new process, before anything is sent to it or received from it."""
+        self.reports: list[Endpoint] = [self]
+        """Endpoints of this process whose refusals its heartbeats report."""
         self.hub_state: dict[str, Any] = {}
         """State in the hub's last heartbeat."""
         self._socket = self._context.socket(zmq.DEALER)
@@ -258,6 +261,7 @@ class Link(Endpoint):
         for beat in itertools.count():
             pause = endpoint_base.HEARTBEAT_S / (1 if beat >= FIRST_BEATS else 10)
             own = {"waits": self.waits.snapshot(), "malformed": self.malformed}
+            own["refused"] = merged(one.refused() for one in self.reports)
             clocks = {"clock_offset_s": self.clock.offset_s, "rtt_s": self.clock.rtt_s}
             self._put(self._control("heartbeat", self.state() | own | clocks | {"clock": {"sent": self._clock()}}))
             await asyncio.sleep(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,19 @@ flight than it may have, or more hellos or heartbeats than it may send.
 MOST_PEERS = 50
 """Peers counted by name for each cause; further ones are counted together, since a stranger may make up names."""
 OTHERS = "others"
+
+
+RefusedCounts = Mapping[str, Mapping[str, int]]
+"""Numbers of refusals, by cause and peer."""
+
+
+def merged(parts: Iterable[RefusedCounts]) -> dict[str, dict[str, int]]:
+    """Return the sums of several counts."""
+    sums: dict[str, Counter[str]] = {}
+    for part in parts:
+        for cause, counts in part.items():
+            sums.setdefault(cause, Counter()).update(counts)
+    return {cause: dict(counts) for cause, counts in sums.items()}
 
 
 class Refusals:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,11 @@ from streamrl.protocol.controller_trainer import TrainDone
 from streamrl.protocol.message import TypedMessage, kind_of
 from streamrl.report.panels import render
 from streamrl.run_dir.status import read_status
-from streamrl.transport.endpoint import Delivery
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Hub, Link, Speaker
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, said, sample
+from tests.training.conftest import free_port
+from tests.waiting import until
 
 
 def test_a_site_delivers_its_own_samples_once(controller: Controller) -> None:
@@ -173,3 +178,46 @@ def test_what_was_refused_is_in_status_and_report(controller: Controller) -> Non
     shown = Console(width=150, record=True, file=io.StringIO())
     shown.print(render(status, [], time.time(), [], []))
     assert "not its own: service-far 1" in shown.export_text()
+
+
+def test_what_other_hubs_refused_is_shown_with_the_process_that_refused_it(controller: Controller) -> None:
+    states = {
+        "trainer-0": {"refused": {"not allowed": {"service-far": 7}}},
+        "service-far": {"instances": {"far-regular-0": {"refused": {"malformed": {"hub\u001b[2J": 3}}}}},
+        "rewards-home": {"refused": {"malformed": {"hub": 2}}},
+    }
+    for name, state in states.items():
+        controller._check_state(Speaker(name, "trainer"), state)
+        controller.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
+            name=name, session="s", state=state, last_seen=0.0, meta={}
+        )
+    hear(controller, batch("service-far", sample("far", 0)))
+    shown = {
+        "not its own": {"service-far": 1},
+        "not allowed": {"service-far at trainer-0": 7},
+        "malformed": {"hub?[2J at far-regular-0": 3, "hub at rewards-home": 2},
+    }
+    controller.telemetry.write()
+    assert read_status(controller.context.run_dir).refused == shown
+    controller.hub.peers.pop("trainer-0")
+    controller.telemetry.write()
+    assert read_status(controller.context.run_dir).refused == shown
+
+
+def test_a_process_reports_what_its_hubs_and_its_link_refused() -> None:
+    async def body() -> None:
+        controller = Hub("controller", WaitRegistry("controller")).bind(address := f"tcp://127.0.0.1:{free_port()}")
+        publisher = Hub("publisher", WaitRegistry("publisher"))
+        publisher.refusals.count("not allowed", "service-far", "scale")
+        link = Link("trainer-0", "trainer", WaitRegistry("trainer"))
+        link.reports.append(publisher)
+        link.refusals.count("not allowed", "hub", "scale")
+        await link.connect(address, 10)
+        try:
+            expected = {"not allowed": {"service-far": 1, "hub": 1}}
+            await until(lambda: controller.peers["trainer-0"].state.get("refused") == expected)
+        finally:
+            await link.close()
+            await controller.close()
+
+    asyncio.run(body())

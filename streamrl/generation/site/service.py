@@ -93,6 +93,7 @@ class GenerationService:
             *(context, self.hub, self.dispatcher, self.waits, self.journal),
             *(self.weights.ensure, self._fleet_changed, self._tell_parked),
         )
+        self.controller.reports += [self.hub, *self.weights.endpoints]
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     async def run(self) -> None:

@@ -22,6 +22,7 @@ from streamrl.runtime.site_connections import (
     to_relay,
 )
 from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint_base import Endpoint
 from streamrl.weights.assembly import make_relay
 from streamrl.weights.backends.streamed import make_publisher
 from streamrl.weights.site_relay import NotPublished, WeightRelay
@@ -54,6 +55,11 @@ class SiteWeights:
     def passes_on(self) -> bool:
         """Whether other sites can get weights from this one."""
         return self._publisher is not None
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """The hub for other sites' relays, if there is one, and the link to the trainer's publisher."""
+        return [self.home.link, *([self._hub] if self._hub is not None else [])]
 
     @property
     def bytes_received(self) -> int:
