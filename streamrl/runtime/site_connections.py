@@ -15,8 +15,10 @@ from streamrl.runtime.handshake import disagreement
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.delivery import Inbox
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
+from streamrl.transport.hub import MOST_OPEN, MOST_OPEN_BYTES
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
 """Hub names at the trainer's site."""
@@ -114,12 +116,18 @@ async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
 
 
 def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
-    """Create a connection to the weight relay of another generating site; not yet connected."""
-    return _link(context, "relay", waits, context.cluster.link_between(context.site, site))
+    """Create a connection to the weight relay of another generating site; not yet connected.
+
+    That site is trusted with nothing but bytes, so what its relay may queue here has an end.
+    """
+    inbox = Inbox(most_open=MOST_OPEN, most_bytes=MOST_OPEN_BYTES)
+    return _link(context, "relay", waits, context.cluster.link_between(context.site, site), inbox)
 
 
-def _link(context: RoleContext, role: str, waits: WaitRegistry, over: SiteLink | None) -> Link:
+def _link(
+    context: RoleContext, role: str, waits: WaitRegistry, over: SiteLink | None, inbox: Inbox | None = None
+) -> Link:
     if over is None:
         return Link(context.name, role, waits, {"site": context.site}, flow=context.local_flow)
     about = {"site": context.site, "agreement": context.agreement}
-    return Link(context.name, role, waits, about, flow=context.link_flow(over, BATCH_BYTES))
+    return Link(context.name, role, waits, about, flow=context.link_flow(over, BATCH_BYTES), inbox=inbox)

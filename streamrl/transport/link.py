@@ -52,6 +52,7 @@ class Link(Endpoint):
         waits: where waits are registered.
         flow: flow to the hub.
         clock: returns unix seconds; compared with the hub's.
+        inbox: limits of what the hub may have open here; None: there are none.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Link(Endpoint):
         *,
         flow: Flow | None = None,
         clock: Callable[[], float] = time.time,
+        inbox: Inbox | None = None,
     ) -> None:
         super().__init__(name, waits, flow, clock)
         self.role = role
@@ -81,7 +83,7 @@ class Link(Endpoint):
         """State in the hub's last heartbeat."""
         self._socket = self._context.socket(zmq.DEALER)
         self._outbox: Outbox[Outgoing] = Outbox(self.flow.credits, self.flow.window_bytes)
-        self._inbox_state = Inbox()
+        self._inbox_state = inbox or Inbox()
         self._credit = asyncio.Event()
         self._all_acknowledged = asyncio.Event()
         self._answered = asyncio.Event()

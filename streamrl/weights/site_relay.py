@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 FETCH_TRIES = 3
 """Number of corrupt transfers in a row after which the run fails: that is no accident any more."""
+MOST_EARLY, MOST_EARLY_BYTES = 256, 1 << 30
+"""Most chunks, and their bytes, that wait for a manifest: more than any publisher has in flight."""
 
 Encoding = Literal["raw", "delta"]
 
@@ -310,6 +312,9 @@ class WeightRelay:
                 return parse(wanted, delivery.body), delivery.arrays
             elif delivery.kind == kind_of(Chunk):
                 self._early.append(delivery)
+                nbytes = sum(array.nbytes for one in self._early for array in one.arrays.values())
+                if len(self._early) > MOST_EARLY or nbytes > MOST_EARLY_BYTES:
+                    raise CorruptWeights(f"{len(self._early)} chunks of version {number} came without its manifest")
             else:
                 raise CorruptWeights(f"{delivery.kind!r} came instead of {kind_of(wanted)!r}")
         early = self._early.pop()

@@ -15,13 +15,20 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.controller.controller import Controller
 from streamrl.errors import RunFailed
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
+from streamrl.protocol.weights import ManifestOf
 from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.runtime.site_connections import to_relay
 from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery
+from streamrl.transport.hub import MOST_OPEN
+from streamrl.transport.wire import Message, encode
 from streamrl.weights.quantize import full_precision
-from streamrl.weights.version import CorruptTensors, Manifest, lay_out
+from streamrl.weights.site_relay import MOST_EARLY, WeightRelay
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, lay_out
 from streamrl.weights.version_store import WeightStore
 from tests.waiting import until
 from tests.weights.world import RecordingPublisher, World, fill, flip_a_bit, in_world
@@ -234,3 +241,26 @@ def test_bytes_are_on_disk_before_a_restart_can_trust_their_name(
     checkpoints.commit(3, keep=1)
     assert named == {"version_1.json": True, "version_1.bin": True, "step_3": True}
     assert {(tmp_path / "store").stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= synced
+
+
+def test_a_relay_of_another_site_can_queue_no_more_than_the_limits(controller: Controller) -> None:
+    async def body() -> None:
+        link = to_relay(controller.context, "far", WaitRegistry("home"))
+        link._hub_session, sent = "life", MOST_OPEN + 500
+        for number in range(1, sent + 1):
+            link._arrived(list(encode(Message("chunk", "life", number, {}))))
+        assert link._inbox.qsize() == MOST_OPEN and link.refused() == {"too many": {"hub": 500}}
+        await link.close()
+
+    asyncio.run(body())
+
+
+def test_chunks_without_a_manifest_are_not_collected_for_ever(tmp_path: Path) -> None:
+    class Chunks:
+        async def receive(self) -> Delivery:
+            values = {"request": 0, "part": 0, "offset": 0}
+            return Delivery("hub", "chunk", values, {"data": np.zeros(1, np.uint8)}, lambda: None)
+
+    relay = WeightRelay(Chunks(), WeightStore(tmp_path), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(CorruptWeights, match=f"{MOST_EARLY + 1} chunks of version 3 came without its manifest"):
+        asyncio.run(relay._next(ManifestOf, 3))
