@@ -182,7 +182,8 @@ class MismatchConfig(StrictModel):
     on_mismatch: Literal["warn", "stop"] = Field(
         "warn",
         description="what follows a difference above the bound, of the fixed text or of a step's samples; warn: log, "
-        "status and report say so; stop: the run ends, too",
+        "status and report say so; stop: the run ends, too; at a fixed text of an instance of another site it goes on "
+        "without that site, if others can generate",
     )
     bound: float | None = Field(
         None,
