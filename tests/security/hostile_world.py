@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from msgspec import inspect
 
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
@@ -28,6 +30,8 @@ from streamrl.protocol.samples import fleet_to_wire, sample_to_wire
 from streamrl.rollouts.types import Group, Sample
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.endpoint import Delivery
+from streamrl.transport.wire import Message
+from tests.messages import every_message, generated
 from tests.tiny_model import save_tiny_model
 
 CLUSTER = ClusterConfig.model_validate(
@@ -142,3 +146,22 @@ def hear(controller: Controller, *deliveries: Delivery) -> dict[str, dict[str, i
 
     asyncio.run(handle())
     return controller.hub.refused()
+
+
+def nonsense(session: str, first: int, count: int) -> Iterator[Message]:
+    """Yield messages of a peer `service-far`, numbered from `first`: every kind, with wrong and boundary values."""
+    dice, kinds = random.Random(count), [(kind_of(one), inspect.type_info(one)) for one in every_message()]
+    body, arrays = pack_samples([sample_to_wire(sample("far", 99, n)) for n in range(3)])
+    for number in range(first, first + count):
+        match dice.randrange(10):
+            case 0:
+                yield Message("heartbeat", session, 0, {"instances": {"trainer-0": {"state": "x" * 999}}})
+            case 1:
+                about = {"name": f"service-{number}", "role": "service", "meta": {"site": "far", "fleet": [1] * 99}}
+                yield Message("hello", session, 0, about)
+            case 2:
+                yield Message("samples", session, number, body, arrays)
+            case _:
+                kind, fields = dice.choice(kinds)
+                if kind != "samples":  # one batch that cannot be read would be enough to exclude the site
+                    yield Message(kind, session, number, generated(fields, dice))

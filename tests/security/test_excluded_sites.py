@@ -8,9 +8,11 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
@@ -32,8 +34,10 @@ from streamrl.protocol.samples import sample_to_wire
 from streamrl.report.panels import render
 from streamrl.run_dir.status import read_status
 from streamrl.transport.endpoint import Delivery, Speaker
-from streamrl.transport.wire import MalformedMessage
-from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, said, sample, two_sites
+from streamrl.transport.hub import PeerRoute
+from streamrl.transport.wire import MalformedMessage, Message, encode
+from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, nonsense, said, sample, two_sites
+from tests.training.conftest import free_port
 
 NAN = {"logprobs": np.full(4, np.nan, "f4")}
 NONSENSE = Delivery(
@@ -246,3 +250,40 @@ def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str
 def test_numbers_and_lists_of_a_heartbeat_have_an_end(controller: Controller, state: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match="state of service"):
         controller._check_state(Speaker("service-far", "service", "far"), state)
+
+
+FLOOD = 100_000
+MOST_MEMORY = 150 * 2**20
+"""Bytes by which memory may grow meanwhile: what may be queued, and what Python keeps for itself."""
+
+
+def test_100_000_messages_of_nonsense_leave_a_controller_as_it_was(controller: Controller) -> None:
+    async def body() -> int:
+        hub, memory = controller.hub, psutil.Process().memory_info
+        hub.bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
+        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
+        route = PeerRoute(hub._doors[0], b"far")
+        hub.peers.clear()  # those of the fixture are no peers
+        meta = {"site": "far", "fleet": fleet_of("far"), "agreement": controller.context.agreement}
+        about = {"name": "service-far", "role": "service", "meta": meta}
+        hub._arrived(route, list(encode(Message("hello", "life", 0, about))), None)
+        controller.recovery = SimpleNamespace(hello=_nothing)  # type: ignore[assignment]
+        before = most = memory().rss
+        for number, message in enumerate(nonsense("life", 1, FLOOD)):
+            hub._arrived(route, list(encode(message)), None)
+            if number % 1000 == 0:
+                while not hub._inbox.empty():
+                    await controller._receive()
+                most = max(most, memory().rss)
+        await hub.close()
+        return most - before
+
+    assert asyncio.run(body()) < MOST_MEMORY
+    assert {"not allowed", "malformed", "not its own", "too many", "hello"} <= controller.hub.refused().keys()
+    assert not controller.services.excluded and controller.ledger.counts() == {"issued": 4}
+    hear(controller, batch("service-far", sample("far", 1)), batch("service-home", sample("home", 0)))
+    assert controller.ledger.counts() == {"issued": 2, "finished": 2}
+
+
+async def _nothing(*_: object) -> None:
+    pass
