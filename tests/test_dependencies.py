@@ -78,7 +78,7 @@ ORDERS = {
         {"run_dir", "protocol"},
         {"runtime"},
         {"weights", "tasks"},
-        {"training", "generation"},
+        {"training", "generation", "agents"},
         {"controller"},
         {"report", "diagnose", "verify"},
         {"launcher", "planning"},
