@@ -1,1 +1,1 @@
-"""Agents: episodes of many turns. The user's agent talks to an OpenAI-compatible endpoint; the tokens stay on our side."""
+"""Agents: episodes of many turns. A user's agent talks to an OpenAI-compatible endpoint, which keeps the tokens."""

@@ -1,9 +1,9 @@
 """Records of an episode: what is ordered, what the model generated in one turn, and the rows that are trained.
 
 An episode is one run of a user's agent for one task: one trajectory, one sample of a group, one reward. It makes model
-calls (turns) and tool calls. Its tokens are kept as one or more rows. A row is what the model saw and produced in calls that
-extend each other: the tokens of a turn (prompt and output) are a bit-exact prefix of the next turn's prompt. A call that
-does not extend any row begins a new one.
+calls (turns) and tool calls. Its tokens are kept as one or more rows. A row is what the model saw and produced in calls
+that extend each other: the tokens of a turn (prompt and output) are a bit-exact prefix of the prompt of the next turn. A
+call that does not extend any row begins a new one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GeneratedTurn:
         _check_shapes("a turn", self.tokens, self.logprobs, self.versions)
 
 
-Generate = Callable[[TurnOrder], Awaitable[GeneratedTurn]]
+GenerateTurn = Callable[[TurnOrder], Awaitable[GeneratedTurn]]
 
 
 @dataclass(frozen=True)
