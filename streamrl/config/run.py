@@ -10,7 +10,7 @@ from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
 from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
-from streamrl.config.tasks import Task, default_tasks
+from streamrl.config.tasks import FileTask, Task, default_tasks
 
 
 class ModelConfig(StrictModel):
@@ -309,7 +309,7 @@ class RunConfig(StrictModel):
                 "trainer's with instances; set backend: auto or stream"
             )
         for task in self.tasks:
-            if task.kind != "reasoning_gym" and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:
+            if isinstance(task, FileTask) and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:
                 raise ValueError(
                     f"task {task.key!r}: sandbox.seconds ({task.sandbox.seconds:g}) must be less than "
                     f"deadlines.reward_s ({self.deadlines.reward_s:g}): otherwise a program that never ends would make "

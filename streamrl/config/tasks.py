@@ -78,7 +78,73 @@ class FileTask(StrictModel):
         return self
 
 
-Task = Annotated[ReasoningGymTask | FileTask, Field(discriminator="kind")]
+class EpisodeDeadlines(StrictModel):
+    """Time limits of an episode of an agent task; one that expires ends the episode without a reward."""
+
+    call_s: float = Field(
+        600.0, gt=0, description="seconds that one call of the model may take, from the request to the whole answer"
+    )
+    tool_s: float = Field(30.0, gt=0, description="seconds that one call of a tool may take")
+    turn_s: float = Field(
+        900.0,
+        gt=0,
+        description="seconds from one call of the model to the next, or to the end: the answer, the tools, and what "
+        "the agent does in between",
+    )
+    episode_s: float = Field(3600.0, gt=0, description="seconds that a whole episode may take")
+
+
+class AgentTask(StrictModel):
+    """A task whose samples are episodes: an agent calls the model, and tools, as often as it needs."""
+
+    kind: Literal["agent"]
+    name: str = Field(description="name shown in rollouts and reports")
+    run: str | None = Field(
+        None,
+        description="'module:function', an `async def run(task, client)` that plays one episode and returns its "
+        "reward, or a mapping of `reward` and further numbers",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="program with its arguments that plays one episode: it calls the endpoint that OPENAI_BASE_URL "
+        'and OPENAI_API_KEY name, finds its item as JSON in TASK, and prints {"reward": ...} as its last line',
+    )
+    path: str | None = Field(None, description="file of items (.jsonl, .parquet), all columns of which the agent gets")
+    prompt_column: str = Field("prompt", description="column with the text that the agent gets as `prompt`")
+    answer_column: str | None = Field(
+        None, description="column with the value that the agent gets as `answer`; null: as the column is named"
+    )
+    items: str | None = Field(
+        None,
+        description="'module:function', a function (index, seed) that makes item number `index` (from 0): a mapping "
+        "of plain values with a text `prompt`; `seed` differs between items, and in evaluations",
+    )
+    count: int | None = Field(None, ge=1, description="number of different `items`; null: they never end")
+    weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
+    shuffle: bool = Field(True, description="a new order in every epoch; false: always the same (a curriculum)")
+    max_turns: int = Field(32, ge=1, description="calls of the model in one episode; further ones are refused")
+    deadlines: EpisodeDeadlines = Field(default_factory=EpisodeDeadlines)
+
+    @property
+    def key(self) -> str:
+        """Unique name of the task in a run."""
+        return self.name
+
+    @model_validator(mode="after")
+    def _one_agent_and_one_source(self) -> Self:
+        for one, other in (("run", "command"), ("path", "items")):
+            if (getattr(self, one) is None) == (getattr(self, other) is None):
+                given = "neither" if getattr(self, one) is None else "both"
+                raise ValueError(f"agent task {self.name!r} needs either `{one}` or `{other}`, got {given}")
+        if self.path is not None and self.count is not None:
+            raise ValueError(f"agent task {self.name!r}: `count` belongs to `items`; a file has as many as it has rows")
+        if self.items is not None and (self.prompt_column != "prompt" or self.answer_column is not None):
+            raise ValueError(f"agent task {self.name!r}: prompt_column and answer_column belong to `path`")
+        return self
+
+
+Task = Annotated[ReasoningGymTask | FileTask | AgentTask, Field(discriminator="kind")]
 
 
 def default_tasks() -> list[Task]:

@@ -16,6 +16,7 @@ import psutil
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
+from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.model_files import resolve_model, weight_bytes
@@ -212,7 +213,8 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
-    """Check task names, settings, files and reward functions by building them as the run will."""
+    """Check task names, settings, files, reward functions and agents by building them as the run will."""
+    from streamrl.agents.agent_function import load_agent
     from streamrl.tasks.rewards import Scorer
     from streamrl.tasks.source import PromptSource
 
@@ -223,6 +225,8 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
         try:
             PromptSource([task], run.seed).prompt(0)
             Scorer([task], run.seed)
+            if isinstance(task, AgentTask):
+                load_agent(task)
         except UserError as error:
             yield f"{key}: {error}"
 
@@ -251,7 +255,7 @@ def ray_warnings(cluster: ClusterConfig, environment: Mapping[str, str], site: s
 def sandbox_warnings(run: RunConfig) -> Iterable[str]:
     """Say what programs that a model writes can do here in spite of their sandbox."""
     for task in run.tasks:
-        if task.kind != "reasoning_gym" and task.sandbox and (weaker := isolation_of(task.sandbox).weaker):
+        if isinstance(task, FileTask) and task.sandbox and (weaker := isolation_of(task.sandbox).weaker):
             yield f"task {task.key!r}: {weaker}"
 
 

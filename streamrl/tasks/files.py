@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from streamrl.config.tasks import FileTask
+from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class TaskRow:
     """Reference answer (str, int, float, bool, list, dict); None if the task has no answer column."""
 
 
+RowsTask = FileTask | AgentTask
+"""A task that reads rows."""
+Record = tuple[str, dict[str, Any]]
+"""Where a row is, and its values by column."""
+
+
 def load_rows(task: FileTask) -> list[TaskRow]:
     """Read all rows, in the file's order.
 
@@ -33,29 +41,62 @@ def load_rows(task: FileTask) -> list[TaskRow]:
         UserError: missing or empty file, missing column, null or wrong type (with file and line or row).
     """
     if task.kind == "hf_dataset":
-        rows = list(_table_rows(task, _hf_table(task), f"{task.path} (split {task.split})"))
+        records = _table_records(_columns(task), _hf_table(task), f"{task.path} (split {task.split})")
     else:
-        rows = list(_file_rows(task))
+        records = _file_records(task, task.path)
+    return _not_empty(task, [_row(task, where, record) for where, record in records])
+
+
+def load_records(task: AgentTask) -> list[dict[str, Any]]:
+    """Read all rows of an agent's file with all their columns, those of prompt and answer as `prompt` and `answer`.
+
+    Raises:
+        UserError: as `load_rows`; or a column is already named `prompt` or `answer`, or holds no plain value.
+    """
+    assert task.path is not None
+    return _not_empty(task, [_item(task, where, record) for where, record in _file_records(task, task.path)])
+
+
+def _not_empty(task: RowsTask, rows: list[T]) -> list[T]:
     if not rows:
         raise UserError(f"task {task.key!r}: {task.path} holds no prompts")
     return rows
 
 
-def _file_rows(task: FileTask) -> Iterator[TaskRow]:
-    path = Path(task.path).expanduser()
+def _item(task: AgentTask, where: str, record: dict[str, Any]) -> dict[str, Any]:
+    row = _row(task, where, record)
+    named = {task.prompt_column, task.answer_column}
+    item: dict[str, Any] = {"prompt": row.prompt}
+    if task.answer_column is not None:
+        item["answer"] = row.answer
+    for name, value in record.items():
+        if name in named:
+            continue
+        if name in item:
+            raise UserError(f"{where}: column {name!r} is in the way: the agent gets {name}_column under this name")
+        try:
+            item[name] = plain(value)
+        except TypeError as error:
+            raise UserError(f"{where}: column {name!r}: {error}") from error
+    return item
+
+
+def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
+    path = Path(name).expanduser()
     if path.is_dir():
-        raise UserError(f"task {task.key!r}: {path} is a folder; kind: hf_dataset reads folders")
+        hint = "" if isinstance(task, AgentTask) else "; kind: hf_dataset reads folders"
+        raise UserError(f"task {task.key!r}: {path} is a folder{hint}")
     if not path.is_file():
         raise UserError(f"task {task.key!r}: no file {path}")
     match path.suffix.lower():
         case ".jsonl" | ".ndjson":
-            return _jsonl_rows(task, path)
+            return _jsonl_records(task, path)
         case ".parquet":
-            return _parquet_rows(task, path)
+            return _parquet_records(task, path)
     raise UserError(f"task {task.key!r}: {path} must end in .jsonl or .parquet")
 
 
-def _jsonl_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
+def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -68,22 +109,24 @@ def _jsonl_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
             if not isinstance(record, dict):
                 raise UserError(f"{where}: expected a JSON object, got {_kind(record)}")
             _check_columns(task, where, list(record))
-            yield _row(task, where, record)
+            yield where, record
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parquet_rows(task: FileTask, path: Path) -> Iterator[TaskRow]:
+def _parquet_records(task: RowsTask, path: Path) -> Iterator[Record]:
     parquet = import_extra("pyarrow.parquet", f"task {task.key!r}")
     arrow = import_extra("pyarrow", f"task {task.key!r}")
     try:
-        _check_columns(task, str(path), parquet.read_schema(path).names)
-        table = parquet.read_table(path, columns=_columns(task))
+        names = parquet.read_schema(path).names
+        _check_columns(task, str(path), names)
+        columns = names if isinstance(task, AgentTask) else _columns(task)
+        table = parquet.read_table(path, columns=columns)
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {error}") from error
-    return _table_rows(task, table, str(path))
+    return _table_records(columns, table, str(path))
 
 
 def _hf_table(task: FileTask) -> Any:
@@ -107,18 +150,17 @@ def _hf_table(task: FileTask) -> Any:
     return data.with_format("arrow")[:]  # a table with the rows in the data set's own order
 
 
-def _table_rows(task: FileTask, table: Any, where: str) -> Iterator[TaskRow]:
-    columns = _columns(task)
+def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Record]:
     values = [table.column(name).to_pylist() for name in columns]
     for number, cells in enumerate(zip(*values, strict=True), start=1):
-        yield _row(task, f"{where}, row {number}", dict(zip(columns, cells, strict=True)))
+        yield f"{where}, row {number}", dict(zip(columns, cells, strict=True))
 
 
-def _columns(task: FileTask) -> list[str]:
+def _columns(task: RowsTask) -> list[str]:
     return [task.prompt_column, *([task.answer_column] if task.answer_column is not None else [])]
 
 
-def _row(task: FileTask, where: str, record: dict[str, Any]) -> TaskRow:
+def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
     prompt = record[task.prompt_column]
     if not isinstance(prompt, str):
         raise UserError(f"{where}: column {task.prompt_column!r} must be text, got {_kind(prompt)}")
@@ -162,7 +204,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"expected text, a number, a list or a mapping, got {_kind(value)}")
 
 
-def _check_columns(task: FileTask, where: str, names: list[str]) -> None:
+def _check_columns(task: RowsTask, where: str, names: list[str]) -> None:
     for column in _columns(task):
         if column not in names:
             key = "prompt_column" if column == task.prompt_column else "answer_column"

@@ -5,23 +5,21 @@ They run inside a reward worker (see `reward_pool`), because they may hang or cr
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
-import os
 import reprlib
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from streamrl.config.tasks import FileTask, Task
+from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.sandbox import passes
 from streamrl.tasks.source import ITEMS
+from streamrl.tasks.user_functions import NotThere, import_function, why_not_callable
 from streamrl.tasks.void_reward import VoidReward
 
 PYTHON_TESTS = "python_tests"
@@ -45,7 +43,10 @@ class RewardFunction(Protocol):
 
 
 class Scorer:
-    """The verifiers of all tasks of a run; slow imports and construction happen once, here."""
+    """The verifiers of a run's tasks; slow imports and construction happen once, here.
+
+    An agent returns its own reward, so an agent task has none.
+    """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         """Import and build every verifier.
@@ -53,7 +54,7 @@ class Scorer:
         Raises:
             UserError: a reward function cannot be imported or called, or a task's settings are wrong.
         """
-        self._scores = {task.key: _score_of(task, seed) for task in tasks}
+        self._scores = {task.key: _score_of(task, seed) for task in tasks if not isinstance(task, AgentTask)}
 
     def score(self, task: str, completion: str, reward_input: dict[str, Any]) -> float:
         """Return the reward of a completion of `task`; `reward_input` is that of its prompt.
@@ -75,7 +76,7 @@ class Scorer:
         return value
 
 
-def _score_of(task: Task, seed: int) -> Score:
+def _score_of(task: FileTask | ReasoningGymTask, seed: int) -> Score:
     """Return the scorer of a task: the named or user's reward of a file task, else that of the kind's own items."""
     if isinstance(task, FileTask):
         return _file_score(task)
@@ -144,25 +145,13 @@ def load_function(spec: str, whose: str) -> RewardFunction:
     Raises:
         UserError: it cannot be imported, or cannot be called as a `RewardFunction`.
     """
-    expected = "expected 'math_verify', 'exact_match', 'python_tests' or 'module:function'"
-    module_name, colon, name = spec.partition(":")
-    if not (colon and module_name and name):
-        raise UserError(f"{whose}: reward {spec!r}: {expected}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        function: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(f"{whose}: reward {spec!r} cannot be imported: {type(error).__name__}: {error}") from error
+        function: Any = import_function(spec, "'math_verify', 'exact_match', 'python_tests' or 'module:function'")
+    except NotThere as error:
+        raise UserError(f"{whose}: reward {spec!r}: {error}") from error
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise UserError(f"{whose}: reward {spec!r} must be an ordinary function")
-    try:
-        inspect.signature(function).bind("", prompt="", answer=None)
-    except TypeError as error:
-        raise UserError(
-            f"{whose}: reward {spec!r} must be callable as f(completion, *, prompt, answer): {error}"
-        ) from error
+    if why_not := why_not_callable(function, "", prompt="", answer=None):
+        raise UserError(f"{whose}: reward {spec!r} must be callable as f(completion, *, prompt, answer): {why_not}")
     found: RewardFunction = function
     return found

@@ -2,9 +2,9 @@
 
     index i --mix--> (task, its k-th prompt) --order--> (epoch, item)
 
-`mix` interleaves the tasks by weight. A task without an end (reasoning-gym) takes item k; a finite one
-(a file, or reasoning-gym with `config.size`) takes its items in a new permutation each epoch, without
-replacement.
+`mix` interleaves the tasks by weight. A task without an end (reasoning-gym, an agent's `items`) takes item k; a finite
+one (a file, reasoning-gym with `config.size`, `items` with `count`) takes its items in a new permutation each epoch,
+without replacement.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
 from streamrl.rollouts.seeds import derive_seed
+from streamrl.tasks.agent_items import AgentItems
 from streamrl.tasks.files import load_rows
 from streamrl.tasks.procedural import ProceduralItems
 
@@ -32,7 +33,7 @@ class Prompt:
     """One prompt, with the input for scoring its completions."""
 
     prompt_id: str
-    """Prompt id, 'task/item'. A file's item is its row (from 0); reasoning-gym's is the seed of its random generator,
+    """Prompt id, 'task/item'. A file's item is its row (from 0); one that is made is the seed of its random generator,
     so that an id means the same question in runs with other seeds (as long as the task's settings are the same)."""
     task: str
     """Key of the task."""
@@ -41,7 +42,8 @@ class Prompt:
     epoch: int
     """Number of earlier uses of this prompt (0: first time)."""
     reward_input: dict[str, Any]
-    """Input of the verifier besides the completion; str, int, float, bool, None, list and dict only."""
+    """Input of the verifier besides the completion, or the item of an agent; str, int, float, bool, None, list and dict
+    only."""
 
 
 def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
@@ -86,9 +88,10 @@ class FileItems:
         return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
 
 
-ITEMS: dict[type[Any], Callable[[Any, int], ProceduralItems | FileItems]] = {
+ITEMS: dict[type[Any], Callable[[Any, int], ProceduralItems | FileItems | AgentItems]] = {
     ReasoningGymTask: ProceduralItems,
     FileTask: lambda task, seed: FileItems(task),
+    AgentTask: AgentItems,
 }
 """Factory of the items of a task, from (task, run's seed), by the class of the task's configuration."""
 
@@ -126,7 +129,7 @@ class PromptSource:
         return Prompt(
             prompt_id=f"{task.key}/{items.base + item}",
             task=task.key,
-            text=with_suffix(items.question(item), task.suffix),
+            text=with_suffix(items.question(item), "" if isinstance(task, AgentTask) else task.suffix),
             epoch=epoch,
             reward_input=items.reward_input(item),
         )
@@ -134,7 +137,7 @@ class PromptSource:
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         count, task = self._items[number].count, self._tasks[number]
         assert count is not None
-        if isinstance(task, FileTask) and not task.shuffle:
+        if not isinstance(task, ReasoningGymTask) and not task.shuffle:
             return np.arange(count)
         return np.random.default_rng([derive_seed(self._seed, task.key), epoch]).permutation(count)
 

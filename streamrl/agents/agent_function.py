@@ -1,0 +1,53 @@
+"""The user's agent: the coroutine, or the program, that plays one episode."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import UserError
+from streamrl.tasks.user_functions import NotThere, import_function, why_not_callable
+
+
+class AgentFunction(Protocol):
+    """The signature of a user's agent, `run: my_module:my_function` in the run file."""
+
+    def __call__(self, task: dict[str, Any], client: Any) -> Awaitable[float | Mapping[str, float]]:
+        """Play one episode.
+
+        Args:
+            task: the item: a mapping with a text `prompt`.
+            client: an `AgentClient`, with which the model and tools are called.
+
+        Returns:
+            The reward, any finite number; or a mapping with `reward` and further numbers, which are recorded.
+        """
+        ...
+
+
+def load_agent(task: AgentTask) -> AgentFunction | None:
+    """Import an agent; None: it is a program.
+
+    Raises:
+        UserError: it cannot be imported or called as an `AgentFunction`, or there is no such program.
+    """
+    if task.command is not None:
+        if shutil.which(task.command[0]) is None:
+            raise UserError(f"task {task.key!r}: command: there is no program {task.command[0]!r}")
+        return None
+    assert task.run is not None
+    whose = f"task {task.key!r}: run {task.run!r}"
+    try:
+        function = import_function(task.run)
+    except NotThere as error:
+        raise UserError(f"{whose}: {error}") from error
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
+    if inspect.isclass(function) or not inspect.iscoroutinefunction(called):
+        raise UserError(f"{whose} must be a coroutine: async def f(task, client)")
+    if why_not := why_not_callable(function, {}, None):
+        raise UserError(f"{whose} must be callable as f(task, client): {why_not}")
+    found: AgentFunction = function
+    return found

@@ -1,0 +1,97 @@
+"""An agent task in the run file: one way to play, one source of items, and an agent that can be called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.agents.agent_function import load_agent
+from streamrl.config.load import load_run
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import UserError
+from streamrl.launcher.preflight import check_tasks
+
+GOOD = {"kind": "agent", "name": "mine", "run": "some_agents:good", "items": "some_agents:items"}
+AGENTS = """
+def items(index, seed): return {"prompt": "p"}
+async def good(task, client): return 1.0
+class Played:
+    async def __call__(self, task, client): return 1.0
+played = Played()
+def ordinary(task, client): return 1.0
+async def lonely(task): return 1.0
+async def greedy(task, client, tools): return 1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_agents.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+
+
+def task(**changes: Any) -> AgentTask:
+    return AgentTask.model_validate({name: value for name, value in {**GOOD, **changes}.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"run": None}, "needs either `run` or `command`, got neither"),
+        ({"command": ["true"]}, "needs either `run` or `command`, got both"),
+        ({"items": None}, "needs either `path` or `items`, got neither"),
+        ({"path": "a.jsonl"}, "needs either `path` or `items`, got both"),
+        ({"items": None, "path": "a.jsonl", "count": 3}, "`count` belongs to `items`"),
+        ({"prompt_column": "question"}, "prompt_column and answer_column belong to `path`"),
+        ({"answer_column": "solution"}, "prompt_column and answer_column belong to `path`"),
+        ({"run": None, "command": []}, "at least 1 item"),
+        ({"max_turns": 0}, "greater than or equal to 1"),
+        ({"deadlines": {"tool_s": 0}}, "greater than 0"),
+        ({"deadlines": {"tools": 3}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        task(**changes)
+
+
+def test_a_wrong_agent_task_of_a_run_file_is_named_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: m}\ntasks: [{kind: agent, name: mine, run: 'a:b', items: 'a:b', max_turn: 3}]\n"
+    )
+    with pytest.raises(UserError, match=r"unknown key 'tasks\.0\.max_turn'; did you mean 'max_turns'"):
+        load_run(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("run", ["some_agents:good", "some_agents:played"])
+def test_a_coroutine_is_an_agent(run: str) -> None:
+    assert load_agent(task(run=run)) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"run": "good"}, "task 'mine': run 'good': expected 'module:function'"),
+        ({"run": "some_agents:god"}, "run 'some_agents:god': cannot be imported: AttributeError"),
+        ({"run": "no_agents:good"}, "cannot be imported: ModuleNotFoundError"),
+        ({"run": "some_agents:ordinary"}, r"must be a coroutine: async def f\(task, client\)"),
+        ({"run": "some_agents:Played"}, "must be a coroutine"),
+        ({"run": "some_agents:AGENTS"}, "cannot be imported"),
+        ({"run": "some_agents:lonely"}, r"must be callable as f\(task, client\): too many positional"),
+        ({"run": "some_agents:greedy"}, r"must be callable as f\(task, client\): missing a required argument: 'tools'"),
+        ({"run": None, "command": ["no-such-agent", "-x"]}, "command: there is no program 'no-such-agent'"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_refused_before_anything_starts(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_agent(task(**changes))
+
+
+def test_the_check_before_a_run_names_the_task_that_is_wrong(tmp_path: Path) -> None:
+    text = "model: {path: m}\ntasks:\n- {kind: agent, name: a, run: 'some_agents:good', items: 'some_agents:items'}\n"
+    text += "- {kind: agent, name: b, run: 'some_agents:ordinary', items: 'some_agents:items'}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    (problem,) = check_tasks(load_run(tmp_path / "run.yaml"))
+    assert problem.startswith("tasks.1: task 'b': run 'some_agents:ordinary' must be a coroutine")
