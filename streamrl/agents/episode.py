@@ -1,9 +1,9 @@
 """Records of an episode: what is ordered, what the model generated in one turn, and the rows that are trained.
 
-An episode is one run of a user's agent for one task: one trajectory, one sample of a group, one reward. It makes model
-calls (turns) and tool calls. Its tokens are kept as one or more rows. A row is what the model saw and produced in calls
-that extend each other: in a row, the tokens of a turn (prompt and output) are a bit-exact prefix of the next prompt.
-A call that does not extend any row begins a new one.
+An episode is one run of a user's agent for one task: one trajectory, one sample of a group, one reward. It makes
+model calls (turns) and tool calls. Its tokens are kept as one or more rows. A row is what the model saw and produced
+in calls that extend each other: in a row, the tokens of a turn (prompt and output) are a bit-exact prefix of the next
+prompt. A call that does not extend any row begins a new one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,287 @@
+"""Conversations as tokens: the model's chat template, applied so that what was sampled is never encoded again.
+
+A prompt that begins a row is rendered whole. A prompt that extends a row is the row's tokens, as they are, and a
+suffix: what the template adds behind the sampled answer (the rest of its turn, the new messages, the beginning of the
+next answer). The suffix is a difference of two rendered texts. In both, each sampled answer is replaced by a
+stand-in, so the difference does not depend on what was sampled. If the longer text does not begin with the shorter
+one, then the template rewrites history (many drop the reasoning of earlier answers), and the prompt begins a row of
+its own.
+
+ChatML, which SmolLM2 uses, as an example. The model samples `It is 12.<|im_end|>`. The template closes a turn with
+`<|im_end|>` and a newline; the end token was sampled, so the suffix is the newline, the next message and
+`<|im_start|>assistant` with a newline.
+
+Text of special tokens inside of messages (a tool's result that contains `<|im_end|>`) is encoded as plain text: no
+message can end its turn or begin another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streamrl.agents.tool_calls import TEXT_PROTOCOL, TOOL_FAMILIES, ToolFamily, to_text_protocol
+from streamrl.rollouts.types import IntArray
+
+ChatMessage = dict[str, Any]
+"""A message of the chat API; `content` is a text, `role` is never 'developer'."""
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+PROBE_CALL = {"id": "call_0", "type": "function", "function": {"name": "probe_tool", "arguments": {"x": "probe value"}}}
+ANSWER = "It is twelve."
+REASONED = "<think>\nSeven and five.\n</think>\n\n" + ANSWER
+
+
+class TemplateError(ValueError):
+    """The chat template does not accept these messages; the text says what it objects to."""
+
+
+class HistoryRewritten(Exception):
+    """The template renders earlier turns differently now; the prompt must begin a row of its own."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered prompt, or its suffix."""
+
+    text: str
+    """The whole prompt as the template rendered it, with stand-ins for sampled answers."""
+    tokens: IntArray
+    """Token ids of the whole prompt, or of the suffix, shape [P]."""
+
+
+class ChatRenderer:
+    """Renders conversations with one model's chat template and tokenizer."""
+
+    def __init__(self, tokenizer: Any, system_prompt: str | None = None) -> None:
+        """Examine the template.
+
+        Args:
+            tokenizer: tokenizer of `transformers`.
+            system_prompt: system message of conversations that have none of their own; None: none is added.
+
+        Raises:
+            TemplateError: there is no chat template, or it cannot render one user message.
+        """
+        if not getattr(tokenizer, "chat_template", None):
+            raise TemplateError("the tokenizer has no chat template, which agents need: their calls are conversations")
+        self._tokenizer, self._system_prompt = tokenizer, system_prompt
+        self._added = set(tokenizer.added_tokens_decoder)
+        self._nonce = secrets.token_hex(6)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._specials = sorted(special.union(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(re.escape(token) for token in self._specials) or r"(?!)")
+        self._guarded = re.compile(f"G{self._nonce}n(\\d+)z")
+        self._stand_in = f"A{self._nonce}z"
+        self.notes: list[str] = []
+        """What a user should know about this template, one sentence each."""
+        self.tools = self._find_family()
+        """How the model writes calls of tools; `TEXT_PROTOCOL`: its template knows no tools."""
+        self.row_per_turn = self._why_not_append_only()
+        """Why no prompt can extend a row, so that each turn has a row of its own; empty: prompts extend rows."""
+        if self.row_per_turn:
+            self.notes.append(f"every turn begins a new row: {self.row_per_turn}")
+        elif why := self._rewrites([USER, {"role": "assistant", "content": REASONED}], REASONED):
+            self.notes.append(f"a turn with reasoning is not extended: {why}")
+
+    def whole(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> Rendered:
+        """Render a prompt that begins a row.
+
+        Args:
+            messages: the conversation, in which every message is text of others or counts as such.
+            tools: tools as in the chat API.
+
+        Raises:
+            TemplateError: the template does not accept the messages.
+        """
+        text = self._text(messages, tools)
+        return Rendered(text, self._encode(text))
+
+    def extend(
+        self,
+        before: Rendered,
+        history: list[ChatMessage],
+        appended: list[ChatMessage],
+        tools: list[dict[str, Any]],
+        end: str,
+    ) -> Rendered:
+        """Render what follows a sampled answer.
+
+        Args:
+            before: the prompt that the answer was sampled after.
+            history: its messages and the answer's stand-in (`stand_in`).
+            appended: messages after the answer.
+            tools: tools as in the chat API, the same as before.
+            end: text of the answer's last token if it is an end token, else empty.
+
+        Returns:
+            The whole text, and the tokens of the suffix alone.
+
+        Raises:
+            HistoryRewritten: the template changes earlier turns.
+            TemplateError: the template does not accept the messages.
+        """
+        if self.row_per_turn:
+            raise HistoryRewritten(self.row_per_turn)
+        text = self._text([*history, *appended], tools)
+        suffix = _after(text, before.text + history[-1]["content"])
+        return Rendered(text, self._encode(suffix.removeprefix(end)))
+
+    def stand_in(self, answer: str) -> ChatMessage:
+        """Return the message that stands for a sampled answer when suffixes are rendered."""
+        head, thought, _ = answer.rpartition("</think>")
+        if not thought:
+            return {"role": "assistant", "content": self._stand_in}
+        opened = "<think>\n" if "<think>" in head else ""
+        return {"role": "assistant", "content": f"{opened}{self._stand_in}\n</think>\n\n{self._stand_in}"}
+
+    def end_text(self, answer: IntArray) -> str:
+        """Return the text of the end token with which sampled tokens of shape [C] end; empty: they end with another."""
+        if len(answer) == 0 or int(answer[-1]) not in self._added:
+            return ""
+        return str(self._tokenizer.decode([int(answer[-1])], skip_special_tokens=False))
+
+    def _text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], *, asks: bool = True) -> str:
+        if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        if self.tools is TEXT_PROTOCOL:
+            messages, tools = to_text_protocol(messages, tools), []
+        else:
+            messages = [_with_arguments(message) for message in messages]
+        return self._template(self._guard(messages), self._guard(tools), asks)
+
+    def _template(self, messages: Any, tools: Any, asks: bool = True) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # templates raise whatever their authors chose
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TemplateError(f"the model's chat template does not accept these messages: {reason}") from error
+        return str(text)
+
+    def _guard(self, value: Any) -> Any:
+        """Replace texts of special tokens, at any depth, by words that `_encode` encodes as plain text."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: f"G{self._nonce}n{self._specials.index(found[0])}z", value)
+        if isinstance(value, list):
+            return [self._guard(one) for one in value]
+        if isinstance(value, dict):
+            return {self._guard(key): self._guard(one) for key, one in value.items()}
+        return value
+
+    def _encode(self, text: str) -> IntArray:
+        """Encode rendered text, shape [P]."""
+        ids: list[int] = []
+        for number, piece in enumerate(self._guarded.split(text)):
+            if number % 2 == 0:
+                ids += self._ids(piece)
+            else:  # the text of a special token, cut in two so that it is not taken for the token
+                plain = self._specials[int(piece)]
+                ids += self._ids(plain[:1]) + self._ids(plain[1:])
+        return np.asarray(ids, dtype=np.int32)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def _find_family(self) -> ToolFamily:
+        """Find how the template writes calls, by having it render one."""
+        self.tools = TOOL_FAMILIES[0]  # any but the text protocol: the template itself is to render the tools
+        try:
+            call: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+            result: ChatMessage = {
+                "role": "tool",
+                "content": "probe result",
+                "tool_call_id": "call_0",
+                "name": "probe_tool",
+            }
+            asked = self._text([USER], [PROBE_TOOL])
+            called = self._text([USER, call], [PROBE_TOOL], asks=False)
+            answered = self._text([USER, call, result], [PROBE_TOOL])
+        except TemplateError as error:
+            self._text_protocol(str(error))
+            return TEXT_PROTOCOL
+        if "probe_tool" not in asked or "probe result" not in answered:
+            self._text_protocol("the template does not render tools")
+            return TEXT_PROTOCOL
+        shared = len(_common(asked, called))
+        sampled = self._tokenizer.decode(self._encode(called[shared:]), skip_special_tokens=True)
+        for family in TOOL_FAMILIES:
+            found = family.parse(sampled)
+            if [(c.name, json.loads(c.arguments)) for c in found.calls] == [("probe_tool", {"x": "probe value"})]:
+                return family
+        self._text_protocol("the template writes calls in a way that is not known here")
+        return TEXT_PROTOCOL
+
+    def _text_protocol(self, why: str) -> None:
+        self.notes.append(f"tools are described in the system message, and their results come as user messages: {why}")
+
+    def _why_not_append_only(self) -> str:
+        """Say why the template's suffixes cannot be used at all; empty: they can."""
+        try:
+            if why := self._rewrites([USER, {"role": "assistant", "content": ANSWER}], ANSWER):
+                return why
+            asked = self._text([USER], [])
+            whole = self._text([USER, {"role": "assistant", "content": ANSWER}, USER], [])
+        except TemplateError as error:
+            return str(error)
+        rest = _after(whole, asked + ANSWER)
+        pieces = np.concatenate([self._encode(part) for part in (asked, ANSWER, rest)])
+        if not np.array_equal(pieces, self._encode(whole)):
+            return "the tokenizer encodes a turn differently when other turns precede it"
+        return ""
+
+    def _rewrites(self, turns: list[ChatMessage], answer: str) -> str:
+        """Say how the template rewrites these turns once another message follows; empty: it does not."""
+        try:
+            _after(self._text([*turns, USER], []), self._text(turns[:-1], []) + answer)
+        except HistoryRewritten as error:
+            return str(error)
+        return ""
+
+
+USER: ChatMessage = {"role": "user", "content": "What is 7 + 5?"}
+
+
+def _with_arguments(message: ChatMessage) -> ChatMessage:
+    """Return the message with the arguments of its tool calls as objects, which is what templates expect."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            with contextlib.suppress(ValueError):  # some templates render a text as well, and others object
+                function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _common(one: str, other: str) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:at]
+
+
+def _after(text: str, beginning: str) -> str:
+    """Return what follows `beginning` in `text`.
+
+    Raises:
+        HistoryRewritten: `text` does not begin so.
+    """
+    if text.startswith(beginning):
+        return text[len(beginning) :]
+    at = len(_common(text, beginning))
+    was, now = beginning[at : at + 24], text[at : at + 24]
+    raise HistoryRewritten(f"the template rewrites history: {was!r} becomes {now!r} in the next turn")

@@ -1,0 +1,343 @@
+"""The tokens of one episode: which call extends which, what a retry gets, and the rows that are trained.
+
+A session holds a tree of turns. A turn has a prompt and, once it is generated, an answer. A new call is compared with
+what the session knows: if its messages begin with those of a turn and that turn's answer, it extends the turn, and
+its prompt is the turn's tokens (prompt and output, bit for bit) with a suffix. The longest match wins. Otherwise it
+begins a new row, rendered whole. Not extended are: an answer that a token limit cut, one that came under other tools,
+and one whose turn the chat template rewrites.
+
+A path from the root to a leaf is a row. Turns that are on several paths (a fork: two calls that go on from one
+answer) are trained in the first of these rows; in the others the same tokens are context, with mask 0. So every
+sampled token is trained exactly once, and nothing else is.
+
+A call is a retry, and gets the turn that is recorded or still running, if it has the `Idempotency-Key` of an earlier
+one; or the same body, and either says that it is a retry or no answer to that body was delivered. The same body again
+is otherwise a new sample.
+
+Nothing here does input or output, or asks for the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from streamrl.agents.episode import NOT_SAMPLED, EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
+from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, ChatMessage, Rendered, TemplateError
+from streamrl.agents.tool_calls import ParsedAnswer
+from streamrl.rollouts.seeds import derive_seed
+from streamrl.rollouts.types import IntArray
+
+
+class CallRefused(Exception):
+    """A call that gets an error as its answer."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Limits on what one episode may ask for."""
+
+    max_context: int
+    """Tokens of a prompt and its answer together."""
+    max_turns: int
+    """Turns of one episode."""
+    max_in_flight: int = 16
+    """Turns that one episode generates at a time."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the model, as checked by the endpoint."""
+
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
+    body: bytes
+    """What makes two calls the same: a digest of everything that counts in them."""
+    prompt_tokens: IntArray | None = None
+    """Tokens in place of messages, shape [P] (`/inference/v1/generate`)."""
+    idempotency_key: str | None = None
+    is_retry: bool = False
+    """Whether the client says so."""
+    ignored: tuple[str, ...] = ()
+    """Parameters of the client that the run decides."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """One call of the model and its answer."""
+
+    number: int
+    """Position among the session's turns, from 0."""
+    order: TurnOrder
+    call: Call
+    parent: Turn | None
+    """The turn that it extends; None: it begins a row."""
+    rendered: Rendered | None
+    """Its prompt as text with stand-ins; None: the call gave tokens."""
+    history: list[ChatMessage]
+    """Messages of its prompt, with stand-ins for sampled answers."""
+    started: float
+    """Unix seconds."""
+    note: str = ""
+    """Why it begins a row although its messages continue an earlier turn; empty: nothing to say."""
+    generated: GeneratedTurn | None = None
+    answer: ChatMessage = field(default_factory=dict)
+    """The assistant's message that the agent gets; empty while the turn runs."""
+    parsed: ParsedAnswer | None = None
+    finished: float | None = None
+    """Unix seconds; None: it runs."""
+    clients: int = 0
+    """Clients that wait for its answer at this moment."""
+    delivered: bool = False
+    """Whether a client got its answer."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Return prompt and output, shape [T]; the turn must be finished."""
+        assert self.generated is not None
+        return np.concatenate([self.order.prompt_tokens, self.generated.tokens])
+
+
+class Session:
+    """The turns of one episode."""
+
+    def __init__(self, order: EpisodeOrder, renderer: ChatRenderer, limits: SessionLimits) -> None:
+        self.order, self.renderer, self.limits = order, renderer, limits
+        self.turns: list[Turn] = []
+        """All turns that did not fail, in the order of their calls."""
+        self.cut = False
+        """Whether a token limit cut an answer, or left no room for one."""
+        self._attempt = secrets.token_hex(4)
+        self._numbers = 0
+        self._answered: dict[bytes, Turn] = {}
+        """Turns that can be extended, by digest of their messages and answer."""
+
+    def call(self, call: Call, now: float) -> tuple[Turn, bool]:
+        """Find the turn of a call, or begin it.
+
+        Args:
+            call: the call.
+            now: unix seconds.
+
+        Returns:
+            The turn, and whether it is new and has to be generated.
+
+        Raises:
+            CallRefused: a limit is reached, no token fits, or the template does not accept the messages.
+        """
+        if (known := self._repeated(call)) is not None:
+            return known, False
+        if len(self.turns) >= self.limits.max_turns:
+            raise CallRefused(
+                400, "max_turns_exceeded", f"this episode has made its {self.limits.max_turns} turns (max_turns)"
+            )
+        if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
+            raise CallRefused(
+                429, "too_many_calls", f"{self.limits.max_in_flight} calls of this episode are running; wait for one"
+            )
+        turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
+        length = len(turn.order.prompt_tokens)
+        if length >= self.limits.max_context:
+            self.cut = True
+            raise CallRefused(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {length} tokens, which leaves no room for an answer: the context has "
+                f"{self.limits.max_context} tokens (model.max_context)",
+            )
+        self.turns.append(turn)
+        self._numbers += 1
+        return turn, True
+
+    def finish(self, turn: Turn, generated: GeneratedTurn, now: float) -> None:
+        """Record a turn's answer; from now on it can be extended."""
+        turn.generated, turn.finished = generated, now
+        if generated.finish_reason == "length":
+            self.cut = True
+        usable = bool(turn.call.tools) and generated.finish_reason == "stop"
+        turn.parsed = self.renderer.tools.parse(generated.text) if usable else ParsedAnswer(generated.text)
+        turn.answer = {"role": "assistant", "content": turn.parsed.content}
+        if turn.parsed.calls:
+            turn.answer["tool_calls"] = [
+                {
+                    "id": f"call_{self._attempt}_{turn.number}_{place}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for place, call in enumerate(turn.parsed.calls)
+            ]
+        if generated.finish_reason == "stop" and turn.rendered is not None:
+            self._answered[_digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
+
+    def fail(self, turn: Turn) -> None:
+        """Forget a turn that could not be generated; a retry begins another one."""
+        self.turns.remove(turn)
+
+    def rows(self) -> list[TrajectoryRow]:
+        """Return the rows of all finished turns, in the order in which they begin.
+
+        Raises:
+            AssertionError: a turn's prompt does not begin with the tokens of the turn that it extends.
+        """
+        rows: list[_Row] = []
+        row_of: dict[Turn, _Row] = {}
+        for turn in self.turns:
+            if turn.generated is None:
+                continue
+            row = None if turn.parent is None else row_of[turn.parent]
+            if (
+                row is None or row.last is not turn.parent
+            ):  # a row of its own, or a fork: shared tokens are context here
+                row = _Row()
+                rows.append(row)
+            row.add(turn)
+            row_of[turn] = row
+        return [row.finished() for row in rows]
+
+    def conversation(self) -> list[ChatMessage]:
+        """Return the messages of the last answered call, and its answer."""
+        for turn in reversed(self.turns):
+            if turn.generated is not None:
+                return [*turn.call.messages, turn.answer]
+        return []
+
+    def _repeated(self, call: Call) -> Turn | None:
+        """Return the turn of which the call is a retry, if it is one.
+
+        Raises:
+            CallRefused: its idempotency key belongs to another call.
+        """
+        for turn in reversed(self.turns):
+            same = turn.call.body == call.body
+            if call.idempotency_key is not None and turn.call.idempotency_key == call.idempotency_key:
+                if not same:
+                    raise CallRefused(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
+                return turn
+            if same and (call.is_retry or not (turn.delivered or turn.clients)):
+                return turn
+        return None
+
+    def _with_messages(self, call: Call, now: float) -> Turn:
+        renderer, note = self.renderer, ""
+        digests = _digests(call.messages, call.tools)
+        try:
+            for known in range(len(call.messages), 0, -1):
+                parent = self._answered.get(digests[known])
+                if parent is None:
+                    continue
+                assert parent.rendered is not None and parent.generated is not None
+                history = [*parent.history, renderer.stand_in(parent.generated.text)]
+                appended = call.messages[known:]
+                end = renderer.end_text(parent.generated.tokens)
+                try:
+                    suffix = renderer.extend(parent.rendered, history, appended, call.tools, end)
+                except (HistoryRewritten, TemplateError) as error:
+                    note = note or str(error)
+                    continue
+                tokens = np.concatenate([parent.tokens, suffix.tokens])
+                return self._turn(call, tokens, parent, suffix, [*history, *appended], now)
+            whole = renderer.whole(call.messages, call.tools)
+        except TemplateError as error:
+            raise CallRefused(400, "invalid_messages", str(error)) from error
+        return self._turn(call, whole.tokens, None, whole, call.messages, now, note)
+
+    def _with_tokens(self, call: Call, now: float) -> Turn:
+        assert call.prompt_tokens is not None
+        parent, covered = None, 0
+        for turn in self.turns:
+            if turn.generated is None or turn.generated.finish_reason != "stop":
+                continue
+            known = turn.tokens
+            if covered < len(known) and np.array_equal(call.prompt_tokens[: len(known)], known):
+                parent, covered = turn, len(known)
+        return self._turn(call, call.prompt_tokens, parent, None, [], now)
+
+    def _turn(
+        self,
+        call: Call,
+        tokens: IntArray,
+        parent: Turn | None,
+        rendered: Rendered | None,
+        history: list[ChatMessage],
+        now: float,
+        note: str = "",
+    ) -> Turn:
+        number, order = self._numbers, self.order
+        turn = TurnOrder(
+            turn_id=f"{order.sample_id}/{self._attempt}.{number}",
+            sample_id=order.sample_id,
+            group_id=order.group_id,
+            prompt_tokens=tokens,
+            seed=derive_seed(order.seed, f"turn/{number}"),
+            temperature=order.temperature,
+        )
+        return Turn(number, turn, call, parent, rendered, history, now, note)
+
+
+@dataclass
+class _Row:
+    """A row while it is put together."""
+
+    tokens: list[IntArray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    last: Turn | None = None
+    length: int = 0
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn: what its prompt has beyond the row, as context, and its answer."""
+        prompt, generated = turn.order.prompt_tokens, turn.generated
+        assert generated is not None
+        if self.last is not None:
+            assert np.array_equal(prompt[: self.length], np.concatenate(self.tokens)), turn.order.turn_id
+        rest = prompt[self.length :]
+        self.tokens += [rest, generated.tokens]
+        self.logprobs += [np.zeros(len(rest), np.float32), generated.logprobs]
+        self.versions += [np.full(len(rest), NOT_SAMPLED, np.int32), generated.versions]
+        self.length += len(rest) + len(generated.tokens)
+        self.last = turn
+
+    def finished(self) -> TrajectoryRow:
+        tokens, versions = (np.concatenate(part).astype(np.int32) for part in (self.tokens, self.versions))
+        sampled = versions != NOT_SAMPLED
+        first = int(np.argmax(sampled)) if sampled.any() else len(tokens)
+        return TrajectoryRow(tokens, np.concatenate(self.logprobs).astype(np.float32), versions, first)
+
+
+def _digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[bytes]:
+    """Return digests of the first 0, 1, ... messages under these tools, the same however a client writes them."""
+    digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    found = [digest]
+    for message in messages:
+        digest = hashlib.sha256(digest + json.dumps(_meaning(message), sort_keys=True).encode()).digest()
+        found.append(digest)
+    return found
+
+
+def _meaning(message: ChatMessage) -> list[Any]:
+    """Return what counts in a message: libraries drop, add and reorder fields that say nothing."""
+    calls = [
+        [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+    name = None if message["role"] == "assistant" else message.get("name")
+    return [message["role"], message["content"], calls, message.get("tool_call_id"), name]
+
+
+def _object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass
+    return arguments

@@ -1,0 +1,137 @@
+"""Tool calls in sampled text: how they are found, and how tools are described to a model whose template knows none.
+
+A family is one way to write calls. `TOOL_FAMILIES` lists those that are known; another one is one more entry. Which
+family a model uses is found by having its template render a call and reading that back (`ChatRenderer`), so nothing
+is assumed from a model's name. A model whose template renders no tools, or renders calls that no family reads, gets
+the text protocol: tools are described in the system message, calls are written as in the Hermes family, results come
+as user messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+INSTRUCTIONS = f"""You can use the tools below. To call one, write its name and arguments like this:
+{CALL_BEGIN}
+{{"name": "tool_name", "arguments": {{"argument": "value"}}}}
+{CALL_END}
+The result comes with the next message. The tools:
+"""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the model has written."""
+
+    name: str
+    arguments: str
+    """The arguments: a JSON object as text."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer taken apart: the text outside of the calls, and the calls."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+    """Why the answer was left as it is although it begins a call; empty: nothing is wrong."""
+
+
+def _read_call(text: str, arguments_key: str) -> ToolCall:
+    """Read one call.
+
+    Raises:
+        ValueError: the text is not a JSON object with a name and an object of arguments.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("the call is nested too deeply") from None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError('a call is a JSON object with "name" and "arguments"')
+    arguments = value.get(arguments_key, {})
+    if isinstance(arguments, str):  # some models write the arguments as JSON in JSON, as the API of OpenAI has it
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f'"{arguments_key}" of a call is a JSON object')
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def parse_hermes(text: str) -> ParsedAnswer:
+    """Find calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
+    if CALL_BEGIN not in text:
+        return ParsedAnswer(text)
+    content, *parts = text.split(CALL_BEGIN)
+    calls = []
+    for part in parts:
+        body, end, after = part.partition(CALL_END)
+        if not end:
+            return ParsedAnswer(text, malformed=f"{CALL_BEGIN} without {CALL_END}")
+        try:
+            calls.append(_read_call(body, "arguments"))
+        except ValueError as error:
+            return ParsedAnswer(text, malformed=str(error))
+        content += after
+    return ParsedAnswer(content.strip(), tuple(calls))
+
+
+def parse_llama3(text: str) -> ParsedAnswer:
+    """Find a call of the form `{"name": ..., "parameters": {...}}` that is the whole answer (Llama 3.1 and later)."""
+    whole = text.strip()
+    if not re.match(r'\{\s*"name"\s*:', whole):
+        return ParsedAnswer(text)
+    try:
+        return ParsedAnswer("", (_read_call(whole, "parameters"),))
+    except ValueError as error:
+        return ParsedAnswer(text, malformed=str(error))
+
+
+@dataclass(frozen=True)
+class ToolFamily:
+    """One way in which models write calls of tools."""
+
+    name: str
+    parse: Callable[[str], ParsedAnswer]
+
+
+TEXT_PROTOCOL = ToolFamily("text protocol", parse_hermes)
+TOOL_FAMILIES = (ToolFamily("hermes", parse_hermes), ToolFamily("llama3", parse_llama3))
+
+
+def _function(tool: Mapping[str, Any]) -> Any:
+    return tool.get("function", tool)
+
+
+def to_text_protocol(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rewrite messages for a template that knows neither tools nor their results.
+
+    Args:
+        messages: messages of the chat API, each content a text.
+        tools: the tools of the call as in the chat API; they are described in the system message.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            result.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            calls = [
+                {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+                for call in message["tool_calls"]
+            ]
+            written = [f"{CALL_BEGIN}\n{json.dumps(call, ensure_ascii=False)}\n{CALL_END}" for call in calls]
+            result.append({"role": message["role"], "content": "\n".join(filter(None, [message["content"], *written]))})
+        else:
+            result.append(message)
+    if tools:
+        described = "\n".join(json.dumps(_function(tool), ensure_ascii=False) for tool in tools)
+        own = result.pop(0)["content"] if result and result[0]["role"] == "system" else ""
+        text = "\n\n".join(filter(None, [own, INSTRUCTIONS + described]))
+        result.insert(0, {"role": "system", "content": text})
+    return result

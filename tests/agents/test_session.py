@@ -1,0 +1,163 @@
+"""Sessions: what a call extends, what a retry gets, and which limits end an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
+from streamrl.agents.rendering import ChatRenderer
+from streamrl.agents.session import Call, CallRefused, Session, SessionLimits, Turn
+from tests.agents.random_sessions import TOOL, body_of, small_tokenizer
+
+USER = {"role": "user", "content": "What is 7 + 5?"}
+MORE = {"role": "user", "content": "And 8 + 5?"}
+ORDER = EpisodeOrder("s.000", "s", "t", {}, 7, 0.5)
+RENDERER = ChatRenderer(small_tokenizer())
+
+
+def session(**limits: int) -> Session:
+    return Session(ORDER, RENDERER, SessionLimits(**{"max_context": 500, "max_turns": 20, **limits}))
+
+
+def call(*messages: dict[str, Any], tools: Any = (), **more: Any) -> Call:
+    return Call(list(messages), list(tools), body_of(list(messages), list(tools)), **more)
+
+
+def answered(of: Session, asked: Call, text: str = "12", reason: Any = "stop") -> Turn:
+    turn, new = of.call(asked, 1.0)
+    assert new
+    ids = RENDERER._ids(text) + RENDERER._ids("<|im_end|>")
+    size = len(ids)
+    generated = GeneratedTurn(
+        np.asarray(ids, np.int32), np.full(size, -1.0, np.float32), np.full(size, 3, np.int32), reason, text
+    )
+    of.finish(turn, generated, 2.0)
+    turn.delivered = True
+    return turn
+
+
+def test_a_conversation_that_goes_on_is_one_row() -> None:
+    here = session()
+    first = answered(here, call(USER))
+    second = answered(here, call(USER, first.answer, MORE), "13")
+    assert second.parent is first
+    assert second.order.prompt_tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
+    (row,) = here.rows()
+    assert row.prompt_length == len(first.order.prompt_tokens)
+    assert row.sampled.sum() == len(first.tokens) + len(second.tokens) - len(first.order.prompt_tokens) - len(
+        second.order.prompt_tokens
+    )
+    assert here.conversation() == [USER, first.answer, MORE, second.answer]
+    assert (second.order.temperature, second.order.group_id) == (0.5, "s")
+    assert len({first.order.seed, second.order.seed, 7}) == 3
+
+
+def test_turn_ids_are_never_those_of_another_attempt() -> None:
+    one, other = (answered(session(), call(USER)).order.turn_id for _ in range(2))
+    assert one.startswith("s.000/") and one.endswith(".0") and one != other
+
+
+def test_a_fork_shares_its_beginning_without_training_it_twice() -> None:
+    here = session()
+    first = answered(here, call(USER))
+    answered(here, call(USER, first.answer, MORE))
+    fork = answered(here, call(USER, first.answer, {"role": "user", "content": "Why?"}))
+    one, other = here.rows()
+    shared = len(first.tokens)
+    assert one.tokens[:shared].tolist() == other.tokens[:shared].tolist()
+    assert other.prompt_length == len(fork.order.prompt_tokens) and not other.sampled[:shared].any()
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda answer: {**answer, "refusal": None, "audio": None, "name": "model"},
+        lambda answer: {"tool_calls": [{**c, "index": 0, "function": spaced(c)} for c in answer["tool_calls"]], **{
+            k: v for k, v in answer.items() if k != "tool_calls"}},
+    ],
+)  # fmt: skip
+def test_what_client_libraries_change_in_an_answer_does_not_break_the_row(rewrite: Callable[[Any], Any]) -> None:
+    here = session()
+    text = '<tool_call>{"name": "calculate", "arguments": {"x": 1, "y": [2]}}</tool_call>'
+    first = answered(here, call(USER, tools=[TOOL]), text)
+    assert first.answer["tool_calls"][0]["function"] == {"name": "calculate", "arguments": '{"x": 1, "y": [2]}'}
+    result = {"role": "tool", "content": "12", "tool_call_id": first.answer["tool_calls"][0]["id"]}
+    assert answered(here, call(USER, rewrite(first.answer), result, tools=[TOOL])).parent is first
+
+
+def spaced(tool_call: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "calculate", "arguments": '{"y":[2],"x":1}'}
+
+
+def test_edited_history_other_tools_and_cut_answers_begin_a_row() -> None:
+    here = session()
+    first = answered(here, call(USER))
+    edited = answered(here, call(USER, {"role": "assistant", "content": "13"}, MORE))
+    tools = answered(here, call(USER, first.answer, MORE, tools=[TOOL]))
+    assert (edited.parent, tools.parent) == (None, None)
+    cut = answered(here, call(MORE), reason="length")
+    assert answered(here, call(MORE, cut.answer, USER)).parent is None
+    assert here.cut and len(here.rows()) == 5
+
+
+def test_the_same_call_again_is_a_new_sample_unless_it_is_a_retry() -> None:
+    here = session()
+    first = answered(here, call(USER))
+    assert answered(here, call(USER)) is not first
+    assert here.call(call(USER, is_retry=True), 1.0) == (here.turns[-1], False)
+    running, _ = here.call(call(MORE, idempotency_key="k"), 1.0)
+    assert here.call(call(MORE, idempotency_key="k"), 1.0) == (running, False)
+    with pytest.raises(CallRefused, match="Idempotency-Key"):
+        here.call(call(USER, idempotency_key="k"), 1.0)
+
+
+def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
+    here = session()
+    lost = answered(here, call(USER))
+    lost.delivered = False
+    assert here.call(call(USER), 1.0) == (lost, False)
+    lost.clients = 1  # somebody waits for it: the second call wants a sample of its own
+    assert here.call(call(USER), 1.0)[1]
+
+
+def test_a_turn_that_failed_leaves_nothing_and_its_id_is_not_used_again() -> None:
+    here = session()
+    turn, _ = here.call(call(USER), 1.0)
+    here.fail(turn)
+    assert here.rows() == [] and here.conversation() == []
+    again, new = here.call(call(USER, is_retry=True), 1.0)
+    assert new and again.order.turn_id != turn.order.turn_id
+
+
+@pytest.mark.parametrize(
+    ("limits", "before", "code"),
+    [
+        ({"max_context": 20}, 0, "context_length_exceeded"),
+        ({"max_turns": 2}, 2, "max_turns_exceeded"),
+        ({"max_in_flight": 0}, 0, "too_many_calls"),
+    ],
+)
+def test_a_limit_refuses_the_call_and_says_which_one(limits: dict[str, int], before: int, code: str) -> None:
+    here = session(**limits)
+    for _ in range(before):
+        answered(here, call(USER))
+    with pytest.raises(CallRefused) as refused:
+        here.call(call(USER), 1.0)
+    assert refused.value.code == code
+    assert here.cut == (code == "context_length_exceeded") and len(here.turns) == before
+
+
+def test_tokens_that_begin_with_a_turn_extend_it() -> None:
+    here = session()
+    first = answered(here, call(USER))
+    tokens = np.concatenate([first.tokens, [5, 6]]).astype(np.int32)
+    asked = replace(call(), prompt_tokens=tokens)
+    second = answered(here, asked)
+    assert second.parent is first and second.order.prompt_tokens.tolist() == tokens.tolist()
+    assert answered(here, replace(asked, prompt_tokens=tokens[1:], body=b"other")).parent is None
+    assert len(here.rows()) == 2
