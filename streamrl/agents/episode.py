@@ -18,6 +18,8 @@ from streamrl.rollouts.types import FloatArray, IntArray
 from streamrl.rollouts.void import Void
 
 FinishReason = Literal["stop", "length"]
+POLICY = "policy"
+"""Name of the model that is trained, as agents call it."""
 NOT_SAMPLED = -1
 """Version of a token that was rendered (prompt, tool result, template) rather than sampled."""
 

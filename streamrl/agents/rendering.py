@@ -153,6 +153,10 @@ class ChatRenderer:
             return ""
         return str(self._tokenizer.decode([int(answer[-1])], skip_special_tokens=False))
 
+    def token_texts(self, tokens: IntArray) -> list[str]:
+        """Return the text of each of the tokens, shape [C], special ones too."""
+        return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
+
     def _text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], *, asks: bool = True) -> str:
         if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from streamrl.agents.episode import NOT_SAMPLED, EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
-from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, ChatMessage, Rendered, TemplateError
+from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
 from streamrl.agents.tool_calls import ParsedAnswer
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import IntArray
 
 
-class CallRefused(Exception):
+class CallError(Exception):
     """A call that gets an error as its answer."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
@@ -70,6 +70,8 @@ class Call:
     """Whether the client says so."""
     ignored: tuple[str, ...] = ()
     """Parameters of the client that the run decides."""
+    reads_calls: bool = True
+    """Whether calls of tools are looked for in the answer."""
 
 
 @dataclass(eq=False)
@@ -133,23 +135,23 @@ class Session:
             The turn, and whether it is new and has to be generated.
 
         Raises:
-            CallRefused: a limit is reached, no token fits, or the template does not accept the messages.
+            CallError: a limit is reached, no token fits, or the template does not accept the messages.
         """
         if (known := self._repeated(call)) is not None:
             return known, False
         if len(self.turns) >= self.limits.max_turns:
-            raise CallRefused(
+            raise CallError(
                 400, "max_turns_exceeded", f"this episode has made its {self.limits.max_turns} turns (max_turns)"
             )
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
-            raise CallRefused(
+            raise CallError(
                 429, "too_many_calls", f"{self.limits.max_in_flight} calls of this episode are running; wait for one"
             )
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
         if length >= self.limits.max_context:
             self.cut = True
-            raise CallRefused(
+            raise CallError(
                 400,
                 "context_length_exceeded",
                 f"the prompt has {length} tokens, which leaves no room for an answer: the context has "
@@ -164,7 +166,7 @@ class Session:
         turn.generated, turn.finished = generated, now
         if generated.finish_reason == "length":
             self.cut = True
-        usable = bool(turn.call.tools) and generated.finish_reason == "stop"
+        usable = bool(turn.call.tools) and turn.call.reads_calls and generated.finish_reason == "stop"
         turn.parsed = self.renderer.tools.parse(generated.text) if usable else ParsedAnswer(generated.text)
         turn.answer = {"role": "assistant", "content": turn.parsed.content}
         if turn.parsed.calls:
@@ -215,13 +217,13 @@ class Session:
         """Return the turn of which the call is a retry, if it is one.
 
         Raises:
-            CallRefused: its idempotency key belongs to another call.
+            CallError: its idempotency key belongs to another call.
         """
         for turn in reversed(self.turns):
             same = turn.call.body == call.body
             if call.idempotency_key is not None and turn.call.idempotency_key == call.idempotency_key:
                 if not same:
-                    raise CallRefused(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
+                    raise CallError(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
                 return turn
             if same and (call.is_retry or not (turn.delivered or turn.clients)):
                 return turn
@@ -248,7 +250,7 @@ class Session:
                 return self._turn(call, tokens, parent, suffix, [*history, *appended], now)
             whole = renderer.whole(call.messages, call.tools)
         except TemplateError as error:
-            raise CallRefused(400, "invalid_messages", str(error)) from error
+            raise CallError(400, "invalid_messages", str(error)) from error
         return self._turn(call, whole.tokens, None, whole, call.messages, now, note)
 
     def _with_tokens(self, call: Call, now: float) -> Turn:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallRefused, Session, SessionLimits, Turn
+from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -151,7 +151,7 @@ def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> P
         call = Call(messages, tools, body_of(messages, tools), is_retry=rng.random() < 0.1)
         try:
             begun, new = played.session.call(call, 0.0)
-        except CallRefused as refused:
+        except CallError as refused:
             assert refused.code == "context_length_exceeded"
             break
         if not new:

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallRefused, Session, SessionLimits, Turn
+from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
 from tests.agents.random_sessions import TOOL, body_of, small_tokenizer
 
 USER = {"role": "user", "content": "What is 7 + 5?"}
@@ -112,7 +112,7 @@ def test_the_same_call_again_is_a_new_sample_unless_it_is_a_retry() -> None:
     assert here.call(call(USER, is_retry=True), 1.0) == (here.turns[-1], False)
     running, _ = here.call(call(MORE, idempotency_key="k"), 1.0)
     assert here.call(call(MORE, idempotency_key="k"), 1.0) == (running, False)
-    with pytest.raises(CallRefused, match="Idempotency-Key"):
+    with pytest.raises(CallError, match="Idempotency-Key"):
         here.call(call(USER, idempotency_key="k"), 1.0)
 
 
@@ -146,7 +146,7 @@ def test_a_limit_refuses_the_call_and_says_which_one(limits: dict[str, int], bef
     here = session(**limits)
     for _ in range(before):
         answered(here, call(USER))
-    with pytest.raises(CallRefused) as refused:
+    with pytest.raises(CallError) as refused:
         here.call(call(USER), 1.0)
     assert refused.value.code == code
     assert here.cut == (code == "context_length_exceeded") and len(here.turns) == before

@@ -1,0 +1,137 @@
+"""The host of a site's episodes: a web server for their agents, and the records of what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from streamrl.agents.chat_endpoint import ChatEndpoint, EpisodeWait, OpenSession
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, EpisodeRunner, GenerateTurn
+from streamrl.agents.rendering import ChatRenderer, TemplateError
+from streamrl.agents.session import SessionLimits
+from streamrl.config.run import RunConfig
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import UserError
+from streamrl.rollouts.void import Void, VoidCause
+
+NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals of its process alone, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+class AgentHost:
+    """Runs episodes, any number at once; sessions and their tokens are here, agents elsewhere."""
+
+    def __init__(self, run: RunConfig, tokenizer: Any, generate: GenerateTurn, workers: EpisodeRunner) -> None:
+        """
+        Args:
+            run: the run.
+            tokenizer: tokenizer of its model.
+            generate: generates a turn.
+            workers: run agents.
+
+        Raises:
+            UserError: the model has no chat template that conversations can be rendered with.
+        """
+        try:
+            renderer = ChatRenderer(tokenizer, run.model.system_prompt)
+        except TemplateError as error:
+            raise UserError(f"model.path: {run.model.path}: {error}") from error
+        self.notes = renderer.notes
+        """What a user should know about the model's chat template, one sentence each."""
+        self._workers, self._max_context = workers, run.model.max_context
+        held_out = run.evaluation.held_out(run.tasks) if run.evaluation is not None else []
+        tasks = [task for task in (*run.tasks, *held_out) if isinstance(task, AgentTask)]
+        self._max_turns = {task.key: task.max_turns for task in tasks}
+        self._endpoint = ChatEndpoint(generate, renderer, len(tokenizer), run.model.path)
+        config = uvicorn.Config(
+            self._endpoint.app,
+            log_config=None,
+            ws="none",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+        """`http://127.0.0.1:<port>`; empty before `start`."""
+
+    async def start(self) -> None:
+        """Listen on a free port of this machine's loopback."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer is two writes; else +40 ms
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="agent endpoint")
+        listens = asyncio.create_task(self._server.listens.wait())
+        await asyncio.wait([self._serving, listens], return_when=asyncio.FIRST_COMPLETED)
+        if not listens.done():
+            listens.cancel()
+            raise RuntimeError(f"the endpoint of agents does not start at {self.address}")
+
+    async def run(self, order: EpisodeOrder) -> Episode:
+        """Run an episode to its end. A failure makes it void; nothing is raised but its own cancellation."""
+        limits = SessionLimits(max_context=self._max_context, max_turns=self._max_turns[order.task])
+        session = self._endpoint.open(order, limits)
+        try:
+            base_url = f"{self.address}/sessions/{session.id}/v1"
+            outcome = await self._workers.run(order, base_url, session.id)
+        except Exception as error:
+            outcome = EpisodeOutcome(None, Void(VoidCause.CRASH, f"{type(error).__name__}: {error}"))
+        finally:
+            await self._endpoint.close(session)
+        return _episode(session, outcome, time.time())
+
+    def waiting(self) -> list[EpisodeWait]:
+        """Return what each open episode waits for, the longest wait first."""
+        return sorted((session.wait() for session in self._endpoint.sessions.values()), key=lambda wait: wait.since)
+
+    async def close(self) -> None:
+        """Stop listening; episodes that still run are for their callers to cancel, and get no more answers."""
+        for session in list(self._endpoint.sessions.values()):
+            for task in session.tasks.values():
+                task.cancel()
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
+
+def _episode(session: OpenSession, outcome: EpisodeOutcome, now: float) -> Episode:
+    """Put the record of an episode together."""
+    turns = session.session.turns
+    reward, void = outcome.reward, outcome.void
+    if void is None and not turns:
+        reward, void = None, Void(VoidCause.ENVIRONMENT, NO_CALLS)
+    return Episode(
+        sample_id=session.session.order.sample_id,
+        rows=session.session.rows(),
+        reward=reward,
+        void=void,
+        finish_reason="length" if session.session.cut else "stop",
+        messages=session.session.conversation(),
+        steps=sorted([*session.steps, *outcome.steps], key=lambda step: step.started),
+        t_started=session.opened,
+        t_first_token=min((turn.finished for turn in turns if turn.finished is not None), default=None),
+        t_finished=now,
+        metrics=outcome.metrics,
+    )

@@ -1,0 +1,289 @@
+"""Bodies of the endpoint's calls and answers: checked when they come in, and shaped as OpenAI and vLLM shape them.
+
+The run decides how tokens are sampled, since the trainer has to know the distribution. What a client says about that
+is ignored, and it is told so (`Call.ignored`). What would change the meaning of an answer, and cannot be given, is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from streamrl.agents.episode import POLICY
+from streamrl.agents.rendering import ChatMessage, ChatRenderer
+from streamrl.agents.session import Call, CallError, Turn
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+USED = {"model", "messages", "tools", "stream", "stream_options", "n", "logprobs", "token_ids"}
+SAYS_NOTHING = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"}
+SAYS_NOTHING |= {"cache_salt", "output_mode", "return_token_ids"}
+"""Parameters without an effect on tokens: dropped without a word."""
+REFUSED = {
+    "functions": "use tools",
+    "function_call": "use tools",
+    "audio": "answers are text",
+    "web_search_options": "there is no web search",
+    "prediction": "there is no predicted output",
+    "features": "prompts are tokens",
+    "content_parts": "prompts are tokens",
+}
+"""Parameters that cannot be given and whose absence would change what an answer means."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[Call, dict[str, Any]]:
+    """Check the body of a call of `/v1/chat/completions`.
+
+    Args:
+        body: the body as it came.
+        headers: its headers, their names in lower case.
+        models: names that the policy goes by.
+
+    Returns:
+        The call, and the body as an object.
+
+    Raises:
+        CallError: the body is not what it must be, or asks for something that is not there.
+    """
+    values = _object(body)
+    _check_common(values, models)
+    if values.get("response_format", {"type": "text"}) not in (None, {"type": "text"}):
+        raise _bad("response_format: only text is generated; ask for JSON in the prompt, or describe a tool")
+    if not values.get("messages") or not isinstance(values["messages"], list):
+        raise _bad("messages: expected a list with at least one message")
+    messages = [_message(message, f"messages[{n}]") for n, message in enumerate(values["messages"])]
+    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(_list(values, "tools"))]
+    choice = values.get("tool_choice")
+    ignored = [name for name in values if name not in USED | SAYS_NOTHING and values[name] is not None]
+    harmless = [
+        name
+        for name, plain in (("tool_choice", ("auto", "none")), ("parallel_tool_calls", (True,)))
+        if values.get(name) in plain
+    ]
+    drop = {*harmless, "top_logprobs", "response_format", "modalities"}
+    call = Call(
+        messages,
+        tools,
+        _digest(values),
+        idempotency_key=headers.get("idempotency-key"),
+        is_retry=_is_retry(headers),
+        ignored=tuple(sorted(set(ignored) - drop)),
+        reads_calls=choice != "none",
+    )
+    return call, values
+
+
+def read_generate(
+    body: bytes, headers: dict[str, str], models: set[str], vocabulary: int
+) -> tuple[Call, dict[str, Any]]:
+    """Check the body of a call of `/inference/v1/generate`, as vLLM has it: tokens in, tokens out.
+
+    Args:
+        body: the body as it came.
+        headers: its headers, their names in lower case.
+        models: names that the policy goes by.
+        vocabulary: number of tokens of the tokenizer.
+
+    Returns:
+        The call, and the body as an object.
+
+    Raises:
+        CallError: the body is not what it must be, or asks for something that is not there.
+    """
+    values = _object(body)
+    _check_common({"model": POLICY, **{k: v for k, v in values.items() if v is not None}}, models)
+    if values.get("stream"):
+        raise _bad("stream: /inference/v1/generate does not stream here")
+    ids = values.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+        raise _bad(f"token_ids: expected a list of token ids from 0 to {vocabulary - 1}, with at least one")
+    sampling = values.get("sampling_params") or {}
+    if not isinstance(sampling, dict) or (sampling.get("n") or 1) != 1:
+        raise _bad("sampling_params: expected an object, without n or with n = 1")
+    ignored = sorted({*sampling, *values} - USED - SAYS_NOTHING - {"sampling_params"})
+    tokens = np.asarray(ids, dtype=np.int32)
+    key, retry = headers.get("idempotency-key"), _is_retry(headers)
+    return Call([], [], _digest(values), tokens, key, retry, tuple(ignored)), values
+
+
+def chat_answer(turn: Turn, renderer: ChatRenderer, with_logprobs: bool) -> dict[str, Any]:
+    """Shape a finished turn as a `chat.completion`."""
+    choice = {"index": 0, "message": {"refusal": None, **_message_of(turn)}, "finish_reason": _reason(turn)}
+    choice["logprobs"] = _logprobs(turn, renderer) if with_logprobs else None
+    return {**_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+
+
+def chat_chunks(turn: Turn, renderer: ChatRenderer, with_logprobs: bool, with_usage: bool) -> Iterator[dict[str, Any]]:
+    """Shape a finished turn as the chunks of a stream, the first one (the role) left out."""
+    message = _message_of(turn)
+    delta: dict[str, Any] = {"content": message["content"]}
+    if message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
+    head = _head(turn, "chat.completion.chunk")
+    logprobs = _logprobs(turn, renderer) if with_logprobs else None
+    yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _reason(turn)}]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": _usage(turn)}
+
+
+def role_chunk(turn: Turn) -> dict[str, Any]:
+    """Return the first chunk of a stream, which can be sent before anything is generated."""
+    delta = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {**_head(turn, "chat.completion.chunk"), "choices": [choice]}
+
+
+def generate_answer(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
+    """Shape a finished turn as vLLM's `/inference/v1/generate` does."""
+    assert turn.generated is not None
+    choice = {
+        "index": 0,
+        "token_ids": turn.generated.tokens.tolist(),
+        "logprobs": _logprobs(turn, renderer),
+        "finish_reason": turn.generated.finish_reason,
+    }
+    return {"request_id": turn.order.turn_id, "output_mode": "tokens", "model": POLICY, "choices": [choice]}
+
+
+def error_answer(error: CallError) -> dict[str, Any]:
+    """Shape an error as OpenAI does."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def _bad(text: str) -> CallError:
+    return CallError(400, "invalid_request", text)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise _bad("the body is not JSON") from None
+    if not isinstance(values, dict):
+        raise _bad("the body is not a JSON object")
+    return values
+
+
+def _list(values: dict[str, Any], name: str) -> list[Any]:
+    found = values.get(name)
+    if found is not None and not isinstance(found, list):
+        raise _bad(f"{name}: expected a list")
+    return found or []
+
+
+def _check_common(values: dict[str, Any], models: set[str]) -> None:
+    if values.get("model") not in models:
+        names = " or ".join(repr(name) for name in sorted(models))
+        text = f"there is no model {values.get('model')!r:.99} here; the model that is trained is called {names}"
+        raise CallError(404, "model_not_found", text)
+    if (values.get("n") or 1) != 1:
+        raise _bad("n: one answer per call; call again for another one")
+    for name, instead in REFUSED.items():
+        if values.get(name) is not None:
+            raise _bad(f"{name}: {instead}")
+    if values.get("modalities") not in (None, ["text"]):
+        raise _bad("modalities: answers are text")
+    if values.get("top_logprobs"):
+        raise _bad("top_logprobs: only the log-probabilities of the sampled tokens are known")
+
+
+def _message(message: Any, where: str) -> ChatMessage:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
+        raise _bad(f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r:.99}")
+    found: ChatMessage = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            found[name] = _clean(message[name])
+    if role == "assistant" and message.get("tool_calls"):
+        calls = _list(message, "tool_calls")
+        found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return found
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return _clean(content)
+    if not isinstance(content, list):
+        raise _bad(f"{where}: expected a text or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _bad(f"{where}: the model reads text only, not {kind!r:.99}")
+    return "".join(_clean(part["text"]) for part in content)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise _bad(f"{where}: expected a function with a name and arguments, both texts")
+    names = {"name": _clean(name), "arguments": _clean(arguments)}
+    return {"id": str(call.get("id", "")), "type": "function", "function": names}
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad(f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
+    cleaned: dict[str, Any] = json.loads(_clean(json.dumps(tool, ensure_ascii=False)))
+    return cleaned
+
+
+def _clean(text: str) -> str:
+    """Replace halves of surrogate pairs, which are no characters and cannot be encoded."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def _digest(values: dict[str, Any]) -> bytes:
+    same = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).digest()
+
+
+def _is_retry(headers: dict[str, str]) -> bool:
+    count = headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0
+
+
+def _head(turn: Turn, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turn.order.turn_id}", "object": kind, "created": int(turn.started), "model": POLICY}
+
+
+def _message_of(turn: Turn) -> ChatMessage:
+    """Return the answer as OpenAI writes it: no content where there are only calls of tools."""
+    message = dict(turn.answer)
+    if message.get("tool_calls") and not message["content"]:
+        message["content"] = None
+    return message
+
+
+def _reason(turn: Turn) -> str:
+    assert turn.generated is not None
+    return "tool_calls" if turn.answer.get("tool_calls") else turn.generated.finish_reason
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    assert turn.generated is not None
+    prompt, completion = len(turn.order.prompt_tokens), len(turn.generated.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _logprobs(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
+    assert turn.generated is not None
+    texts = renderer.token_texts(turn.generated.tokens)
+    values = turn.generated.logprobs.tolist()
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return {"content": content}

@@ -1,0 +1,357 @@
+"""Episodes over real HTTP: agents that know a URL and a key, a model with given answers, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from streamrl.agents.agent_host import AgentHost
+from streamrl.agents.chat_endpoint import EpisodeWait
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.rollouts.void import Void, VoidCause
+from tests.agents.random_sessions import TOOL, small_tokenizer
+
+TOKENIZER = small_tokenizer()
+USER = {"role": "user", "content": "What is 7 + 5?"}
+CALL_TEXT = '<tool_call>\n{"name": "calculate", "arguments": {"x": 1}}\n</tool_call>'
+Agent = Callable[[str, str], Awaitable[float]]
+
+
+class Model:
+    """Answers with given texts, one after the other, and keeps what it was asked."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.orders = list(texts), list[TurnOrder]()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.cancelled = 0
+        self.finish: Any = "stop"
+        self.error: Exception | None = None
+
+    async def generate(self, order: TurnOrder) -> GeneratedTurn:
+        self.orders.append(order)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        text = self.texts.pop(0) if self.texts else "12"
+        ids = np.asarray(TOKENIZER.encode(text) + TOKENIZER.encode("<|im_end|>"), np.int32)
+        return GeneratedTurn(
+            ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 4, np.int32), self.finish, text
+        )
+
+
+class Agents:
+    """Runs agents here in place of worker processes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    async def run(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
+        return EpisodeOutcome(await self.agent(base_url, api_key), None, metrics={"guesses": 2.0})
+
+
+@asynccontextmanager
+async def hosting(model: Model, agent: Agent, **limits: int) -> AsyncIterator[AgentHost]:
+    task = {"kind": "agent", "name": "sums", "run": "m:f", "items": "m:g", "max_turns": limits.pop("max_turns", 8)}
+    run = RunConfig.model_validate({"model": {"path": "some/model", **limits}, "tasks": [task]})
+    host = AgentHost(run, TOKENIZER, model.generate, Agents(agent))
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+ORDER = EpisodeOrder("s.000", "s", "sums", {}, 7, None)
+
+
+def play(model: Model, agent: Agent, **limits: int) -> Episode:
+    async def main() -> Episode:
+        async with hosting(model, agent, **limits) as host:
+            return await host.run(ORDER)
+
+    episode = asyncio.run(main())
+    assert episode.void is None or "AssertionError" not in episode.void.text, episode.void
+    return episode
+
+
+def call(client: httpx2.AsyncClient, *messages: Any, **more: Any) -> Awaitable[httpx2.Response]:
+    return client.post("chat/completions", json={"model": "policy", "messages": messages or [USER], **more})
+
+
+def over_http(agent: Callable[[httpx2.AsyncClient], Awaitable[None]]) -> Agent:
+    async def run(base_url: str, api_key: str) -> float:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with httpx2.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60) as client:
+            await agent(client)
+        return 1.0
+
+    return run
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unmodified_openai_agent_calls_tools_over_two_turns_and_its_row_is_exact(stream: bool) -> None:
+    model = Model(CALL_TEXT, "It is 12.")
+
+    async def agent(base_url: str, api_key: str) -> float:
+        # as a program would that knows OPENAI_BASE_URL without the session, and OPENAI_API_KEY
+        base_url = base_url if stream else base_url.split("/sessions/")[0] + "/v1"
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages: list[Any] = [USER]
+        for _ in range(2):
+            asked: Any = {
+                "model": "policy",
+                "messages": messages,
+                "tools": [TOOL],
+                "temperature": 0.1,
+                "stream": stream,
+            }
+            if stream:
+                text, calls, reason = "", [], None
+                async for chunk in await client.chat.completions.create(**asked):
+                    choice = chunk.choices[0]
+                    text += choice.delta.content or ""
+                    calls += [c.model_dump(exclude={"index"}) for c in choice.delta.tool_calls or ()]
+                    reason = choice.finish_reason or reason
+                message: dict[str, Any] = {
+                    "role": "assistant",
+                    "content": text,
+                    **({"tool_calls": calls} if calls else {}),
+                }
+            else:
+                answer = await client.chat.completions.create(**asked)
+                message, reason = answer.choices[0].message.model_dump(), answer.choices[0].finish_reason
+            messages.append(message)
+            if message.get("tool_calls"):
+                assert reason == "tool_calls"
+                result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12<|im_end|>"}
+                messages.append(result)
+        assert (reason, message["content"]) == ("stop", "It is 12.")
+        await client.close()
+        return 0.5
+
+    episode = play(model, agent)
+    assert (episode.reward, episode.void, episode.metrics) == (0.5, None, {"guesses": 2.0})
+    (row,) = episode.rows
+    second = model.orders[1].prompt_tokens
+    assert row.tokens[: len(second)].tolist() == second.tolist()
+    assert TOKENIZER.decode(row.tokens[row.sampled]) == f"{CALL_TEXT}<|im_end|>It is 12.<|im_end|>"
+    assert set(row.versions.tolist()) == {-1, 4}
+    assert [step.name for step in episode.steps if step.kind == "generate"] == ["turn 0", "turn 1"]
+    assert [step.detail.count("temperature") for step in episode.steps] == [1, 0]  # said once
+    assert "continues turn 0" in episode.steps[1].detail
+    assert [message["role"] for message in episode.messages] == ["user", "assistant", "tool", "assistant"]
+    assert model.orders[0].temperature is None
+
+
+BAD_CALLS: list[tuple[dict[str, Any], int, str]] = [
+    ({"n": 2}, 400, "one answer per call"),
+    ({"model": "gpt-4"}, 404, "the model that is trained is called"),
+    ({"messages": []}, 400, "at least one message"),
+    ({"messages": [{"role": "critic", "content": ""}]}, 400, "expected one of system"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "'image_url'"),
+    ({"messages": [{"role": "user", "content": 3}]}, 400, "a text or a list of parts"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, 400, "both texts"),
+    ({"tools": [{"type": "web"}]}, 400, "tools[0]"),
+    ({"tools": 3}, 400, "expected a list"),
+    ({"top_logprobs": 3}, 400, "sampled tokens"),
+    ({"response_format": {"type": "json_object"}}, 400, "only text"),
+    ({"functions": []}, 400, "use tools"),
+    ({"modalities": ["audio"]}, 400, "answers are text"),
+    ({"messages": [{"role": "user", "content": "x " * 4000}]}, 400, "no room for an answer"),
+]
+
+
+def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn() -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        for change, status, text in BAD_CALLS:
+            answer = await call(client, **change)
+            error = answer.json()["error"]
+            assert (answer.status_code, text in error["message"]) == (status, True), (change, error)
+        for body, status in ((b"{", 400), (b"[" * 100_000, 400), (b"[]", 400), (b" " * (2 << 20), 413)):
+            assert (await client.post("chat/completions", content=body)).status_code == status
+        assert (await client.post("responses", json={})).json()["error"]["message"].count("/v1/chat/completions") == 1
+        stranger = await client.post(
+            client.base_url.join("/v1/chat/completions"), json={}, headers={"Authorization": "Bearer no"}
+        )
+        assert (stranger.status_code, stranger.json()["error"]["code"]) == (401, "invalid_api_key")
+
+    episode = play(model, over_http(agent), max_context=400)
+    assert model.orders == []
+    assert episode.void == Void(VoidCause.ENVIRONMENT, "the agent ended without a call of the model, so that there is "
+        "nothing to train")  # fmt: skip
+    assert episode.finish_reason == "length" and episode.rows == []
+    assert sum(step.name == "call refused" for step in episode.steps) > 9
+
+
+def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_again() -> None:
+    model = Model("first", "second")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        for number, text in enumerate(("first", "second"), 1):
+            question = {"role": "user", "content": f"Say {text}."}
+            model.gate.clear()
+            leaving = asyncio.ensure_future(call(client, question, stream=text == "second"))
+            await until(lambda expected=number: len(model.orders) == expected)  # type: ignore[misc]
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            model.gate.set()
+            client.headers["x-stainless-retry-count"] = "1"
+            again = await call(client, question)
+            assert again.json()["choices"][0]["message"]["content"] == text
+
+    episode = play(model, over_http(agent))
+    assert len(model.orders) == 2 and model.cancelled == 0
+    assert [step.tokens for step in episode.steps] == [int(row.sampled.sum()) for row in episode.rows]
+
+
+def test_a_turn_that_runs_when_its_episode_ends_is_cancelled_and_no_part_of_it() -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        await call(client)
+        model.gate.clear()
+        late = asyncio.ensure_future(call(client, {"role": "user", "content": "late"}))
+        await until(lambda: len(model.orders) == 2)
+        late.cancel()
+
+    episode = play(model, over_http(agent))
+    assert model.cancelled == 1 and len(episode.rows) == 1
+
+
+def test_limits_end_an_episode_by_rule_and_say_so() -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answers = [await call(client, {"role": "user", "content": str(n)}) for n in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 400]
+        assert answers[2].json()["error"]["code"] == "max_turns_exceeded"
+        codes = [(await call(client)).json()["error"]["code"] for _ in range(100)]
+        assert codes[0] == "max_turns_exceeded" and codes[-1] == "too_many_calls"  # a flood
+
+    episode = play(model, over_http(agent), max_turns=2)
+    assert len(model.orders) == 2 and episode.finish_reason == "stop" and len(episode.steps) < 20
+
+
+def test_an_answer_cut_by_a_limit_is_said_to_be_and_its_calls_are_not_read() -> None:
+    model = Model(CALL_TEXT)
+    model.finish = "length"
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        (choice,) = (await call(client, tools=[TOOL])).json()["choices"]
+        assert choice["finish_reason"] == "length" and choice["message"]["content"] == CALL_TEXT
+
+    assert play(model, over_http(agent)).finish_reason == "length"
+
+
+def test_a_malformed_call_comes_back_as_text_with_a_remark() -> None:
+    model = Model("<tool_call>calculate(1)</tool_call>")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answer = await call(client, tools=[TOOL], seed=3, stop=["x"])
+        (choice,) = answer.json()["choices"]
+        assert choice["message"]["content"].startswith("<tool_call>") and "tool_calls" not in choice["message"]
+        assert "Expecting value" in answer.headers["x-streamrl-malformed-call"]
+        assert answer.headers["x-streamrl-ignored"] == "seed, stop"
+
+    episode = play(model, over_http(agent))
+    assert "malformed call of a tool" in episode.steps[0].detail
+
+
+def test_a_turn_that_cannot_be_generated_is_an_error_of_the_server_and_can_be_repeated() -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        model.error = RuntimeError("no instance is left")
+        failed = [await call(client), await call(client, stream=True)]
+        assert failed[0].status_code == 503 and "no instance is left" in failed[0].json()["error"]["message"]
+        assert "no instance is left" in failed[1].text and "[DONE]" not in failed[1].text
+        model.error = None
+        assert (await call(client)).status_code == 200
+
+    episode = play(model, over_http(agent))
+    assert len(episode.rows) == 1 and [step.name for step in episode.steps][:2] == ["generation failed"] * 2
+
+
+def test_tokens_in_give_tokens_out_and_continue_their_row() -> None:
+    model = Model("a", "b")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        path = str(client.base_url).replace("/v1/", "/inference/v1/generate")
+        tokens = [7, 8, 9]
+        for _ in range(2):
+            body = {"token_ids": tokens, "sampling_params": {"temperature": 0.3}}
+            answer = await client.post(path, json=body)
+            (choice,) = answer.json()["choices"]
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) and choice["finish_reason"] == "stop"
+            assert answer.headers["x-streamrl-ignored"] == "temperature"
+            tokens = [*tokens, *choice["token_ids"], 11]
+        assert (await client.post(path, json={"token_ids": [10**6], "sampling_params": {}})).status_code == 400
+
+    (row,) = play(model, over_http(agent)).rows
+    assert row.prompt_length == 3 and TOKENIZER.decode(row.tokens[row.sampled]) == "a<|im_end|>b<|im_end|>"
+
+
+def test_what_an_episode_waits_for_is_known() -> None:
+    model = Model(CALL_TEXT)
+    seen: list[EpisodeWait] = []
+
+    async def main() -> None:
+        async def agent(client: httpx2.AsyncClient) -> None:
+            seen.extend(host.waiting())
+            model.gate.clear()
+            asked = asyncio.ensure_future(call(client, tools=[TOOL]))
+            await until(lambda: len(model.orders) == 1)
+            seen.extend(host.waiting())
+            model.gate.set()
+            await asked
+            seen.extend(host.waiting())
+
+        async with hosting(model, over_http(agent)) as host:
+            await host.run(ORDER)
+            assert host.waiting() == []
+
+    asyncio.run(main())
+    assert [wait.kind for wait in seen] == ["agent", "model", "tool"]
+    assert seen[1].name == model.orders[0].turn_id and seen[2].name == "calculate"
+
+
+def test_workers_that_fail_make_the_episode_void_and_close_its_session() -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        raise RuntimeError("the pipe is broken")
+
+    episode = play(Model(), agent)
+    assert episode.void == Void(VoidCause.CRASH, "RuntimeError: the pipe is broken") and episode.reward is None
+
+
+def test_a_model_without_a_chat_template_is_refused_before_anything_starts() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"model\.path: some/model: the tokenizer has no chat template"):
+        AgentHost(
+            RunConfig.model_validate({"model": {"path": "some/model"}}), tokenizer, Model().generate, Agents(never)
+        )
+
+
+async def never(base_url: str, api_key: str) -> float:
+    raise AssertionError
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
