@@ -163,6 +163,10 @@ class EpisodeOutcome:
     steps: list[EpisodeStep] = field(default_factory=list)
     """Its tool calls and its own remarks; model calls are recorded by the endpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
+    traceback: str = ""
+    """End of the traceback of what the agent raised; '': it raised nothing."""
+    again: bool = False
+    """Whether another episode may have caused this void one, so that it should be run again, in a new session."""
 
 
 class EpisodeRunner(Protocol):

@@ -50,6 +50,25 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def exit_text(exit_code: int) -> str:
+    """Describe how a process ended: 'SIGSEGV', 'exit code 3'."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process and all that it has started, as far as they can still be seen."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+
+
 def kill_all_with(starter: int) -> None:
     """Kill this process and all that it has started once another process has ended.
 

@@ -42,8 +42,8 @@ from pebble import ProcessExpired, ProcessPool
 from streamrl.config.tasks import ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
-from streamrl.runtime.processes import end_with_parent
-from streamrl.tasks.void_reward import VoidReward, cause_of
+from streamrl.runtime.processes import end_with_parent, exit_text
+from streamrl.tasks.void_reward import VoidReward, cause_of, one_line, text_of, traceback_of
 
 POOL_ATTEMPTS = 3
 RESTART_S = 60.0
@@ -52,10 +52,9 @@ METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 """Way in which workers start. Some libraries of other systems do not survive a fork."""
 LONGEST_END_S = 10.0
 """Seconds for which `close` waits: pebble gives each worker that ignores SIGTERM 3 s before SIGKILL."""
-LONGEST_ERROR = 300
-"""Most characters of an error in the rollout row; the traceback is in the log."""
-LONGEST_TRACEBACK = 2000
-"""Most characters of a traceback, its end, that a result has."""
+
+OWN_FOLDER = Path(__file__).parent
+"""Whose frames a traceback is shown without."""
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ class RewardPool:
                 except TimeoutError:
                     return _void(VoidCause.TIMEOUT, f"timed out after {self._timeout_s:g} s", self._timeout_s)
                 except ProcessExpired as death:
-                    text = f"the reward's process died: {_how_it_died(death.exitcode)}"
+                    text = f"the reward's process died: {exit_text(death.exitcode)}"
                     return _void(VoidCause.CRASH, text, time.monotonic() - began)
                 except BrokenProcessPool as broken:
                     cause = str(broken) or "a worker died"
@@ -255,15 +254,6 @@ def _imports_of(tasks: Sequence[Task]) -> list[str]:
     return ["streamrl.tasks.rewards", *sorted(libraries & {"reasoning_gym", "math_verify"})]
 
 
-def _how_it_died(exit_code: int) -> str:
-    if exit_code < 0:
-        try:
-            return signal.Signals(-exit_code).name
-        except ValueError:
-            return f"signal {-exit_code}"
-    return f"exit code {exit_code}"
-
-
 # --- inside a worker ---
 
 
@@ -308,33 +298,12 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
             raise UserError(_worker.problem)
         reward = _worker.scorer.score(task, completion, reward_input)
     except VoidReward as void:
-        return _void(void.cause, _text_of(void), time.perf_counter() - began, void.retry, _traceback_of(void))
+        return _void(void.cause, text_of(void), time.perf_counter() - began, void.retry, traceback_of(void, OWN_FOLDER))
     except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like any other
         seconds = time.perf_counter() - began
         traceback.print_exc()
-        return _void(cause_of(raised), _one_line(raised), seconds, trace=_traceback_of(raised))
+        return _void(cause_of(raised), one_line(raised), seconds, trace=traceback_of(raised, OWN_FOLDER))
     return _Try(RewardResult(reward, None, time.perf_counter() - began))
-
-
-def _traceback_of(error: BaseException) -> str:
-    """Return the end of an exception's traceback without the frames of this package; '': it has no others."""
-    trace = error.__traceback__
-    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-        trace = trace.tb_next
-    if trace is None:
-        return ""
-    return "".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:]
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return " ".join(str(error).split())[:LONGEST_ERROR]
-    except Exception:  # a user's exception whose __str__ fails
-        return ""
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
 
 
 def _die_with_pool() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+import traceback
+from pathlib import Path
 
 from streamrl.rollouts.void import VoidCause
 
 NETWORK_PACKAGES = frozenset(
-    {"aiohttp", "anthropic", "grpc", "http", "httpx", "openai", "requests", "socket", "urllib", "urllib3"}
+    {"aiohttp", "anthropic", "grpc", "http", "httpcore2", "httpx", "httpx2", "openai", "requests", "socket", "urllib"}
+    | {"urllib3"}
 )
 """Packages whose exceptions mean that a service failed."""
+LONGEST_ERROR = 300
+"""Most characters of an error in the rollout row; the traceback is in the log."""
+LONGEST_TRACEBACK = 2000
+"""Most characters of a traceback, its end, that a result has."""
 
 
 class VoidReward(Exception):
@@ -50,3 +57,31 @@ def cause_of(error: BaseException) -> VoidCause:
         case MemoryError() | OSError() | ImportError():
             return VoidCause.ENVIRONMENT
     return VoidCause.VERIFIER
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text in one line; '': its `__str__` fails."""
+    try:
+        return " ".join(str(error).split())[:LONGEST_ERROR]
+    except Exception:  # of a user's exception
+        return ""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's class and text in one line."""
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
+
+
+def traceback_of(error: BaseException, without: Path) -> str:
+    """Return the end of an exception's traceback; '': it has no frames outside of a folder.
+
+    Args:
+        error: the exception.
+        without: folder of this package; its frames before the user's are left out.
+    """
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == without:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:]

@@ -1,0 +1,156 @@
+"""Agents that are programs of their own: they know the endpoint from two environment variables, and print the reward.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY   where the model is, and the key that names the episode
+    TASK                              the item as JSON
+    last line of standard output      {"reward": 1.0, ...}: the reward and further numbers
+
+What else a program prints, and its standard error, goes to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from streamrl.agents.agent_result import outcome_of
+from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.output_pipe import OutputPipe
+from streamrl.config.tasks import EpisodeDeadlines
+from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children
+from streamrl.tasks.void_reward import VoidReward, text_of
+
+MOST_TASK_BYTES = 128 * 1024 - 16
+"""Most bytes of TASK: Linux gives one variable 128 KiB with its name (MAX_ARG_STRLEN)."""
+MOST_PRINTED = 64 * 2**20
+"""Bytes of output after which a program is ended."""
+MOST_LINE = 2**16
+"""Most bytes of the last line."""
+PART = 2**16
+LAST_WORDS_S = 1.0
+"""Seconds for the output of a program that has ended."""
+
+
+async def play_program(
+    command: Sequence[str],
+    order: EpisodeOrder,
+    base_url: str,
+    api_key: str,
+    limits: EpisodeDeadlines,
+    log: Callable[[bytes], object],
+) -> EpisodeOutcome:
+    """Run a program that plays one episode; whatever fails makes the episode void.
+
+    It ends with everything that it has started, also when this coroutine is cancelled.
+
+    Args:
+        command: program and arguments.
+        order: the episode.
+        base_url: value of OPENAI_BASE_URL.
+        api_key: value of OPENAI_API_KEY.
+        limits: deadlines, of which `episode_s` counts here; the endpoint sees calls and turns.
+        log: takes what the program prints.
+    """
+    task = json.dumps(order.item, ensure_ascii=False)
+    if (size := len(task.encode())) > MOST_TASK_BYTES:
+        return _void(VoidCause.ENVIRONMENT, f"the item has {size:,} bytes; the variable TASK takes {MOST_TASK_BYTES:,}")
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "TASK": task}
+    printed = _Printed(log)
+    output, errors = await OutputPipe.open(), await OutputPipe.open()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.write_end,
+            stderr=errors.write_end,
+            env=os.environ | own,
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL),
+        )
+    except (OSError, ValueError) as error:
+        output.close()
+        errors.close()
+        return _void(VoidCause.ENVIRONMENT, f"{command[0]} did not start: {error}")
+    output.started()
+    errors.started()
+    reading: asyncio.Future[Any] = asyncio.gather(printed.keep(output), printed.pass_on(errors))
+    ended: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
+    try:
+        async with asyncio.timeout(limits.episode_s):
+            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():  # what it has started may hold the pipes
+                await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+            if reading.done():
+                reading.result()
+            code: int = await ended
+    except TimeoutError:
+        text = f"the episode took more than {limits.episode_s:g} s, when {command[0]} still ran"
+        return _void(VoidCause.TIMEOUT, text)
+    except _TooMuch:
+        return _void(VoidCause.VERIFIER, f"{command[0]} printed more than {MOST_PRINTED >> 20} MiB")
+    finally:
+        if process.returncode is None:
+            kill_with_children(process.pid)
+        reading.cancel()
+        output.close()
+        errors.close()
+        await ended
+    if code:
+        return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}")
+    try:
+        reward, metrics = outcome_of(printed.result(command[0]))
+    except VoidReward as void:
+        return _void(void.cause, text_of(void))
+    return EpisodeOutcome(reward, None, metrics=metrics)
+
+
+class _TooMuch(Exception):
+    """A program prints without end."""
+
+
+class _Printed:
+    """What a program prints."""
+
+    def __init__(self, log: Callable[[bytes], object]) -> None:
+        self._log = log
+        self._bytes = 0
+        self._end = b""
+
+    async def keep(self, stream: OutputPipe) -> None:
+        """Read standard output, and keep its end."""
+        while part := await stream.read(PART):
+            self._count(part)
+            self._end = (self._end + part)[-2 * MOST_LINE :]
+
+    async def pass_on(self, stream: OutputPipe) -> None:
+        """Read standard error."""
+        while part := await stream.read(PART):
+            self._count(part)
+
+    def _count(self, part: bytes) -> None:
+        self._bytes += len(part)
+        if self._bytes > MOST_PRINTED:
+            raise _TooMuch
+        self._log(part)
+
+    def result(self, program: str) -> object:
+        """Return the last line's JSON.
+
+        Raises:
+            VoidReward: there is no such line.
+        """
+        lines = self._end.strip().splitlines()
+        last = lines[-1] if lines else b""
+        try:
+            found: object = json.loads(last)
+        except ValueError:
+            shown = last[:100].decode(errors="replace")
+            raise VoidReward(text=f'{program}: expected {{"reward": ...}} as its last line, got {shown!r}') from None
+        return found
+
+
+def _void(cause: VoidCause, text: str) -> EpisodeOutcome:
+    return EpisodeOutcome(None, Void(cause, text))

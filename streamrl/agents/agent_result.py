@@ -1,0 +1,40 @@
+"""What an agent returns at the end of an episode: a reward, or a mapping with the reward and further numbers."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.tasks.void_reward import VoidReward
+
+MOST_METRICS = 100
+"""Most numbers beside the reward."""
+MOST_NAME = 100
+"""Most characters of a number's name."""
+
+
+def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
+    """Return the reward and the metrics that an agent's result stands for.
+
+    Raises:
+        VoidReward: it is neither a finite number nor a mapping of finite numbers with `reward`.
+    """
+    if not isinstance(found, Mapping):
+        return _finite("the reward", found), {}
+    if "reward" not in found:
+        raise VoidReward(text=f"the agent returned a mapping without `reward`: {reprlib.repr(dict(found))}")
+    if len(found) > MOST_METRICS:
+        raise VoidReward(text=f"the agent returned {len(found)} numbers, at most {MOST_METRICS} are recorded")
+    metrics = {str(name)[:100]: _finite(f"{name!r}", value) for name, value in found.items() if name != "reward"}
+    return _finite("the reward", found["reward"]), metrics
+
+
+def _finite(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise VoidReward(text=f"{name} must be a number, got {type(value).__name__} {reprlib.repr(value)}")
+    if not math.isfinite(number := float(value)):
+        raise VoidReward(text=f"{name} must be finite, got {number}")
+    return number

@@ -1,0 +1,265 @@
+"""The client of an agent: calls the model at the endpoint, and tools, each with a deadline and a record."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import json
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx2
+
+from streamrl.agents.live_episode import LiveEpisode
+from streamrl.rollouts.void import VoidCause
+from streamrl.tasks.void_reward import VoidReward, one_line
+
+MODEL = "policy"
+"""Name of the model that is trained."""
+MOST_TEXT = 16_384
+"""Most characters of a tool's text; the rest is cut, and said to be."""
+ATTEMPTS = 3
+"""Most tries of a call whose connection fails; the endpoint answers a repeated call with the recorded turn."""
+PAUSE_S = 0.2
+OVER = frozenset({"context_length_exceeded", "max_turns_exceeded"})
+"""Codes of the endpoint's refusals that end an episode by rule: what the policy did used up context or turns."""
+
+
+class EpisodeOver(Exception):
+    """The endpoint takes no further call of this episode: the context is full, or `max_turns` are used up.
+
+    An agent that does not catch it ends with reward 0, as an unfinished answer does.
+    """
+
+
+class CallRefused(Exception):
+    """The endpoint refused a call: the agent has sent something wrong."""
+
+
+class BadToolInput(Exception):
+    """Raise it in a tool that cannot use what the model has given: `tools.answer` tells the model the text."""
+
+
+class ToolFailed(VoidReward):
+    """A tool raised; an agent that does not catch it ends without a reward, with cause `tool`."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__(VoidCause.TOOL, f"tool {name!r}: {one_line(error)}")
+
+
+class AgentClient:
+    """What an agent gets beside its task. Every method is for the event loop that the agent runs in."""
+
+    def __init__(self, episode: LiveEpisode, base_url: str, api_key: str, pool: httpx2.AsyncBaseTransport) -> None:
+        """
+        Args:
+            episode: the episode that the calls belong to.
+            base_url: the endpoint, as an OpenAI client takes it.
+            api_key: its key, which names the session as well.
+            pool: the connections that all episodes of a worker share.
+        """
+        self.base_url, self.api_key, self.model = base_url, api_key, MODEL
+        self.finish_reason = ""
+        """Why the latest answer of `chat` ended: 'stop', 'tool_calls' or 'length'; '': there was none."""
+        self._episode = episode
+        self.http = httpx2.AsyncClient(
+            base_url=base_url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {api_key}"},
+            transport=_Watched(pool, episode),
+            timeout=None,  # the episode's own deadlines
+            trust_env=False,
+        )
+        """HTTP client for other paths of the endpoint; its calls have the same deadlines."""
+
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Call the model, and return its message to append to `messages` as it is.
+
+        Args:
+            messages: the conversation, as OpenAI's chat completions take it.
+            tools: schemas of the tools that the model may call.
+            options: further keys of the request; sampling is the run's.
+
+        Raises:
+            EpisodeOver: the context is full, or all turns are used.
+            CallRefused: the request is wrong.
+            VoidReward: the endpoint cannot be reached, or failed.
+        """
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), **options}
+        if body.get("stream"):
+            raise ValueError("chat() returns whole messages; stream with openai()")
+        if tools:
+            body["tools"] = list(tools)
+        choice = (await self._post("chat/completions", body))["choices"][0]
+        self.finish_reason = choice["finish_reason"]
+        return {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
+
+    async def tool(self, name: str, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """Call a tool and return its result; texts of more than `MOST_TEXT` characters are cut.
+
+        A coroutine runs in the event loop, an ordinary function in a thread of its own.
+
+        Raises:
+            BadToolInput: the tool cannot use what it was given.
+            ToolFailed: it raised something else.
+        """
+        started, detail = time.time(), "not finished"
+        try:
+            with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, shown=f"tool {name!r}"):
+                result = function(*args, **named) if _is_async(function) else self._in_thread(function, args, named)
+                found = _cut(await result)
+            detail = found if isinstance(found, str) else repr(type(found).__name__)
+            return found
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            detail = one_line(error)
+            if isinstance(error, BadToolInput | VoidReward):
+                raise
+            raise ToolFailed(name, error) from error
+        finally:
+            self._episode.step("tool", name, started, detail)
+
+    def note(self, text: str) -> None:
+        """Record a remark among the episode's steps."""
+        self._episode.step("agent", "note", time.time(), text)
+
+    def openai(self, **settings: Any) -> Any:
+        """Return an `openai.AsyncOpenAI` for this episode.
+
+        Args:
+            settings: further arguments of it.
+
+        Raises:
+            RuntimeError: the package openai cannot be imported.
+        """
+        try:
+            import openai
+        except ImportError as error:
+            raise RuntimeError(f"client.openai() needs the package openai: {error}") from error
+        own = {"base_url": self.base_url, "api_key": self.api_key, "http_client": self.http}
+        return openai.AsyncOpenAI(**{**own, **settings})
+
+    async def close(self) -> None:
+        """Close what belongs to this episode; the shared connections stay."""
+        await self.http.aclose()
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        for attempt in range(ATTEMPTS):
+            try:
+                response = await self.http.post(path, json=body, headers=headers)
+                break
+            except httpx2.TransportError as error:
+                if attempt == ATTEMPTS - 1:
+                    raise VoidReward(VoidCause.PROVIDER, f"the model's endpoint: {one_line(error)}") from error
+                await asyncio.sleep(PAUSE_S * 2**attempt)
+        if response.is_success:
+            return response.json()
+        code, text = _refusal(response)
+        if code in OVER:
+            raise EpisodeOver(text)
+        if response.status_code >= 500:
+            raise VoidReward(VoidCause.PROVIDER, f"the model's endpoint: {response.status_code} {text}")
+        raise CallRefused(f"{response.status_code} {text}")
+
+    def _in_thread(self, function: Callable[..., Any], args: Any, named: Any) -> asyncio.Future[Any]:
+        """Call a function in a thread of its own: one that never ends takes no thread from others."""
+        loop = asyncio.get_running_loop()
+        future, context = loop.create_future(), contextvars.copy_context()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if plain else RuntimeError(one_line(error)))
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = context.run(function, *args, **named)
+            except BaseException as raised:
+                error = raised
+            self._episode.threads.discard(thread)
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        thread = threading.Thread(target=work, name=f"tool of {self._episode.order.sample_id}", daemon=True)
+        self._episode.threads.add(thread)
+        thread.start()
+        return future
+
+
+def is_over(error: BaseException) -> bool:
+    """Whether an exception, of any client, means that the endpoint takes no further call by rule."""
+    seen: BaseException | None = error
+    for _ in range(8):
+        if seen is None:
+            break
+        if isinstance(seen, EpisodeOver) or getattr(seen, "code", None) in OVER:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(function)
+
+
+def _cut(found: Any) -> Any:
+    if isinstance(found, str) and len(found) > MOST_TEXT:
+        return f"{found[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(found):,} characters]"
+    return found
+
+
+def _refusal(response: httpx2.Response) -> tuple[str | None, str]:
+    """Return code and text of an error, shaped as OpenAI's or not."""
+    try:
+        error = response.json()["error"]
+        return error.get("code"), str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError, json.JSONDecodeError):
+        return None, response.text[:300]
+
+
+class _Watched(httpx2.AsyncBaseTransport):
+    """The shared connections, as one episode uses them: every request is a call of the model with its deadline."""
+
+    def __init__(self, pool: httpx2.AsyncBaseTransport, episode: LiveEpisode) -> None:
+        self._pool, self._episode = pool, episode
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self._episode.begin_turn()
+        held = contextlib.ExitStack()
+        held.enter_context(self._episode.limited("a call of the model", self._episode.limits.call_s, shown="the model"))
+        try:
+            response = await self._pool.handle_async_request(request)
+        except BaseException:
+            held.close()
+            raise
+        response.stream = _Ending(response.stream, held)
+        return response
+
+
+class _Ending(httpx2.AsyncByteStream):
+    """The body of an answer, which ends the call's time when it is closed."""
+
+    def __init__(self, stream: Any, held: contextlib.ExitStack) -> None:
+        self._stream, self._held = stream, held
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield part
+
+    async def aclose(self) -> None:
+        self._held.close()
+        await self._stream.aclose()

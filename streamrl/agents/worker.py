@@ -1,0 +1,250 @@
+"""An agent worker: one process with one event loop, in which many agents play at once.
+
+    python -m streamrl.agents.worker PARENT
+
+It speaks with its owner (`workers.py`) in frames over its standard input and output. Before any code of a user is
+imported both are put aside, so that whatever agents and tools print goes to the log. It ends with its owner.
+
+Three threads keep it honest: the main thread runs the event loop; one reads frames, and ends the process when the owner
+has gone; one tells the owner that the process lives, and which agent blocks the loop if one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from streamrl.agents.agent_function import AgentFunction, load_agent
+from streamrl.agents.agent_result import outcome_of
+from streamrl.agents.client import AgentClient, is_over
+from streamrl.agents.episode import EpisodeOutcome
+from streamrl.agents.live_episode import CURRENT, LiveEpisode
+from streamrl.agents.worker_frames import (
+    ALIVE_S,
+    Begin,
+    Blocked,
+    Doing,
+    FramePipe,
+    GiveUp,
+    Play,
+    Played,
+    Ready,
+    WorkerAlive,
+)
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import UserError
+from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.processes import end_with_parent
+from streamrl.tasks.void_reward import VoidReward, cause_of, one_line, text_of, traceback_of
+
+GRACE_S = 2.0
+"""Seconds that a cancelled agent has to end."""
+PULSE_S = 0.25
+"""Seconds between two signs of life of the event loop."""
+MOST_OPEN_FILES = 65_536
+OWN_FOLDER = Path(__file__).parent
+
+
+async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentClient) -> EpisodeOutcome:
+    """Run an agent to its end; SystemExit is caught here, where it does not yet end the event loop."""
+    try:
+        reward, metrics = outcome_of(await agent(item, client))
+        return EpisodeOutcome(reward, None, metrics=metrics)
+    except asyncio.CancelledError as error:
+        return _void(VoidCause.VERIFIER, "the agent cancelled itself", error)
+    except VoidReward as void:
+        return _void(void.cause, text_of(void), void)
+    except BaseException as error:
+        if is_over(error):
+            return EpisodeOutcome(0.0, None)
+        traceback.print_exc()
+        return _void(cause_of(error), one_line(error), error)
+
+
+def _void(cause: VoidCause, text: str, error: BaseException) -> EpisodeOutcome:
+    return EpisodeOutcome(None, Void(cause, text), traceback=traceback_of(error, OWN_FOLDER))
+
+
+class AgentWorker:
+    """Plays episodes in the event loop of this process."""
+
+    def __init__(self, pipe: FramePipe, tasks: dict[str, AgentTask], agents: dict[str, AgentFunction | None]) -> None:
+        self.pipe, self.tasks, self.agents = pipe, tasks, agents
+        self.pulse = 0
+        """Grows as long as the event loop runs."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_task_factory(self._new_task)  # type: ignore[arg-type]
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._pool = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits)
+        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._episodes: weakref.WeakKeyDictionary[asyncio.Task[Any], LiveEpisode] = weakref.WeakKeyDictionary()
+
+    async def serve(self, blocked_s: float) -> None:
+        """Play whatever the owner orders, until it has gone."""
+        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        threading.Thread(target=self._watch, args=(blocked_s,), name="pulse", daemon=True).start()
+        while True:
+            self.pulse += 1
+            await asyncio.sleep(PULSE_S)
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **named: Any) -> Any:
+        """Make a task, and note the episode whose agent asks for it."""
+        task = asyncio.Task(coro, loop=loop, **named)
+        if (episode := CURRENT.get()) is not None:
+            episode.tasks.add(task)
+            self._episodes[task] = episode
+        return task
+
+    def _read(self) -> None:
+        while (frame := self.pipe.next()) is not None:
+            self._loop.call_soon_threadsafe(self._take, frame)
+        os._exit(0)
+
+    def _take(self, frame: Begin | Play | GiveUp) -> None:
+        match frame:
+            case Play():
+                playing = self._loop.create_task(self._play(frame))
+                self._playing[frame.order.sample_id] = playing
+            case GiveUp() if frame.sample_id in self._playing:
+                self._playing[frame.sample_id].cancel()
+
+    def _watch(self, blocked_s: float) -> None:
+        """Tell the owner that this process lives, and once, that an agent blocks the event loop."""
+        seen, unchanged, told, alive = self.pulse, 0.0, False, ALIVE_S
+        before = time.monotonic()
+        while True:
+            time.sleep(PULSE_S)
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * PULSE_S), now  # a machine that slept has blocked nothing
+            unchanged, seen = (0.0 if self.pulse != seen else unchanged + passed), self.pulse
+            alive += passed
+            if unchanged >= blocked_s and not told:
+                told = True
+                self.pipe.send(self._blocked(unchanged))
+            if alive >= ALIVE_S:
+                alive = 0.0
+                self.pipe.send(WorkerAlive())
+
+    def _blocked(self, seconds: float) -> Blocked:
+        task = asyncio.current_task(self._loop)
+        episode = self._episodes.get(task) if task is not None else None
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = "unknown code"
+        if frame is not None:
+            traceback.print_stack(frame)
+            code = frame.f_code
+            where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        return Blocked(sample_id=episode.order.sample_id if episode else "", where=where, seconds=seconds)
+
+    async def _play(self, play: Play) -> None:
+        order, task = play.order, self.tasks[play.order.task]
+        episode = LiveEpisode(order, task.deadlines, self._tell)
+        client = AgentClient(episode, play.base_url, play.api_key, self._pool)
+        agent = self.agents[order.task]
+        assert agent is not None
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, episode)
+        playing = context.run(self._loop.create_task, _result_of(agent, order.item, client))
+        try:
+            with episode.limited("the episode", task.deadlines.episode_s):
+                episode.begin_turn(0)
+                await _first(playing, episode.over)
+        except asyncio.CancelledError:
+            episode.void = Void(VoidCause.CRASH, "given up")  # its owner has forgotten it
+        episode.end_turn()
+        outcome = playing.result() if episode.void is None else EpisodeOutcome(None, episode.void)
+        spoiled = await self._clean_up(episode)
+        del self._playing[order.sample_id]
+        self.pipe.send(
+            Played(sample_id=order.sample_id, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled)
+        )
+        with contextlib.suppress(Exception):
+            await client.close()
+
+    async def _clean_up(self, episode: LiveEpisode) -> str:
+        """End what an agent has left behind; return what does not end, '': all has ended."""
+        end = time.monotonic() + GRACE_S
+        while (left := [task for task in episode.tasks if not task.done()]) or episode.threads:
+            for task in left:
+                task.cancel()
+            if (rest := end - time.monotonic()) <= 0:
+                held = f"{len(left)} coroutines and {len(episode.threads)} tools"
+                return f"{held} of episode {episode.order.sample_id} do not end"
+            if left:
+                await asyncio.wait(left, timeout=min(rest, PULSE_S))
+            else:
+                await asyncio.sleep(min(rest, PULSE_S))
+        return ""
+
+    def _tell(self, sample_id: str, waits_for: str, since: float) -> None:
+        self.pipe.send(Doing(sample_id=sample_id, waits_for=waits_for, since=since))
+
+
+async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:
+    """Wait until a task is done or an event is set."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+def _private_pipe() -> FramePipe:
+    """Put standard input and output aside for frames; what is printed goes where standard error goes."""
+    pipe = FramePipe(os.dup(0), os.dup(1))  # not inherited by what agents start
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return pipe
+
+
+def main() -> None:
+    """Serve the owner whose process id is the only argument."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # it died before the signal was set up
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides
+    pipe = _private_pipe()
+    faulthandler.enable()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_OPEN_FILES), most))  # a connection for each episode
+    begin = pipe.next()
+    if not isinstance(begin, Begin):
+        os._exit(1)
+    tasks = {task.key: task for task in map(AgentTask.model_validate, begin.tasks)}
+    try:
+        agents = {key: load_agent(task) for key, task in tasks.items()}
+    except UserError as error:
+        pipe.send(Ready(problem=str(error)))
+        os._exit(0)
+
+    async def serve() -> None:
+        worker = AgentWorker(pipe, tasks, agents)
+        pipe.send(Ready(problem=""))
+        await worker.serve(begin.blocked_s)
+
+    with contextlib.suppress(OSError):  # the owner has gone
+        asyncio.run(serve())
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

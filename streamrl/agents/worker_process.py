@@ -1,0 +1,204 @@
+"""One agent worker, as its owner sees it: a process, the episodes that it plays, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from streamrl.agents.episode import EpisodeOutcome
+from streamrl.agents.output_pipe import OutputPipe
+from streamrl.agents.worker_frames import (
+    Blocked,
+    Doing,
+    FromWorker,
+    GiveUp,
+    Play,
+    Played,
+    Ready,
+    ToWorker,
+    next_frame,
+    packed,
+)
+from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.processes import exit_text, kill_with_children
+
+MOST_LOGGED = 64 * 2**20
+"""Bytes of a worker's output that go to the log."""
+LAST_WORDS_S = 1.0
+"""Seconds for the output of a worker that has ended; what it has started may hold the pipe."""
+
+
+@dataclass(frozen=True)
+class EpisodeWait:
+    """What an episode waits for, as its worker knows it."""
+
+    name: str
+    since: float
+    """Unix seconds."""
+
+
+class WorkerProcess:
+    """One worker process."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, output: OutputPipe, log: AgentLog, suspects: set[str]
+    ) -> None:
+        self.process, self._output = process, output
+        self.open = self.ended = False
+        self.ready, self.no_more, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.problem = self.how = ""
+        self.silent_s = 0.0
+        self.playing: dict[str, asyncio.Future[EpisodeOutcome]] = {}
+        self.doing: dict[str, EpisodeWait] = {}
+        self._suspects = suspects
+        self.cause = VoidCause.CRASH
+        self._blocked: Blocked | None = None
+        self._log = log
+        self.reading = asyncio.create_task(self._read())
+        self._printing = asyncio.create_task(self._print())
+
+    @classmethod
+    async def start(cls, log: AgentLog, suspects: set[str]) -> WorkerProcess:
+        """Start a process; it imports the agents once it has got `Begin`."""
+        output = await OutputPipe.open()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output.write_end,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        output.started()
+        return cls(process, output, log, suspects)
+
+    def send(self, frame: ToWorker) -> None:
+        """Send a frame; one to a worker that has ended is lost, as the worker is."""
+        assert self.process.stdin is not None
+        if not self.process.stdin.is_closing():
+            self.process.stdin.write(packed(frame))
+
+    async def play(self, play: Play) -> EpisodeOutcome:
+        """Play an episode to its end, which may be that of the worker."""
+        sample_id = play.order.sample_id
+        if self.ended:
+            return void_outcome(VoidCause.CRASH, f"the agent worker did not start: {self.problem or self.how}")
+        future = self.playing[sample_id] = asyncio.get_running_loop().create_future()
+        self.idle.clear()
+        self.send(play)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.send(GiveUp(sample_id=sample_id))
+            raise
+        finally:
+            self.playing.pop(sample_id, None)
+            self.doing.pop(sample_id, None)
+            if not self.playing:
+                self.idle.set()
+
+    def kill(self, how: str, cause: VoidCause = VoidCause.CRASH) -> None:
+        """Kill the process and all that it has started."""
+        if not self.ended and self.process.returncode is None:
+            self.how, self.cause = how, cause
+            kill_with_children(self.process.pid)
+
+    async def _read(self) -> None:
+        """Take frames until the process has ended, and give its episodes their outcomes."""
+        assert self.process.stdout is not None
+        try:
+            while (frame := await next_frame(self.process.stdout)) is not None:
+                self.silent_s = 0.0
+                self._take(frame)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.kill(f"it sent something else than frames: {error}")
+        if self.process.returncode is None:
+            kill_with_children(self.process.pid)
+        code = await self.process.wait()
+        self.how = self.how or exit_text(code)
+        self.ended = True
+        await asyncio.wait({self._printing}, timeout=LAST_WORDS_S)
+        self._printing.cancel()
+        self._output.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        for sample_id, future in list(self.playing.items()):
+            if not future.done():
+                future.set_result(self._outcome_of_death(sample_id))
+        for event in (self.ready, self.no_more):
+            event.set()
+
+    def _take(self, frame: FromWorker) -> None:
+        match frame:
+            case Ready():
+                self.problem = frame.problem
+                self.ready.set()
+            case Doing():
+                if frame.waits_for:
+                    self.doing[frame.sample_id] = EpisodeWait(frame.waits_for, frame.since)
+                else:
+                    self.doing.pop(frame.sample_id, None)
+            case Played():
+                if frame.spoiled:
+                    self.how = frame.spoiled
+                    self.no_more.set()
+                if (future := self.playing.get(frame.sample_id)) is not None and not future.done():
+                    future.set_result(frame.outcome)
+            case Blocked():
+                self._blocked = frame
+                self.kill(f"blocked for {frame.seconds:.0f} s at {frame.where}", VoidCause.TIMEOUT)
+
+    def _outcome_of_death(self, sample_id: str) -> EpisodeOutcome:
+        """Return the outcome of an episode whose worker has ended: final only if it is known to be the cause."""
+        blocked = self._blocked
+        if blocked is not None and blocked.sample_id:
+            if blocked.sample_id == sample_id:
+                text = f"the agent awaited nothing for {blocked.seconds:.0f} s, at {blocked.where}"
+                return void_outcome(VoidCause.TIMEOUT, text)
+            return void_outcome(
+                VoidCause.CRASH, f"another episode blocked the agent worker, at {blocked.where}", again=True
+            )
+        if len(self.playing) == 1:
+            return void_outcome(self.cause, f"the agent's process ended: {self.how}")
+        self._suspects.add(sample_id)
+        text = f"the agent worker, with {len(self.playing)} episodes, ended: {self.how}"
+        return void_outcome(self.cause, text, again=True)
+
+    async def _print(self) -> None:
+        left = MOST_LOGGED
+        while part := await self._output.read(2**16):
+            if 0 < left <= len(part):
+                self._log.write(part[:left] + b"\n[an agent worker printed too much: the rest is not kept]\n")
+            elif left > 0:
+                self._log.write(part)
+            left -= len(part)
+
+
+class AgentLog:
+    """The file for what agents print."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file = None if path is None else path.open("ab", buffering=0)
+        self.where = f"(their log: {path})" if path is not None else ""
+
+    def write(self, part: bytes) -> None:
+        """Append; a full disk must not end episodes."""
+        if self._file is not None and not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._file.write(part)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def void_outcome(cause: VoidCause, text: str, again: bool = False) -> EpisodeOutcome:
+    """Return the outcome of an episode that could not be played to its end."""
+    return EpisodeOutcome(None, Void(cause, text), again=again)

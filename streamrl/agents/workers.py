@@ -1,0 +1,227 @@
+"""The agent workers of a site: processes that play episodes, many at once in each, and whatever one of them does.
+
+    an agent returns, raises, or exceeds a deadline   -> its outcome (see `worker.py`); others notice nothing
+    it blocks the event loop of its worker            -> the worker names it: its episode is void, cause timeout; the
+                                                         worker is replaced, and the others are to be run again
+    its worker dies, or is silent                     -> one episode in it: void, cause crash. Several: nobody knows
+                                                         whose fault it was, so all are to be run again, each in a
+                                                         worker of its own, and only what dies there is void
+    a coroutine or a tool's thread does not end       -> the worker gets no more episodes, and is replaced
+
+A worker that dies is restarted, after a pause that grows while it dies before it is ready. Workers are spawned: their
+owner has threads and sockets. What they print goes to the log, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.agents.agent_program import play_program
+from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.worker_frames import (
+    ALIVE_S,
+    Begin,
+    Play,
+)
+from streamrl.agents.worker_process import AgentLog, EpisodeWait, WorkerProcess, void_outcome
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.void import VoidCause
+
+RESTART_S = 60.0
+"""Seconds that an episode waits for a worker that is restarted."""
+LONGEST_PAUSE_S = 30.0
+SILENT_S = 10.0
+"""Seconds that a worker may be silent beyond the time that an agent may block it."""
+PROGRAMS = 32
+"""Programs that run at once; further ones wait."""
+
+log = logging.getLogger(__name__)
+
+
+class EpisodeWorkers:
+    """The agent workers of a site. Use it from one event loop; `start` first, `close` last."""
+
+    def __init__(self, tasks: Sequence[AgentTask], count: int, log_file: Path | None = None) -> None:
+        """Prepare the workers; none starts yet.
+
+        Args:
+            tasks: the run's agent tasks.
+            count: number of worker processes.
+            log_file: file to which everything that agents print is appended; None: discarded.
+        """
+        self.tasks = {task.key: task for task in tasks}
+        self._count = count
+        self._log = AgentLog(log_file)
+        self._blocked_s = min((task.deadlines.tool_s for task in tasks), default=30.0)
+        self._workers: set[WorkerProcess] = set()
+        self._some_ready = asyncio.Condition()
+        self._suspects: set[str] = set()
+        """Episodes one of which has killed a worker; each runs alone next time."""
+        self._alone = asyncio.Semaphore(1)
+        self._programs = asyncio.Semaphore(PROGRAMS)
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def start(self, timeout_s: float = 120.0) -> None:
+        """Start the workers, and wait until all are ready.
+
+        Raises:
+            UserError: an agent cannot be imported, or is no coroutine.
+            RunFailed: the workers are not ready within `timeout_s` seconds, or die at their start.
+        """
+        if all(task.command is not None for task in self.tasks.values()):
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                started = await asyncio.gather(*(self._start_worker() for _ in range(self._count)))
+        except TimeoutError as error:
+            await self.close()
+            raise RunFailed(f"the agent workers did not start within {timeout_s:g} s {self._log.where}") from error
+        if problem := next((worker.problem for worker in started if worker.problem), ""):
+            await self.close()
+            raise UserError(problem)
+        if dead := next((worker for worker in started if worker.ended), None):
+            await self.close()
+            raise RunFailed(f"the agent workers did not start: {dead.how} {self._log.where}")
+        for worker in started:
+            self._join(worker)
+        self._do(self._watch())
+
+    async def run(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
+        """Run the agent of one episode to its end; a failure is a void outcome, never an exception.
+
+        Args:
+            order: the episode.
+            base_url: what an OpenAI client takes as its base URL.
+            api_key: what it takes as its key.
+        """
+        task = self.tasks[order.task]
+        if task.command is not None:
+            async with self._programs:
+                return await self._play_program(task, order, base_url, api_key)
+        play = Play(order=order, base_url=base_url, api_key=api_key)
+        if order.sample_id in self._suspects:
+            return await self._run_alone(play)
+        worker = await self._free_worker()
+        if worker is None:
+            return void_outcome(
+                VoidCause.ENVIRONMENT, f"no agent worker was ready within {RESTART_S:g} s {self._log.where}"
+            )
+        return await worker.play(play)
+
+    async def _play_program(self, task: AgentTask, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
+        assert task.command is not None
+        playing = asyncio.ensure_future(
+            play_program(task.command, order, base_url, api_key, task.deadlines, self._log.write)
+        )
+        self._background.add(playing)
+        try:
+            return await playing
+        except asyncio.CancelledError:
+            if not self._closed:
+                playing.cancel()
+                raise
+            return void_outcome(VoidCause.CRASH, "the agent workers were closed")
+        finally:
+            self._background.discard(playing)
+
+    def waiting(self) -> dict[str, EpisodeWait]:
+        """Return what the open episodes wait for that their workers know, by sample id: the model, or a tool."""
+        return {sample_id: wait for worker in self._workers for sample_id, wait in worker.doing.items()}
+
+    async def close(self) -> None:
+        """End all workers at once, even those that hang; every waiting `run` returns a void outcome."""
+        self._closed = True
+        for worker in list(self._workers):
+            worker.kill("the agent workers were closed")
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*(worker.reading for worker in self._workers), *self._background, return_exceptions=True)
+        self._workers.clear()
+        self._log.close()
+
+    async def _run_alone(self, play: Play) -> EpisodeOutcome:
+        async with self._alone:
+            self._suspects.discard(play.order.sample_id)
+            worker = await self._start_worker()
+            try:
+                return await worker.play(play)
+            finally:
+                worker.kill("it was for one episode")
+                await worker.reading
+                self._workers.discard(worker)
+
+    async def _start_worker(self) -> WorkerProcess:
+        """Start a worker, and wait until it is ready or has ended."""
+        worker = await WorkerProcess.start(self._log, self._suspects)
+        self._workers.add(worker)
+        begin = Begin(tasks=[task.model_dump(mode="json") for task in self._coroutines()], blocked_s=self._blocked_s)
+        worker.send(begin)
+        await worker.ready.wait()
+        return worker
+
+    def _coroutines(self) -> list[AgentTask]:
+        return [task for task in self.tasks.values() if task.run is not None]
+
+    def _join(self, worker: WorkerProcess) -> None:
+        """Let a ready worker have episodes, and replace it when it has ended or is spoiled."""
+        worker.open = True
+        self._do(self._replace(worker))
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        await worker.no_more.wait()
+        worker.open = False
+        log.warning("an agent worker is replaced: %s", worker.how)
+        if worker.ended:
+            self._workers.discard(worker)
+        else:
+            self._do(self._retire(worker))
+        pause = 1.0
+        while not self._closed:
+            fresh = await self._start_worker()
+            if not fresh.ended and not fresh.problem:
+                self._join(fresh)
+                async with self._some_ready:
+                    self._some_ready.notify_all()
+                return
+            self._workers.discard(fresh)
+            log.warning("an agent worker did not start: %s", fresh.problem or fresh.how)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _retire(self, worker: WorkerProcess) -> None:
+        """End a spoiled worker once its episodes have ended."""
+        await worker.idle.wait()
+        worker.kill(worker.how)
+        await worker.reading
+        self._workers.discard(worker)
+
+    async def _free_worker(self) -> WorkerProcess | None:
+        def ready() -> list[WorkerProcess]:
+            return [worker for worker in self._workers if worker.open and not worker.ended]
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESTART_S), self._some_ready:
+                await self._some_ready.wait_for(ready)
+        return min(ready(), key=lambda worker: len(worker.playing), default=None)
+
+    async def _watch(self) -> None:
+        """Kill workers that are silent: code of an agent holds Python's lock, or the process is stopped."""
+        limit = self._blocked_s + SILENT_S
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            for worker in list(self._workers):
+                worker.silent_s += ALIVE_S  # counted here, so that a pause of this process is none of the worker's
+                if worker.ready.is_set() and worker.silent_s > limit and not worker.ended:
+                    worker.kill(f"it was silent for {limit:g} s", VoidCause.TIMEOUT)
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,153 @@
+"""Agents that are programs: they know two environment variables, and the last line that they print is their reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.agents import agent_program
+from streamrl.agents.agent_program import play_program
+from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.tasks import AgentTask, EpisodeDeadlines
+from streamrl.rollouts.void import VoidCause
+from tests.agents.model_server import ModelServer
+from tests.waiting import scaled, until
+
+UNMODIFIED = """
+import json, os
+from openai import OpenAI
+task = json.loads(os.environ["TASK"])
+answer = OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": task["prompt"]}])
+print("thinking aloud")
+print(json.dumps({"reward": len(answer.choices[0].message.content), "words": 1}))
+"""
+
+
+def order(**item: object) -> EpisodeOrder:
+    return EpisodeOrder("e", "g", "mine", {"prompt": "echo four", **item}, 0, None)
+
+
+def played(code: str, seconds: float = 600.0, log: list[bytes] | None = None, **item: object) -> EpisodeOutcome:
+    limits = EpisodeDeadlines(episode_s=seconds)
+    kept = log if log is not None else []
+    command = [sys.executable, "-c", code]
+    return asyncio.run(play_program(command, order(**item), "http://x/v1", "k", limits, kept.append))
+
+
+def test_a_program_with_the_openai_package_that_knows_only_its_environment_plays_an_episode() -> None:
+    task = AgentTask(kind="agent", name="mine", command=[sys.executable, "-c", UNMODIFIED], items="unused:items")
+
+    async def scenario() -> None:
+        async with ModelServer().running() as server:
+            owner = EpisodeWorkers([task], 1)
+            await owner.start()
+            outcome = await owner.run(order(), server.url, "its-key")
+            await owner.close()
+            assert (outcome.reward, outcome.void, outcome.metrics) == (4.0, None, {"words": 1.0})
+            assert server.calls[0]["key"] == "Bearer its-key"
+
+    asyncio.run(scenario())
+
+
+def test_a_program_gets_its_item_and_what_it_prints_is_kept() -> None:
+    code = (
+        "import json, os, sys\n"
+        "task = json.loads(os.environ['TASK'])\n"
+        "print(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])\n"
+        "print('a complaint', file=sys.stderr)\n"
+        "print(json.dumps({'reward': task['number']}))"
+    )
+    log: list[bytes] = []
+    assert played(code, log=log, number=1.5, text="dreißig").reward == 1.5
+    assert b"http://x/v1 k\n" in b"".join(log) and b"a complaint\n" in b"".join(log)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "says"),
+    [
+        ("raise SystemExit(3)", VoidCause.CRASH, "ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 11)", VoidCause.CRASH, "ended with SIGSEGV"),
+        ("print('done')", VoidCause.VERIFIER, "expected {\"reward\": ...} as its last line, got 'done'"),
+        ("pass", VoidCause.VERIFIER, "as its last line, got ''"),
+        ("print('{\"score\": 1}')", VoidCause.VERIFIER, "a mapping without `reward`"),
+        ("print('{\"reward\": NaN}')", VoidCause.VERIFIER, "the reward must be finite"),
+        ('print(\'{"reward": "1"}\')', VoidCause.VERIFIER, "the reward must be a number, got str"),
+    ],
+)
+def test_a_program_that_fails_is_void_with_its_cause(code: str, cause: VoidCause, says: str) -> None:
+    outcome = played(code)
+    assert outcome.reward is None and outcome.void is not None
+    assert (outcome.void.cause, says in outcome.void.text) == (cause, True), outcome.void
+
+
+def test_a_program_that_does_not_start_is_void_as_is_an_item_that_no_variable_holds() -> None:
+    limits = EpisodeDeadlines()
+    gone = asyncio.run(play_program(["/no/such/program"], order(), "u", "k", limits, len))
+    assert gone.void is not None and gone.void.cause == VoidCause.ENVIRONMENT
+    assert played("print('{\"reward\": 1}')", text="x" * 130_000).reward == 1.0
+    large = played("print('{\"reward\": 1}')", text="x" * 132_000)
+    assert large.void is not None and "the variable TASK takes" in large.void.text
+
+
+def test_a_program_that_prints_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_program, "MOST_PRINTED", 1 << 20)
+    outcome = played("while True: print('x' * 1000)")
+    assert outcome.void is not None and "printed more than 1 MiB" in outcome.void.text
+
+
+def test_a_program_that_leaves_a_child_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "open('left', 'w').write(str(child.pid))\n"
+        "print('{\"reward\": 1}')"
+    )
+    try:
+        assert played(code).reward == 1.0
+    finally:
+        os.kill(int(Path("left").read_text()), 9)
+
+
+TREE = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+open("pids", "w").write(f"{os.getpid()} {child.pid}")
+os.rename("pids", "all pids")
+time.sleep(1000)
+"""
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_program_ends_with_all_that_it_has_started_when_its_time_is_over_or_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = played(TREE, seconds=scaled(2.0))
+    assert outcome.void is not None and outcome.void.cause == VoidCause.TIMEOUT
+    assert f"the episode took more than {scaled(2.0):g} s, when {sys.executable} still ran" in outcome.void.text
+    pids = [int(pid) for pid in Path("all pids").read_text().split()]
+
+    async def scenario() -> None:
+        await until(lambda: all(ended(pid) for pid in pids), 10)
+        os.remove("all pids")
+        command = [sys.executable, "-c", TREE]
+        playing = asyncio.ensure_future(play_program(command, order(), "u", "k", EpisodeDeadlines(), len))
+        await until(lambda: Path("all pids").exists(), 10)
+        playing.cancel()
+        await asyncio.wait({playing})
+        more = [int(pid) for pid in Path("all pids").read_text().split()]
+        await until(lambda: all(ended(pid) for pid in more), 10)
+
+    asyncio.run(scenario())

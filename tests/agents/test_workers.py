@@ -1,0 +1,403 @@
+"""Agent workers: whatever one episode does costs one episode, and no process outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.agents import worker_process, workers
+from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.tasks import AgentTask
+from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.void import VoidCause
+from tests.agents.model_server import ModelServer
+from tests.waiting import scaled, until, wait_for
+
+AGENTS = """
+import asyncio, ctypes, itertools, os, signal, sys, time
+from streamrl.agents.client import BadToolInput, EpisodeOver
+from streamrl.tasks.void_reward import VoidReward
+
+def user(text): return [{"role": "user", "content": text}]
+
+async def run(task, client):
+    match task["prompt"]:
+        case "plain":
+            message = await client.chat(user("echo 0.5"), temperature=3)
+            assert message == {"role": "assistant", "content": "0.5"}, message
+            assert client.finish_reason == "stop"
+            return float(message["content"])
+        case "mapping": return {"reward": 2, "turns": 3, "solved": True}
+        case "tools":
+            client.note("a remark")
+            assert await client.tool("add", lambda a, b: a + b, 2, b=3) == 5
+            async def later(): return "x" * 20_000
+            return float(len(await client.tool("later", later)))
+        case "bad input":
+            def picky(): raise BadToolInput("a number, please")
+            try: await client.tool("picky", picky)
+            except BadToolInput as error: return float(str(error) == "a number, please")
+        case "together": return float(len((await client.chat(user(f"together {task['n']}")))["content"]))
+        case "full": await client.chat(user("refuse 400 context_length_exceeded"))
+        case "no turns": await client.chat(user("refuse 429 max_turns_exceeded"))
+        case "full in openai":
+            await client.openai().chat.completions.create(
+                model="policy", messages=user("refuse 400 context_length_exceeded")
+            )
+        case "openai":
+            answer = await client.openai().chat.completions.create(model="policy", messages=user("echo 7"))
+            return float(answer.choices[0].message.content)
+        case "caught":
+            try: await client.chat(user("refuse 400 context_length_exceeded"))
+            except EpisodeOver as over: return float("context_length" in str(over))
+        case "raise": raise RuntimeError("first line\\nsecond")
+        case "none": return None
+        case "text": return "1"
+        case "nan": return float("nan")
+        case "no reward": return {"score": 1}
+        case "bad metric": return {"reward": 1, "words": "three"}
+        case "void": raise VoidReward("environment", "the game server is down")
+        case "tool raises": await client.tool("divide", lambda: 1 / 0)
+        case "tool exits": await client.tool("leave", lambda: sys.exit(3))
+        case "broken": await client.chat(user("refuse 500 oops"))
+        case "refused": await client.chat(user("refuse 400 bad_request"))
+        case "gone": raise ConnectionError("nobody there")
+        case "sys.exit": sys.exit(4)
+        case "interrupt": raise KeyboardInterrupt
+        case "cancels itself": raise asyncio.CancelledError
+        case "tool hangs": await client.tool("search", time.sleep, 1000)
+        case "tool hangs and agent goes on":
+            try: await client.tool("search", asyncio.sleep, 1000)
+            except BaseException: pass
+            return 1.0
+        case "call hangs": await client.chat(user("wait"))
+        case "turn hangs":
+            await client.chat(user("echo 1"))
+            await asyncio.sleep(1000)
+        case "episode hangs": await client.tool("book", asyncio.sleep, 1000)
+        case "deaf":
+            while True:
+                try: await asyncio.sleep(1000)
+                except BaseException: pass
+        case "leaves a task behind":
+            task["left"] = asyncio.create_task(mark_when_cancelled("left"))
+            await asyncio.sleep(0)
+            return 1.0
+        case "waits for ever": await mark_when_cancelled("waits")
+        case "block": time.sleep(1000)
+        case "hang in C": sum(itertools.repeat(0))
+        case "exit": os._exit(3)
+        case "segfault": ctypes.string_at(0)
+        case "pid": return os.getpid()
+        case "noise":
+            print("noise in Python")
+            os.system("echo noise from a child; echo to its stderr >&2")
+            print("x" * 100_000)
+            return 1.0
+
+async def mark_when_cancelled(name):
+    try: await asyncio.sleep(1000)
+    finally: open(name, "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mischievous_agents.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def agent(name: str = "mine", **changes: Any) -> AgentTask:
+    given = {"kind": "agent", "name": name, "run": "mischievous_agents:run", "items": "unused:items", **changes}
+    return AgentTask.model_validate({key: value for key, value in given.items() if value is not None})
+
+
+@contextlib.asynccontextmanager
+async def started(*tasks: AgentTask, count: int = 1, log: Path | None = None) -> AsyncIterator[EpisodeWorkers]:
+    owner = EpisodeWorkers(tasks or [agent()], count, log)
+    try:
+        await owner.start()
+        yield owner
+    finally:
+        await owner.close()
+
+
+def order(prompt: str, sample_id: str = "", task: str = "mine", **item: Any) -> EpisodeOrder:
+    return EpisodeOrder(sample_id or prompt, "g", task, {"prompt": prompt, **item}, 0, None)
+
+
+def play(owner: EpisodeWorkers, server: ModelServer | None, one: EpisodeOrder) -> asyncio.Task[EpisodeOutcome]:
+    url = server.url if server else "http://127.0.0.1:9/v1"
+    return asyncio.ensure_future(owner.run(one, url, f"key-{one.sample_id}"))
+
+
+async def outcomes(*prompts: str, tasks: tuple[AgentTask, ...] = ()) -> list[EpisodeOutcome]:
+    async with ModelServer().running() as server, started(*tasks) as owner:
+        return await asyncio.gather(*(play(owner, server, order(prompt)) for prompt in prompts))
+
+
+def test_an_episode_calls_the_model_with_its_own_key_and_returns_its_reward() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            outcome = await play(owner, server, order("plain"))
+            assert (outcome.reward, outcome.void, outcome.metrics) == (0.5, None, {})
+            (call,) = server.calls
+            assert call["key"] == "Bearer key-plain" and call["idempotency"]
+            assert (call["model"], call["temperature"]) == ("policy", 3)
+            mapping = await play(owner, server, order("mapping"))
+            assert (mapping.reward, mapping.metrics) == (2.0, {"turns": 3.0, "solved": 1.0})
+            openai = await play(owner, server, order("openai"))
+            assert openai.reward == 7.0 and server.calls[-1]["key"] == "Bearer key-openai"
+
+    asyncio.run(scenario())
+
+
+def test_tools_and_remarks_are_recorded_as_steps_and_long_texts_are_cut() -> None:
+    tools, picky = asyncio.run(outcomes("tools", "bad input"))
+    assert [(step.kind, step.name) for step in tools.steps] == [("agent", "note"), ("tool", "add"), ("tool", "later")]
+    assert tools.steps[0].detail == "a remark"
+    assert all(0 < step.started <= step.finished for step in tools.steps)
+    assert tools.reward is not None and 16_384 < tools.reward < 16_500
+    assert picky.reward == 1.0 and "a number, please" in picky.steps[0].detail
+
+
+def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:
+    found = asyncio.run(outcomes("full", "no turns", "full in openai", "caught"))
+    assert [(one.reward, one.void) for one in found] == [(0.0, None), (0.0, None), (0.0, None), (1.0, None)]
+
+
+def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
+    cases = {
+        "raise": (VoidCause.VERIFIER, "RuntimeError: first line second"),
+        "none": (VoidCause.VERIFIER, "the reward must be a number, got NoneType None"),
+        "text": (VoidCause.VERIFIER, "the reward must be a number, got str '1'"),
+        "nan": (VoidCause.VERIFIER, "the reward must be finite, got nan"),
+        "no reward": (VoidCause.VERIFIER, "a mapping without `reward`: {'score': 1}"),
+        "bad metric": (VoidCause.VERIFIER, "'words' must be a number, got str 'three'"),
+        "void": (VoidCause.ENVIRONMENT, "the game server is down"),
+        "tool raises": (VoidCause.TOOL, "tool 'divide': ZeroDivisionError: division by zero"),
+        "tool exits": (VoidCause.TOOL, "tool 'leave': RuntimeError: SystemExit: 3"),
+        "broken": (VoidCause.PROVIDER, "the model's endpoint: 500 no: oops"),
+        "refused": (VoidCause.VERIFIER, "CallRefused: 400 no: bad_request"),
+        "gone": (VoidCause.PROVIDER, "ConnectionError: nobody there"),
+        "sys.exit": (VoidCause.VERIFIER, "SystemExit: 4"),
+        "interrupt": (VoidCause.VERIFIER, "KeyboardInterrupt"),
+        "cancels itself": (VoidCause.VERIFIER, "the agent cancelled itself"),
+    }
+    found = dict(zip(cases, asyncio.run(outcomes(*cases)), strict=True))
+    assert {name: one.reward for name, one in found.items()} == dict.fromkeys(cases)
+    for name, (cause, text) in cases.items():
+        void = found[name].void
+        assert void is not None and (void.cause, text in void.text) == (cause, True), (name, void)
+        assert not found[name].again
+    assert "mischievous_agents.py" in found["raise"].traceback
+    assert "streamrl/agents/worker.py" not in found["raise"].traceback
+
+
+def test_every_deadline_ends_its_episode_and_names_what_was_waited_for() -> None:
+    short = scaled(1.0)
+    limits = {"call": "call_s", "tool": "tool_s", "turn": "turn_s", "episode": "episode_s"}
+    tasks = [agent(name, deadlines={key: short}) for name, key in limits.items()]
+    cases = {
+        "tool hangs": ("tool", f"tool 'search' took more than {short:g} s"),
+        "tool hangs and agent goes on": ("tool", f"tool 'search' took more than {short:g} s"),
+        "call hangs": ("call", f"a call of the model took more than {short:g} s"),
+        "turn hangs": ("turn", "after its call 1 of the model, the agent waited for something of its own"),
+        "deaf": ("turn", "before its first call of the model, the agent waited for something of its own"),
+        "episode hangs": ("episode", "when the agent waited for tool 'book'"),
+    }
+
+    async def scenario() -> list[EpisodeOutcome]:
+        async with ModelServer().running() as server, started(*tasks) as owner:
+            playing = [play(owner, server, order(prompt, task=task)) for prompt, (task, _) in cases.items()]
+            return await asyncio.gather(*playing)
+
+    for (name, (_, text)), outcome in zip(cases.items(), asyncio.run(scenario()), strict=True):
+        assert outcome.void is not None, name
+        assert (outcome.void.cause, text in outcome.void.text) == (VoidCause.TIMEOUT, True), (name, outcome.void)
+
+
+def test_hundreds_of_episodes_are_in_flight_at_once_in_two_workers() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started(count=2) as owner:
+            playing = [play(owner, server, order("together", f"e{number}", n=300)) for number in range(300)]
+            found = await asyncio.gather(*playing)  # the endpoint answers none before it has all 300 calls
+            assert [outcome.reward for outcome in found] == [3.0] * 300
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_blocks_its_worker_is_named_and_the_others_are_run_again() -> None:
+    tasks = (agent(deadlines={"tool_s": scaled(1.0)}),)
+
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started(*tasks) as owner:
+            innocent = play(owner, server, order("call hangs"))
+            await until(lambda: len(server.calls) == 1, 10)
+            guilty, other = await asyncio.gather(play(owner, server, order("block")), innocent)
+            assert guilty.void is not None and not guilty.again
+            assert guilty.void.cause == VoidCause.TIMEOUT
+            assert "the agent awaited nothing for" in guilty.void.text
+            assert "mischievous_agents.py:" in guilty.void.text and "in run" in guilty.void.text
+            assert other.again and other.void is not None and other.void.cause == VoidCause.CRASH
+            assert (await play(owner, server, order("plain", "call hangs"))).reward == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_code_holds_pythons_lock_is_found_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", scaled(1.0))
+
+    async def scenario() -> None:
+        async with started(agent(deadlines={"tool_s": scaled(1.0)})) as owner:
+            outcome = await play(owner, None, order("hang in C"))
+            assert outcome.void is not None and outcome.void.cause == VoidCause.TIMEOUT
+            assert "it was silent for" in outcome.void.text and not outcome.again
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_costs_one_episode_which_is_found_by_running_each_alone() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started(count=1) as owner:
+            (only,) = await asyncio.gather(play(owner, server, order("exit")))
+            assert only.void is not None and not only.again
+            assert (only.void.cause, only.void.text) == (VoidCause.CRASH, "the agent's process ended: exit code 3")
+            playing = [play(owner, server, order("call hangs", name)) for name in ("a", "b")]
+            await until(lambda: len(server.calls) == 2, 10)
+            first = await asyncio.gather(play(owner, server, order("segfault", "guilty")), *playing)
+            assert all(outcome.again and outcome.reward is None for outcome in first)
+            again = [order("segfault", "guilty"), *(order("plain", name) for name in ("a", "b"))]
+            guilty, *others = await asyncio.gather(*(play(owner, server, one) for one in again))
+            assert guilty.void is not None and not guilty.again
+            assert (guilty.void.cause, guilty.void.text) == (VoidCause.CRASH, "the agent's process ended: SIGSEGV")
+            assert [outcome.reward for outcome in others] == [0.5, 0.5]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_keeps_what_does_not_end_gets_no_more_episodes_and_finishes_those_it_has() -> None:
+    tasks = agent(), agent("short", deadlines={"turn_s": scaled(1.0)})
+
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started(*tasks) as owner:
+            one = await play(owner, server, order("pid", "first"))
+            held = play(owner, server, order("together", n=2))
+            deaf = await play(owner, server, order("deaf", task="short"))
+            assert deaf.void is not None and deaf.void.cause == VoidCause.TIMEOUT
+            other = await play(owner, server, order("pid", "second"))
+            assert one.reward != other.reward
+            assert not held.done()
+            last = play(owner, server, order("together", "last", n=2))
+            assert [(await outcome).reward for outcome in (held, last)] == [1.0, 1.0]
+            await until(lambda: not psutil.pid_exists(int(one.reward or 0)), 10)
+
+    asyncio.run(scenario())
+
+
+def test_what_an_agent_leaves_behind_is_cancelled_and_so_is_an_episode_that_nobody_waits_for() -> None:
+    async def scenario() -> None:
+        async with started() as owner:
+            assert (await play(owner, None, order("leaves a task behind"))).reward == 1.0
+            assert Path("left").exists()
+            forgotten = play(owner, None, order("waits for ever"))
+            await asyncio.sleep(0)
+            assert (await play(owner, None, order("mapping"))).reward == 2.0  # so the other has begun
+            forgotten.cancel()
+            await until(lambda: Path("waits").exists(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_what_episodes_wait_for_is_known_by_name() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            playing = [play(owner, server, order(name)) for name in ("episode hangs", "call hangs", "turn hangs")]
+            await until(lambda: set(owner.waiting()) == {"episode hangs", "call hangs"} and len(server.calls) == 2, 10)
+            found = owner.waiting()
+            assert found["episode hangs"].name == "tool 'book'" and found["episode hangs"].since > 0
+            assert found["call hangs"].name == "the model"
+            await owner.close()
+            ended = await asyncio.gather(*playing)
+            assert all(one.void and one.void.cause == VoidCause.CRASH for one in ended)
+
+    asyncio.run(scenario())
+
+
+def test_what_agents_print_goes_to_the_log_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "MOST_LOGGED", 2000)
+
+    async def scenario() -> None:
+        async with started(log=tmp_path / "agents.log") as owner:
+            assert (await play(owner, None, order("noise"))).reward == 1.0
+            assert (await play(owner, None, order("mapping"))).reward == 2.0
+
+    asyncio.run(scenario())
+    text = (tmp_path / "agents.log").read_text()
+    for line in ("noise in Python", "noise from a child", "to its stderr", "printed too much"):
+        assert line in text
+    assert len(text) < 2200
+
+
+def test_an_agent_that_cannot_be_imported_is_reported_at_the_start() -> None:
+    async def scenario(task: AgentTask) -> None:
+        async with started(task):
+            pass
+
+    with pytest.raises(UserError, match="task 'mine': run 'mischievous_agents:rum': cannot be imported"):
+        asyncio.run(scenario(agent(run="mischievous_agents:rum")))
+    Path("fatal_agents.py").write_text("import os; os._exit(5)")
+    with pytest.raises(RunFailed, match="the agent workers did not start: exit code 5"):
+        asyncio.run(scenario(agent(run="fatal_agents:run")))
+
+
+OWNER = """
+import asyncio, os
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.tasks import AgentTask
+
+async def main():
+    task = AgentTask(kind="agent", name="mine", run="mischievous_agents:run", items="unused:items")
+    owner = EpisodeWorkers([task], 1)
+    await owner.start()
+    found = await owner.run(EpisodeOrder("e", "g", "mine", {"prompt": "pid"}, 0, None), "http://x/v1", "k")
+    print(int(found.reward), flush=True)
+    await owner.run(EpisodeOrder("f", "g", "mine", {"prompt": "block"}, 0, None), "http://x/v1", "k")
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_ends_with_its_owner_even_if_an_agent_blocks_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        worker = psutil.Process(int(owner.stdout.readline()))
+        owner.send_signal(signal.SIGKILL)
+        wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def test_a_worker_that_cannot_start_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with started() as owner:
+            first = await play(owner, None, order("pid", "first"))
+            Path("mischievous_agents.py").rename("elsewhere.py")
+            os.kill(int(first.reward or 0), signal.SIGKILL)
+            await until(lambda: "an agent worker did not start: task 'mine'" in caplog.text, 30)
+            second = play(owner, None, order("pid", "second"))
+            Path("elsewhere.py").rename("mischievous_agents.py")
+            assert (await second).reward not in (None, first.reward)
+
+    asyncio.run(scenario())
