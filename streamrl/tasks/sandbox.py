@@ -116,13 +116,13 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
     compile(tests, "tests", "exec", dont_inherit=True)  # otherwise every program would fail them
     isolation = isolation_of(sandbox)
     with (
-        _Boxed("program", code_of(completion), isolation, sandbox) as program,
-        _Boxed("tests", tests, isolation, sandbox) as judge,
+        Boxed("program", code_of(completion), isolation, sandbox) as program,
+        Boxed("tests", tests, isolation, sandbox) as judge,
     ):
         return _verdict(program, judge, time.monotonic() + sandbox.seconds)
 
 
-def _verdict(program: _Boxed, judge: _Boxed, end: float) -> bool:
+def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
     """Pass on questions and answers until the tests have decided, one side has ended, or the time is over.
 
     Raises:
@@ -154,7 +154,7 @@ def _verdict(program: _Boxed, judge: _Boxed, end: float) -> bool:
     return False
 
 
-def _pass_on(one: _Boxed, line: bytes, program: _Boxed, judge: _Boxed) -> bool | None:
+def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | None:
     """Take one line of one side; return the verdict, or None: there is none yet."""
     if not one.begun:
         one.begun = line == BEGUN
@@ -174,7 +174,7 @@ BEGUN, FAILED, VERDICT, PASSED = b'["begun", null]\n', b'["failed", ', b'["verdi
 """Lines of a driver that are meant for this module; those of the program's process never mean success."""
 
 
-class _Boxed:
+class Boxed:
     """One process in its sandbox, with a folder of its own."""
 
     def __init__(self, side: str, source: str, isolation: Isolation, sandbox: Sandbox) -> None:
@@ -190,7 +190,7 @@ class _Boxed:
         self._folder = tempfile.TemporaryDirectory(prefix="streamrl-", ignore_cleanup_errors=True)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_close`)
 
-    def __enter__(self) -> _Boxed:
+    def __enter__(self) -> Boxed:
         seconds, memory = int(self.sandbox.seconds) + 2, self.sandbox.memory_mb << 20
 
         def limit() -> None:

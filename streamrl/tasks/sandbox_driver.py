@@ -9,8 +9,8 @@ as success. Values cross as JSON, never as pickles. What is no plain value stays
 equal to nothing but itself, so no `__eq__` of the program decides anything.
 
 This file is the text of `python -I -c`: it needs the standard library alone. Its first line of input is a JSON object:
-`side` ('program' or 'tests'), `source`, `processes` (most that it may start), and `parent` (a PID: isolate yourself in
-namespaces, and end with that process; null: the sandbox's command does it).
+`side` ('program', 'tests', or a script's language), `source`, `processes` (most that it may start), and `parent` (a
+PID: isolate yourself in namespaces, and end with that process; null: the sandbox's command does it).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITIES_V3 = 0x20080522
 MOST_OPEN_FILES = 64
+SCRIPTS = {"python": [sys.executable, "-Iuc"], "bash": ["bash", "-c"]}
 PLAIN: dict[str, Any] = {"n": type(None), "b": bool, "i": int, "f": float, "c": complex, "s": str, "y": bytes}
 MANY: dict[str, Any] = {"l": list, "t": tuple, "e": set, "z": frozenset}
 
@@ -98,10 +99,10 @@ def decode(told: Any, other: Callable[[Any], Any]) -> Any:
 
 def failure(error: BaseException) -> list[str]:
     """Return an exception as its type's name and its text."""
-    try:
-        return [type(error).__name__, str(error)[:300]]
-    except Exception:
-        return [type(error).__name__, ""]
+    text = ""
+    with contextlib.suppress(Exception):
+        text = str(error)[:300]
+    return [type(error).__name__, text]
 
 
 class Program:
@@ -369,8 +370,7 @@ def tasks_of_user() -> int:
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid():
-                count += len(os.listdir(folder / "task"))
+            count += len(os.listdir(folder / "task")) * (folder.stat().st_uid == os.getuid())
     return count
 
 
@@ -383,16 +383,18 @@ def main() -> NoReturn:
     try:
         if given["parent"] is not None:
             isolate(given["parent"])
-        most = tasks_of_user() + given["processes"]
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks_of_user() + given["processes"],) * 2)
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_OPEN_FILES, MOST_OPEN_FILES))
     except (OSError, ValueError) as error:
-        print(f"cannot be isolated: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        sys.exit(f"cannot be isolated: {error}")
+    if given["side"] in SCRIPTS:
+        os.write(1, b'["begun", null]\n')
+        os.dup2(1, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.execvp((command := SCRIPTS[given["side"]])[0], [*command, given["source"]])
     channel = Channel()
     channel.send("begun")
-    side = Program(channel) if given["side"] == "program" else Tests(channel)
-    side.run(given["source"])
+    (Program(channel) if given["side"] == "program" else Tests(channel)).run(given["source"])
     os._exit(0)
 
 

@@ -1,0 +1,205 @@
+"""Tools: right calls are answered, wrong ones are explained to the model, and only a broken tool costs the episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from streamrl.agents.client import AgentClient, BadToolInput, ToolFailed
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.example_tools import CALCULATOR, Corpus, calculate
+from streamrl.agents.live_episode import LiveEpisode
+from streamrl.agents.mcp_tools import mcp_tools
+from streamrl.agents.tools import Tool, answer_calls, function_tool, interpreter
+from streamrl.config.tasks import EpisodeDeadlines, Sandbox
+from streamrl.errors import UserError
+from tests.waiting import scaled
+
+
+def repeat(text: str, count: int = 2) -> str:
+    """Repeat a text."""
+    return text * count
+
+
+async def double(number: float) -> float:
+    """Double a number."""
+    return 2 * number
+
+
+def fails(text: str) -> str:
+    """Fail."""
+    raise RuntimeError(f"no {text}")
+
+
+TOOLS = [function_tool(repeat), function_tool(double), function_tool(fails), CALCULATOR]
+
+
+def client() -> AgentClient:
+    limits = EpisodeDeadlines(tool_s=scaled(60))
+    order = EpisodeOrder("e", "g", "mine", {"prompt": "p"}, 0, None)
+    return AgentClient(LiveEpisode(order, limits), "http://x/v1", "k", httpx2.MockTransport(lambda _: None))  # type: ignore[arg-type,return-value]
+
+
+def message(*calls: tuple[str, str]) -> dict[str, Any]:
+    made = [
+        {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": made}
+
+
+def answers(*calls: tuple[str, str], tools: Sequence[Tool] = TOOLS) -> list[str]:
+    async def scenario() -> list[str]:
+        found = await answer_calls(client(), tools, message(*calls))
+        assert [one["tool_call_id"] for one in found] == [f"c{number}" for number in range(len(calls))]
+        assert {one["role"] for one in found} <= {"tool"}
+        return [one["content"] for one in found]
+
+    return asyncio.run(scenario())
+
+
+def test_the_schema_of_a_function_follows_from_its_signature() -> None:
+    schema = TOOLS[0].schema["function"]
+    assert (schema["name"], schema["description"]) == ("repeat", "Repeat a text.")
+    properties = {name: one["type"] for name, one in schema["parameters"]["properties"].items()}
+    assert properties == {"text": "string", "count": "integer"}
+    assert schema["parameters"]["required"] == ["text"]
+    assert json.loads(json.dumps(TOOLS[0].schema)) == TOOLS[0].schema
+
+
+def test_calls_are_answered_in_order_by_functions_and_coroutines() -> None:
+    calls = [("repeat", '{"text": "ab", "count": 3}'), ("double", '{"number": 4}'), ("repeat", '{"text": "x"}')]
+    assert answers(*calls) == ["ababab", "8.0", "xx"]
+    assert answers() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("repaet", "{}", "error: there is no tool 'repaet', only calculate, double, fails, repeat"),
+        ("repeat", "{text", "error: the arguments are no JSON"),
+        ("repeat", "[" * 100_000, "error: the arguments are no JSON"),
+        ("repeat", "[1]", "error: the arguments must be a JSON object, got list"),
+        ("repeat", "{}", "error: text: Field required"),
+        ("repeat", '{"text": "a", "count": "many"}', "error: count: Input should be a valid integer"),
+        ("repeat", '{"text": "a", "times": 3}', "error: times: Extra inputs are not permitted"),
+        ("repeat", '{"text": "a", "self": 1, "name": 2}', "error: self: Extra inputs are not permitted"),
+        ("calculate", '{"expression": "1 / 0"}', "error: '1 / 0': division by zero"),
+    ],
+)
+def test_a_wrong_call_is_explained_to_the_model(name: str, arguments: str, says: str) -> None:
+    (answer,) = answers((name, arguments))
+    assert answer.startswith(says)
+
+
+def test_a_tool_that_fails_is_no_answer_to_the_model() -> None:
+    with pytest.raises(ToolFailed, match="tool 'fails': RuntimeError: no luck"):
+        answers(("fails", '{"text": "luck"}'))
+
+
+def test_a_function_without_annotations_is_no_tool() -> None:
+    with pytest.raises(TypeError, match="parameter 'x' needs a name and an annotation"):
+        function_tool(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(12 + 8) * 3", "60"),
+        ("-2 ** 2", "-4"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("1 / 4", "0.25"),
+        ("6 / 3", "2"),
+        ("2 ** 0.5 * 2 ** 0.5 > 1", None),
+        ("2 ** 99999999", None),
+        ("10.0 ** 400", None),
+        ("(-8) ** 0.5", None),
+        ("9 * " * 2000 + "9", None),
+        ("(" * 400 + "1" + ")" * 400, None),
+        ("__import__('os')", None),
+        ("True + 1", None),
+        ("", None),
+        ("7 % 0", None),
+        ("2 ** 4000 * 2 ** 4000", None),
+    ],
+)
+def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, value: str | None) -> None:
+    if value is not None:
+        assert calculate(expression) == value
+        return
+    with pytest.raises(BadToolInput):
+        calculate(expression)
+
+
+def test_search_ranks_rare_words_first_and_repeats_below_new_words() -> None:
+    texts = ["the cat sat", "the dog", "the the the the", "a cat and a dog ran"]
+    corpus = Corpus(texts)
+    assert corpus.search("Cat, dog!", 1) == ["a cat and a dog ran"]
+    assert corpus.search("cat") == ["the cat sat", "a cat and a dog ran"]  # the shorter one first
+    assert corpus.search("the dog", 4)[0] == "the dog"
+    assert corpus.search("horse") == [] and corpus.search("", 3) == []
+    assert answers(("search", '{"query": "cat"}'), tools=[corpus.tool(1)]) == ["the cat sat"]
+    assert answers(("search", '{"query": "horse"}'), tools=[corpus.tool()]) == ["nothing was found"]
+
+
+def test_an_interpreter_runs_code_and_says_how_it_ended() -> None:
+    tools = [interpreter(sandbox=Sandbox(seconds=scaled(10))), interpreter("bash", Sandbox(seconds=scaled(10)))]
+    found = answers(
+        ("python", '{"code": "print(6 * 7)"}'),
+        ("bash", '{"code": "exit 2"}'),
+        ("python", '{"code": ""}'),
+        tools=tools,
+    )
+    assert found == ["42\n", "\n[exit code 2]", "[it printed nothing]"]
+
+
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+server = MCPServer("shop")
+
+@server.tool()
+def price(item: str, count: int = 1) -> str:
+    "Return the price of an item."
+    if item == "poison": raise ToolError("not for sale")
+    if item == "gun": import os; os._exit(1)
+    return f"{count} {item}: {3 * count} euros"
+
+server.run("stdio")
+"""
+
+
+def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_model(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+
+    async def scenario() -> None:
+        async with mcp_tools([sys.executable, str(tmp_path / "server.py")]) as tools:
+            assert [(tool.name, tool.description) for tool in tools] == [("price", "Return the price of an item.")]
+            assert set(tools[0].parameters["properties"]) == {"item", "count"}
+            calls = message(("price", '{"item": "tea", "count": 2}'), ("price", '{"item": "poison"}'), ("price", "{}"))
+            bought, refused, wrong = [one["content"] for one in await answer_calls(client(), tools, calls)]
+            assert bought == "2 tea: 6 euros"
+            assert refused.startswith("error: ") and "not for sale" in refused
+            assert wrong.startswith("error: ") and "item" in wrong
+            with pytest.raises(ToolFailed, match="tool 'price'"):
+                await answer_calls(client(), tools, message(("price", '{"item": "gun"}')))
+
+    asyncio.run(scenario())
+
+
+def test_without_the_package_an_mcp_server_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+
+    async def scenario() -> None:
+        async with mcp_tools(["true"]):
+            pass
+
+    with pytest.raises(UserError, match=r"an MCP server needs the package mcp.*streamrl\[tasks\]"):
+        asyncio.run(scenario())

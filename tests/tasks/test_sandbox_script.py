@@ -1,0 +1,61 @@
+"""Scripts of a model in a sandbox: what they print comes back, and no more."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from streamrl.config.tasks import Sandbox
+from streamrl.rollouts.void import VoidCause
+from streamrl.tasks.sandbox_script import MOST_OUTPUT, Language, run_script
+from streamrl.tasks.void_reward import VoidReward
+from tests.waiting import scaled
+
+SANDBOX = Sandbox(seconds=scaled(10))
+
+
+@pytest.mark.parametrize(
+    ("language", "source", "text", "ended"),
+    [
+        ("python", "print(6 * 7)", "42\n", ""),
+        ("bash", "x=4; echo $((x * 2)); cat", "8\n", ""),
+        ("python", "pass", "", ""),
+        ("bash", "echo oops >&2; exit 3", "oops\n", "exit code 3"),
+        ("python", "print('[\"begun\", null]')", '["begun", null]\n', ""),
+    ],
+)
+def test_a_script_returns_what_it_prints_and_how_it_ended(
+    language: Language, source: str, text: str, ended: str
+) -> None:
+    output = run_script(source, language, SANDBOX)
+    assert (output.text, output.ended) == (text, ended)
+
+
+def test_an_exception_is_shown_to_its_author() -> None:
+    output = run_script("print('so far')\n1 / 0", "python", SANDBOX)
+    assert output.text.startswith("so far\n") and "ZeroDivisionError" in output.text
+    assert output.ended == "exit code 1"
+
+
+def test_a_script_that_does_not_end_or_prints_without_end_is_ended() -> None:
+    began = time.monotonic()
+    hangs = run_script("print('begun', flush=True)\nwhile True: pass", "python", Sandbox(seconds=1))
+    assert (hangs.text, hangs.ended) == ("begun\n", "timed out after 1 s")
+    assert time.monotonic() - began < scaled(60)
+    flood = run_script("while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", "bash", SANDBOX)
+    assert len(flood.text) == MOST_OUTPUT and "printed more than" in flood.ended
+
+
+def test_a_script_has_no_network_and_no_other_processes_and_little_memory() -> None:
+    code = "import socket\ntry: socket.create_connection(('127.0.0.1', 9), 1)\nexcept OSError as e: print(e.errno)"
+    assert run_script(code, "python", SANDBOX).text == "101\n"  # ENETUNREACH
+    assert run_script("import os\nprint(os.getppid())", "python", SANDBOX).text in ("0\n", "1\n")
+    hungry = run_script("x = bytearray(2 << 30)", "python", SANDBOX)
+    assert "MemoryError" in hungry.text and hungry.ended
+
+
+def test_a_sandbox_that_does_not_start_is_void_and_no_answer_to_the_model() -> None:
+    with pytest.raises(VoidReward, match="never started the python") as found:
+        run_script("print(1)", "python", Sandbox(command=["false"]))
+    assert found.value.cause == VoidCause.SANDBOX
