@@ -107,7 +107,7 @@ def training(run: RunConfig, peaks: Peaks, cores: int, steps: int) -> Half:
         gc.freeze()
         groups = demo_groups(run, shape.vocabulary)
         micro_batches = split_into_micro_batches(groups, run.batch.micro_batch_tokens)
-        normalizer = float(sum(group.completion_tokens for group in groups))
+        normalizer = float(sum(group.loss_tokens for group in groups))
         runs = []
         for number in range(steps + 1):
             began = time.perf_counter()

@@ -21,7 +21,7 @@ from streamrl.protocol.controller_site import SampleBatch
 from streamrl.protocol.message import body_of, parse
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.ledger import Ledger
-from streamrl.rollouts.micro_batch import TrainGroup, from_wire, train_group
+from streamrl.rollouts.micro_batch import TrainGroup, from_wire, train_groups
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
@@ -307,7 +307,7 @@ class Control:
         self.training, room = [], MICRO_TOKENS
         while self.ready and (not share or self.ready[0].completion_tokens <= room):
             self.training.append(self.ready.popleft())
-            share.append(train_group(self.training[-1]))
+            share += train_groups(self.training[-1])
             room -= share[-1].tokens
         await self.trainers.train([share], False)
 

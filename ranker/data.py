@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ranker.errors import RankerError
@@ -216,6 +217,10 @@ def _missing(file: Path, there: Iterable[str]) -> None:
             raise RankerError(f"{file}: no column '{name}'; expected 'prompt' and 'output_length', found: {shown}")
 
 
+ROW_IDS = ("sample_id", "trajectory_id")
+"""Columns that are equal in a sample's first row; an episode's further rows repeat its length."""
+
+
 def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
     """Yield a file's columns, a batch of rows at a time."""
     try:
@@ -223,7 +228,10 @@ def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
             schema = parquet.schema_arrow
             _missing(file, schema.names)
             names = [name for name in COLUMNS if name in schema.names]
-            for batch in parquet.iter_batches(batch_size=65536, columns=names):
+            rows = [name for name in ROW_IDS if name in schema.names]
+            for batch in parquet.iter_batches(batch_size=65536, columns=[*names, *rows]):
+                if rows == list(ROW_IDS):
+                    batch = batch.filter(pc.equal(*(batch.column(name) for name in ROW_IDS)))
                 read = {name: _cast(file, name, batch.column(name)).to_pylist() for name in names}
                 yield {name: read.get(name) for name in COLUMNS}
     except (OSError, pa.ArrowException) as error:

@@ -25,6 +25,7 @@ SLOW = (
     "end_to_end/test_recovery.py",
     "end_to_end/test_run.py",
     "end_to_end/test_schedules.py",
+    "end_to_end/test_agents.py",
     "verify/test_verify_live.py",
     "end_to_end/test_sites.py",
     "test_orphans.py",

@@ -14,14 +14,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from streamrl.rollouts.trajectory import NOT_SAMPLED, EpisodeStep
 from streamrl.rollouts.types import FloatArray, IntArray
 from streamrl.rollouts.void import Void
 
 FinishReason = Literal["stop", "length"]
 POLICY = "policy"
 """Name of the model that is trained, as agents call it."""
-NOT_SAMPLED = -1
-"""Version of a token that was rendered (prompt, tool result, template) rather than sampled."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +103,6 @@ class TrajectoryRow:
     def sampled(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Return which tokens were sampled, and so are trained: booleans of shape [T]."""
         return np.asarray(self.versions != NOT_SAMPLED)
-
-
-@dataclass(frozen=True)
-class EpisodeStep:
-    """One thing that an episode did, for trace and report; times are unix seconds."""
-
-    kind: Literal["generate", "tool", "agent"]
-    """'generate': a model call; 'tool': a tool call; 'agent': a remark, or what the agent itself did."""
-    name: str
-    started: float
-    finished: float
-    detail: str = ""
-    tokens: int = 0
-    """Sampled tokens of a model call; else 0."""
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,20 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One sample of the rollouts."""
+    """One row of the rollouts: a completion, or a row of an episode."""
 
     sample_id: str
+    """Its own id; an episode's rows after the first are no samples of their own."""
+    first: bool
+    """Whether it is a completion or an episode's first row."""
     group_id: str
     step: int
     trained: bool
     """False: its group was dropped, or its reward is void."""
     output_length: int
+    """As the run says, less the sampled tokens of the episode's other rows."""
     tokens: IntArray
-    """Shape [C]."""
+    """Sampled tokens, shape [C]; likewise the others."""
     logprobs: FloatArray
     """Shape [C]."""
     versions: IntArray
@@ -97,7 +101,7 @@ class Audit:
 def audit(account: Account) -> Audit:
     """Compare ledger, rollouts and metrics."""
     faults: list[str] = []
-    trained = [row for row in account.rollouts if row.trained]
+    trained = [row for row in account.rollouts if row.trained and row.first]
     size = max(Counter(row.group_id for row in account.ledger).values(), default=0)
     settled = {int(row.group_id) for row in account.ledger if row.state in SETTLED}
     missing, opened = _missing_prompts(account, settled)

@@ -7,10 +7,13 @@ import json
 import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from streamrl.chaos.audit import Account, LedgerRow, RolloutRow
@@ -26,8 +29,8 @@ TELLING = re.compile(
 )
 """Log lines that report a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
-COLUMNS = ["sample_id", "group_id", "step", "t_trained", "output_length"]
-ARRAYS = ["completion_tokens", "logprobs", "weight_versions"]
+COLUMNS = ["sample_id", "trajectory_id", "group_id", "step", "t_trained", "output_length"]
+ARRAYS = ["completion_tokens", "logprobs", "weight_versions", "mask"]
 ACCOUNT_TRIES = 5
 """Attempts to read the newest checkpoint, which may be pruned during one."""
 
@@ -150,17 +153,28 @@ def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
     return rows, sizes
 
 
+def _sampled(row: dict[str, Any], column: str, dtype: type) -> npt.NDArray[Any]:
+    """Return a column's values at the sampled tokens."""
+    values: npt.NDArray[Any] = np.asarray(row[column], dtype)
+    return values if row["mask"] is None else values[np.asarray(row["mask"], bool)]
+
+
 def _rollouts(path: Path) -> list[RolloutRow]:
+    rows = pq.read_table(path, columns=[*COLUMNS, *ARRAYS]).to_pylist()
+    sampled = Counter[str]()
+    for row in rows:
+        sampled[row["trajectory_id"]] += len(_sampled(row, "completion_tokens", np.int32))
     return [
         RolloutRow(
             row["sample_id"],
+            row["sample_id"] == row["trajectory_id"],
             row["group_id"],
             row["step"],
             row["t_trained"] is not None,
-            row["output_length"],
-            np.asarray(row["completion_tokens"], np.int32),
-            np.asarray(row["logprobs"], np.float32),
-            np.asarray(row["weight_versions"], np.int32),
+            row["output_length"] - sampled[row["trajectory_id"]] + len(_sampled(row, "completion_tokens", np.int32)),
+            _sampled(row, "completion_tokens", np.int32),
+            _sampled(row, "logprobs", np.float32),
+            _sampled(row, "weight_versions", np.int32),
         )
-        for row in pq.read_table(path, columns=[*COLUMNS, *ARRAYS]).to_pylist()
+        for row in rows
     ]

@@ -116,6 +116,12 @@ class RewardPoolConfig(StrictModel):
     workers: int = Field(1, ge=1, description="reward worker processes")
 
 
+class AgentPoolConfig(StrictModel):
+    """Worker processes that lead the episodes of agents."""
+
+    workers: int = Field(1, ge=1, description="agent worker processes; each leads many episodes at once")
+
+
 class Site(StrictModel):
     """One datacenter, or one machine."""
 
@@ -135,6 +141,9 @@ class Site(StrictModel):
     trainer: TrainerPool | None = None
     generation: list[GenerationPool] = Field(default_factory=list)
     rewards: RewardPoolConfig | None = None
+    agents: AgentPoolConfig = Field(
+        default_factory=AgentPoolConfig, description="used in runs that have a task of kind `agent`"
+    )
 
     @property
     def on_ray(self) -> bool:

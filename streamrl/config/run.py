@@ -10,7 +10,7 @@ from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
 from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
-from streamrl.config.tasks import FileTask, Task, default_tasks
+from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
 
 
 class ModelConfig(StrictModel):
@@ -296,6 +296,17 @@ class RunConfig(StrictModel):
         tries = self.rewards.attempts
         return tries * self.deadlines.reward_s + self.rewards.retry_pause_s * (2 ** (tries - 1) - 1)
 
+    @property
+    def agent_tasks(self) -> list[AgentTask]:
+        """Tasks whose samples are episodes of agents, those of evaluations too."""
+        held_out = self.evaluation.held_out(self.tasks) if self.evaluation else []
+        return [task for task in (*self.tasks, *held_out) if isinstance(task, AgentTask)]
+
+    @property
+    def longest_silence_s(self) -> float:
+        """Seconds that may pass without a new token: of generation, and of an episode whose tools work."""
+        return max([self.deadlines.generation_s, *(task.deadlines.episode_s for task in self.agent_tasks)])
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sampling.max_tokens >= self.model.max_context:
@@ -331,4 +342,9 @@ class RunConfig(StrictModel):
             )
         if self.evaluation is not None:
             self.evaluation.held_out(self.tasks)
+        if self.schedule.rounds is not None and self.agent_tasks:
+            raise ValueError(
+                f"task {self.agent_tasks[0].key!r} is of kind agent, whose episodes schedule.rounds cannot interrupt: "
+                "leave rounds out, or use schedule async, where nothing waits for the longest episode"
+            )
         return self

@@ -28,7 +28,7 @@ from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.refused_steps import RefusedSteps
-from streamrl.controller.reward_client import Rewarders
+from streamrl.controller.reward_client import Judged, Rewarders
 from streamrl.controller.schedule_tuner import Setup, make_choice
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
@@ -128,7 +128,11 @@ class Controller:
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
-        limits = SampleLimits(context.run.sampling.max_tokens, vocabulary if isinstance(vocabulary, int) else None)
+        limits = SampleLimits(
+            context.run.sampling.max_tokens,
+            context.run.model.max_context,
+            vocabulary if isinstance(vocabulary, int) else None,
+        )
         self.own = {
             name: SiteOwn(
                 site,
@@ -494,7 +498,7 @@ class Controller:
         running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
-            ("samples", running, self.limits.generation_s, self.services.since_token),
+            ("samples", running, self.config.longest_silence_s, self.services.since_token),
             ("rewards", len(self.pool.received), rewards_s, never),
             ("canaries", len(self._awaited_canaries()), self.limits.weights_s, never),
         ):
@@ -521,6 +525,7 @@ class Controller:
             delivery.ack()
         await self._refuse_samples(wrong)
         now = time.time()
+        judged: list[Judged] = []
         for peer, sample in ((one.peer, one.sample) for one in usable):
             if self.evaluator.generates(sample.sample_id):
                 group = self.evaluator.received(sample)
@@ -533,9 +538,13 @@ class Controller:
             self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
             self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
-            await self.rewarders.ask(group, sample.sample_id, sample.text)
+            if (trajectory := sample.trajectory) is None:
+                await self.rewarders.ask(group, sample.sample_id, sample.text)
+            else:  # the agent has said what it is worth
+                judged.append(Judged(sample.sample_id, trajectory.reward, trajectory.void))
         if arrivals:
             self.waits.end("samples")
+        self._record_rewards(judged)
 
     def _refuse(self, peer: str, cause: RefusalCause, why: str) -> None:
         """Count what a peer may not say; it ends nothing."""
@@ -552,6 +561,8 @@ class Controller:
     def _wrong_with(self, peer: str, sample: Sample) -> str | None:
         """Return why a sample is not taken: it is not its sender's, or makes no sense; None: it is taken, or known."""
         if self._owes(peer, sample.sample_id):
+            if self._agent_leads(sample) != (sample.trajectory is not None):
+                return "is an episode, a completion was ordered" if sample.trajectory else "is no episode of an agent"
             return self.own[peer].wrong_with_sample(sample, self.step)
         known = sample.sample_id.startswith(PREFIX) or self.ledger.has(sample.sample_id)
         if known and not self._awaits(sample.sample_id):
@@ -572,6 +583,12 @@ class Controller:
             elif sample_id is None:
                 await self._exclude(peer, f"a batch of samples cannot be read: {why:.200}")
 
+    def _agent_leads(self, sample: Sample) -> bool:
+        """Return whether a sample that is owed must be an agent's episode."""
+        if self.evaluator.awaits(sample.sample_id):
+            return self.evaluator.group_of(sample.sample_id).agent
+        return sample.group_id in self.pool.groups and self.pool.groups[sample.group_id].agent
+
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
         group = self.pool.finish(sample, now)
@@ -580,33 +597,46 @@ class Controller:
         return group
 
     def _rewards(self, deliveries: list[Delivery]) -> None:
-        """Record rewards, also void ones; groups that have all of theirs are complete.
+        """Record the answers of the rewards processes.
+
+        Raises:
+            RunFailed: as `_record_rewards`.
+        """
+        judged = []
+        for delivery in deliveries:
+            answer: ScoreAnswer = delivery.body
+            if self.rewarders.answered(delivery.peer, answer.sample_id):
+                judged.append(Judged(answer.sample_id, answer.reward, answer.void, answer.traceback))
+            else:
+                self._refuse(delivery.peer, "not its own", f"the reward of sample {answer.sample_id!r:.99}")
+        try:
+            self._record_rewards(judged)
+        finally:
+            for delivery in deliveries:
+                delivery.ack()
+
+    def _record_rewards(self, judged: list[Judged]) -> None:
+        """Record rewards, also void ones, in one transaction; groups that have all of theirs are complete.
 
         Raises:
             RunFailed: too many rewards of samples to train on are void.
         """
         scored: list[Scored] = []
         problems = []
-        for delivery in deliveries:
-            answer: ScoreAnswer = delivery.body
-            sample_id = answer.sample_id
-            if not self.rewarders.answered(delivery.peer, sample_id):
-                self._refuse(delivery.peer, "not its own", f"the reward of sample {sample_id!r:.99}")
-            elif self.evaluator.awaits(sample_id):
-                self.evaluator.scored(sample_id, answer.reward, time.time())  # its row counts void ones
-            elif sample_id in self.pool.received:
-                one, group = self.pool.score(sample_id, answer.reward, answer.void)
-                scored.append(one)
-                problems.append(self.void_watch.record(group.task, answer.void, answer.traceback))
+        for one in judged:
+            if self.evaluator.awaits(one.sample_id):
+                self.evaluator.scored(one.sample_id, one.reward, time.time())  # its row counts void ones
+            elif one.sample_id in self.pool.received:
+                member, group = self.pool.score(one.sample_id, one.reward, one.void)
+                scored.append(member)
+                problems.append(self.void_watch.record(group.task, one.void, one.traceback))
                 if group.complete:
                     self._complete(group)
             else:
-                log.debug("ignoring the reward of sample %s, which is not awaited", sample_id)
+                log.debug("ignoring the reward of sample %s, which is not awaited", one.sample_id)
         if scored:
             self.ledger.score(scored)
             self.waits.end("rewards")
-        for delivery in deliveries:
-            delivery.ack()
         for problem in filter(None, problems):
             raise RunFailed(problem)
 

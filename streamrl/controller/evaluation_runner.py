@@ -75,7 +75,7 @@ class Evaluator(Evaluations):
         """
         assert self._writer is not None
         sample = self._samples.pop(sample_id)
-        row = self.finish(sample_id, reward, sample.output_length, sample.token_versions, now)
+        row = self.finish(sample_id, reward, sample.output_length, sample.sampled_versions, now)
         if row is not None:
             self._writer.append(row)
             if best(read_evaluations(self._writer.path)) == row:

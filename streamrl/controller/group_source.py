@@ -93,6 +93,7 @@ def prompt_group(
         prompt_tokens=tokens,
         size=size,
         reward_input=prompt.reward_input,
+        agent=prompt.agent,
     )
 
 

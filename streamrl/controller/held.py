@@ -47,6 +47,9 @@ class SampleLimits:
     """Limits that every sample of the run keeps."""
 
     most_tokens: int
+    """Tokens of a completion."""
+    most_context: int
+    """Tokens of a row of an episode."""
     vocabulary: int | None
     """Number of token ids; None: the model's configuration does not say."""
 
@@ -82,14 +85,16 @@ class SiteOwn:
             return f"arrays of types {', '.join(str(array.dtype) for array in arrays)}"
         if group_of(sample.sample_id) != sample.group_id:
             return f"is no sample of group {sample.group_id!r:.99}"
-        if sample.site != self.site or not self.is_instance(sample.instance, sample.pool):
+        named = bool(sample.instance or sample.pool or sample.trajectory is None or sample.trajectory.rows)
+        if sample.site != self.site or (named and not self.is_instance(sample.instance, sample.pool)):
             return f"names {sample.instance!r:.99} in pool {sample.pool!r:.99} of site {sample.site!r:.99}"
         if sample.finish_reason not in ("stop", "length") or not all(map(is_time, times)):
             return "has an unknown end, or a time that is none"
-        if len(tokens) > self.limits.most_tokens:
-            return f"has {len(tokens)} tokens, at most {self.limits.most_tokens} were ordered"
+        if (wrong := self._wrong_with_length(sample)) is not None:
+            return wrong
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.limits.vocabulary or 2**31)):
             return "has tokens outside the vocabulary"
+        versions = versions if sample.trajectory is None else sample.sampled_versions
         if len(versions) and (versions.min() < 0 or versions.max() > newest):
             return f"has tokens of versions outside 0..{newest}"
         if len(sample.text) > min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (1 + self.limits.most_tokens)):
@@ -106,6 +111,15 @@ class SiteOwn:
         if self.remote and not ((logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)).all():  # NaN is neither
             return f"has log-probabilities that are not within {LOWEST_LOGPROB:g}..0"
         return None
+
+    def _wrong_with_length(self, sample: Sample) -> str | None:
+        """Return why a sample, or a row of an episode, is longer than it can be, or None."""
+        if sample.trajectory is None:
+            length, most = len(sample.completion_tokens), self.limits.most_tokens
+        else:
+            length = max((row.tokens for row in sample.trajectory.rows), default=0)
+            most = self.limits.most_context
+        return f"has {length} tokens, at most {most} were ordered" if length > most else None
 
     def wrong_with_fleet(self, fleet: object, states: Mapping[str, InstanceState]) -> str | None:
         """Return why a report on the site's instances (`fleet` as in `FleetChanged`) cannot be used, or None."""

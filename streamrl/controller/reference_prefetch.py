@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, deal
+from streamrl.rollouts.row_parts import group_rows
 from streamrl.rollouts.types import FloatArray, Group
 
 
@@ -49,7 +50,7 @@ class Preparation:
         """
         if not batch.run.algorithm.needs_reference:
             return None
-        waiting = [missing for group in (*batch.held_back, *pool.waiting) if (missing := _missing(batch, group))]
+        waiting = [part for group in (*batch.held_back, *pool.waiting) for part in _missing(batch, group)]
         if not waiting:
             return None
         self.running, _ = deal(waiting, max_tokens, ranks)
@@ -66,29 +67,34 @@ class Preparation:
         """
         shares, self.running = self.running, []
         for share, row in zip(shares, values, strict=True):
-            if len(row) != (tokens := sum(group.completion_tokens for group in share)):
+            if len(row) != (tokens := sum(group.loss_tokens for group in share)):
                 raise ValueError(f"{len(row)} reference log-probabilities for {tokens} tokens")
             start = 0
             for sequence in (sequence for group in share for sequence in group.sequences):
                 assert isinstance(sequence, _PendingSequence)
-                end = start + len(sequence.completion_tokens)
+                end = start + sequence.loss_tokens
                 sequence.group.reference_logprobs[sequence.sample_id] = row[start:end]
                 start = end
 
 
-def _missing(batch: StepBatch, group: Group) -> TrainGroup | None:
-    """Return the part of a complete group that has a loss and no reference log-probabilities; None: there is none."""
-    if len(group.reference_logprobs) == group.size:  # the usual case; this function runs often
-        return None
-    sequences: list[TrainSequence] = [
-        _PendingSequence(
-            completion_tokens=m.sample.completion_tokens,
-            logprobs=m.sample.logprobs,
-            advantage=0.0,
-            group=group,
-            sample_id=m.sample.sample_id,
-        )
-        for m in batch.counted(group)
-        if m.sample.sample_id not in group.reference_logprobs and m.sample.output_length
-    ]
-    return TrainGroup(group.group_id, group.prompt_tokens, sequences) if sequences else None
+def _missing(batch: StepBatch, group: Group) -> list[TrainGroup]:
+    """Return the parts of a complete group that have a loss and no reference log-probabilities."""
+    if not group.agent and len(group.reference_logprobs) == group.size:  # the usual case; this function runs often
+        return []
+    found = []
+    for prompt, parts in group_rows(group, [m.sample for m in batch.counted(group)]):
+        sequences: list[TrainSequence] = [
+            _PendingSequence(
+                completion_tokens=part.tokens,
+                logprobs=part.logprobs,
+                advantage=0.0,
+                sample_id=part.row_id,
+                mask=part.mask,
+                group=group,
+            )
+            for part in parts
+            if part.row_id not in group.reference_logprobs and part.sampled
+        ]
+        if sequences:
+            found.append(TrainGroup(group.group_id, prompt, sequences))
+    return found

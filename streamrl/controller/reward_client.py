@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from streamrl.protocol.controller_rewards import ScoreRequest
 from streamrl.protocol.message import wire
 from streamrl.rollouts.types import Group
+from streamrl.rollouts.void import Void
 from streamrl.transport.endpoint import Hub
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A sample's reward, as a verifier or an agent gave it."""
+
+    sample_id: str
+    reward: float | None
+    """Finite number; None: void."""
+    void: Void | None
+    """Why the reward is void; None: it is not."""
+    traceback: str = ""
 
 
 class Rewarders:

@@ -11,8 +11,9 @@ from streamrl.rollouts.micro_batch import (
     TrainGroup,
     deal,
     loss_normalizer,
-    train_group,
+    train_groups,
 )
+from streamrl.rollouts.row_parts import sample_of_row
 from streamrl.rollouts.types import Group, Scored
 
 
@@ -79,9 +80,8 @@ class StepBatch:
     @property
     def samples_trained(self) -> int:
         """Number of samples whose gradient is accumulated, or that have none."""
-        return sum(group.size for group in self.groups.values()) - sum(
-            len(group.sequences) for group in (*self.queue, *self.at_trainer)
-        )
+        waiting = {sample_of_row(one.sample_id) for group in (*self.queue, *self.at_trainer) for one in group.sequences}
+        return sum(group.size for group in self.groups.values()) - len(waiting)
 
     def counted(self, group: Group) -> list[Scored]:
         """Return the samples of a group that have a loss; void ones have none."""
@@ -165,7 +165,7 @@ class StepBatch:
         counted = {m.sample.sample_id for m in self.counted(group)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
         if counted and not flat:
-            self.queue.append(train_group(group, counted))
+            self.queue += train_groups(group, counted)
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
         """Record that all ranks have finished their shares of the micro-batch."""

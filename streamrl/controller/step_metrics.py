@@ -61,7 +61,7 @@ def step_metrics(
     tokens = stats["tokens"]
     has_critic = batch.run.algorithm.advantage == "gae"
     tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
-    staleness = (batch.step - 1) - np.concatenate([s.token_versions for s in samples])
+    staleness = (batch.step - 1) - np.concatenate([s.sampled_versions for s in samples])
 
     def per_token(key: str, count: float) -> float | None:
         return stats[key] / count if count else None

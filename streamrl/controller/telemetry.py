@@ -173,8 +173,9 @@ class Telemetry:
         for group in batch.groups.values():
             for m in group.members():
                 s = m.sample
+                steps = s.trajectory.steps if s.trajectory is not None else ()
                 self.trace.async_span(
-                    s.instance,
+                    s.instance if s.trajectory is None else f"agents-{s.site}",
                     group.task,
                     s.t_dispatched,
                     s.t_finished,
@@ -183,6 +184,12 @@ class Telemetry:
                     tokens=s.output_length,
                     reward=m.reward,
                 )
+                for step in steps:  # inside the episode's span, which has the same id
+                    self.trace.async_span(
+                        *(f"agents-{s.site}", f"{step.kind} {step.name}".strip(), step.started, step.finished),
+                        id=s.sample_id,
+                        tokens=step.tokens,
+                    )
 
     def weights_applied(self, number: int, spans: dict[str, tuple[float, float]]) -> None:
         """Record in the trace when each instance loaded a version."""
@@ -203,7 +210,7 @@ class Telemetry:
         states: dict[str, dict[str, Any]] = {}
         for peer in self.hub.peers.values():
             states[peer.name] = peer.state
-            states |= peer.state.get("instances", {})
+            states |= peer.state.get("instances", {}) | peer.state.get("agents", {})
         states["controller"] = {"state": self.state, "detail": self.detail}
         roles = {}
         for name, role in self.processes().items():
@@ -246,8 +253,8 @@ class Telemetry:
         waits = self.hub.waits.snapshot()
         for peer in self.hub.peers.values():
             waits += peer.state.get("waits", [])
-            for instance in peer.state.get("instances", {}).values():
-                waits += instance.get("waits", [])
+            for process in (peer.state.get("instances", {}) | peer.state.get("agents", {})).values():
+                waits += process.get("waits", [])
         texts = ("owner", "waiting_for")
         return sorted(
             (wait | {key: shown(wait[key]) for key in texts} for wait in waits), key=lambda wait: wait["since"]

@@ -56,7 +56,7 @@ def _name(args: argparse.Namespace) -> str:
     match args.role:
         case "trainer":
             return f"trainer-{os.environ.get('RANK', '0')}"
-        case "service" | "rewards":
+        case "service" | "rewards" | "agents":
             return f"{args.role}-{args.site}"
     return str(args.name or args.role)
 
@@ -105,6 +105,10 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
             from streamrl.tasks.rewards_process import RewardWorker
 
             return RewardWorker(context(f"rewards-{args.site}")).run()
+        case "agents":
+            from streamrl.agents.agents_process import AgentsProcess
+
+            return AgentsProcess(context(f"agents-{args.site}")).run()
     raise UserError(f"no role {args.role!r}")
 
 

@@ -63,7 +63,7 @@ class Watchdog:
             if name in started
             and role.silent_s is not None
             and role.silent_s > self.limit_s
-            and role.role in ("trainer", "service", "rewards")
+            and role.role in ("trainer", "service", "rewards", "agents")
             and now - role.silent_s > started[name]  # else it has not spoken yet
         }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.errors import UserError
+from streamrl.rollouts.rollout_store import first_rows
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         raise UserError(f"--trace {trace}: no rollouts (*.parquet) there; expected a run's folder")
     try:
         model = LengthModel.load(ranker) if ranker else None
-        tables = [pq.read_table(file) for file in files]
+        tables = [first_rows(pq.read_table(file)) for file in files]
     except (RankerError, OSError, pa.ArrowInvalid) as error:
         raise UserError(f"--trace {trace}: {error}") from error
     batches = []

@@ -25,6 +25,14 @@ class IssuedForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail: tuple[float, ...]
 
 
+class IssuedEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an agent starts from."""
+
+    task: str
+    """Key of the task in the run file."""
+    item: dict[str, Any]
+
+
 class IssuedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt and the samples to generate from it."""
 
@@ -32,6 +40,8 @@ class IssuedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: list[tuple[str, int, float | None]]
     """(sample id, seed, temperature or None for the run's) of each sample."""
     forecast: IssuedForecast | None
+    episode: IssuedEpisode | None = None
+    """Each sample is an episode of an agent; None: one completion."""
 
 
 class Generate(TypedMessage, frozen=True, tag="generate"):

@@ -23,7 +23,8 @@ from streamrl.protocol.message import TypedMessage
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Train` and `Examine`.
 
-    Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32, each concatenated.
+    Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
+    masks uint8 (1: the token has a loss), each concatenated.
     """
 
     groups: list[tuple[str, int, list[int]]]
@@ -32,6 +33,8 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     """Advantage of each sequence."""
     has_reference: list[bool]
     """Whether `reference_logprobs` includes the sequence, for each sequence."""
+    has_mask: list[bool]
+    """Whether `masks` includes the sequence, for each sequence; if not, all of its tokens have a loss."""
 
 
 class Prepare(MicroBatch, frozen=True, tag="prepare"):
@@ -106,7 +109,7 @@ class Answer(TypedMessage, frozen=True, tag="answer"):
 class PrepareDone(Answer, frozen=True, tag="prepare_done"):
     """The reference's log-probabilities are computed.
 
-    Arrays: reference_logprobs float32 [completion tokens of the rank's share].
+    Arrays: reference_logprobs float32 [tokens with a loss of the rank's share].
     """
 
 

@@ -73,6 +73,8 @@ class ServiceState(ProcessState, frozen=True):
     """The state of a service and of its site's instances; any other process has none of these fields."""
 
     instances: Annotated[dict[str, ProcessState], Meta(max_length=MOST_ENTRIES)] = {}
+    agents: Annotated[dict[str, ProcessState], Meta(max_length=1)] = {}
+    """The site's agents process; {}: the run has no agents, or it is away."""
     uplink: UplinkState = UplinkState()
     congested: bool = False
     rtt_s: Number | None = None

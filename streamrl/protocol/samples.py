@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from streamrl.protocol.controller_site import Generate, IssuedForecast, IssuedGroup
+from streamrl.protocol.controller_site import Generate, IssuedEpisode, IssuedForecast, IssuedGroup
 from streamrl.protocol.site_instance import GenerateSample, KeptTokens, Progress
+from streamrl.rollouts.trajectory import Trajectory
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
 
@@ -39,6 +40,7 @@ def groups_to_wire(
             group.group_id,
             list(some),
             IssuedForecast(group.forecast.lengths, group.forecast.tail) if group.forecast else None,
+            IssuedEpisode(group.task, group.reward_input) if group.agent else None,
         )
         for group, some in zip(groups, samples, strict=True)
     ]
@@ -51,8 +53,16 @@ def groups_to_wire(
     return message, arrays
 
 
-def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[SampleRequest], Forecast | None]]:
-    """Return, for each group, the requests of its completions and its forecast.
+class IncomingGroup(NamedTuple):
+    """A group as a service gets it."""
+
+    requests: list[SampleRequest]
+    forecast: Forecast | None
+    episode: IssuedEpisode | None
+
+
+def groups_from_wire(message: Generate, arrays: Arrays) -> list[IncomingGroup]:
+    """Return the requests of each group's completions, or episodes, with its forecast.
 
     Raises:
         ValueError, KeyError, TypeError: the message or its arrays are malformed.
@@ -70,7 +80,8 @@ def groups_from_wire(message: Generate, arrays: Arrays) -> list[tuple[list[Sampl
             for sample_id, seed, temperature in group.samples
         ]
         issued = group.forecast
-        found.append((requests, None if issued is None else Forecast(issued.lengths, issued.tail)))
+        forecast = None if issued is None else Forecast(issued.lengths, issued.tail)
+        found.append(IncomingGroup(requests, forecast, group.episode))
     return found
 
 
@@ -115,6 +126,8 @@ def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S
     Raises:
         ValueError, KeyError, TypeError: it is no such sample.
     """
+    if body.get("trajectory") is not None:
+        body = body | {"trajectory": msgspec.convert(body["trajectory"], Trajectory)}
     return record(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
 
 

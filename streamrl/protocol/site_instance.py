@@ -13,6 +13,7 @@ import msgspec
 
 from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
 from streamrl.protocol.message import TypedMessage
+from streamrl.rollouts.trajectory import Trajectory
 
 # service -> instance
 
@@ -88,6 +89,8 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     t_first_token: float
     t_finished: float
     text: str
+    trajectory: Trajectory | None = None
+    """Set by the service on its way to the controller, if the sample is an episode."""
 
 
 class ReleasedSample(TypedMessage, frozen=True, tag="released"):

@@ -7,6 +7,7 @@
                  operator   scale, checkpoint            nothing
     publisher    relay      fetch, again, have           fetch, again, have
     service      instance   everything an instance says  nothing
+                 agents     order_turn, episode_done  nothing
 
 `RIGHTS` is that table; a hub asks it for every message (`MessageReader`), before its owner sees the message. A process
 of another site has a role only if the run's plan gives it to a process of that name there (`role_at`). What a message
@@ -18,7 +19,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from streamrl.protocol import controller_rewards, controller_site, controller_trainer, operator, site_instance, weights
+from streamrl.protocol import (
+    controller_rewards,
+    controller_site,
+    controller_trainer,
+    operator,
+    site_agents,
+    site_instance,
+    weights,
+)
 from streamrl.protocol.message import Right, TypedMessage
 
 HubKind = Literal["controller", "publisher", "service"]
@@ -39,7 +48,7 @@ RIGHTS: Mapping[HubKind, Mapping[str, Right]] = {
         "operator": Right(operator.FROM_OPERATOR),
     },
     "publisher": {"relay": Right(weights.FROM_RELAY, weights.FROM_RELAY)},
-    "service": {"instance": Right(site_instance.FROM_INSTANCE)},
+    "service": {"instance": Right(site_instance.FROM_INSTANCE), "agents": Right(site_agents.FROM_AGENTS)},
 }
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
+from streamrl.report.conversation import conversation_text
 from streamrl.report.live_view import latest_checkpoint
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
@@ -203,11 +204,12 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
     texts: dict[int, tuple[str | None, str | None]] = {}
     for path, wanted in by_file.items():
         file = pq.ParquetFile(path)
-        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens"}
+        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens", "conversation"}
         table = file.read(columns=list(columns.intersection(file.schema_arrow.names)))
         for index in wanted:
             record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
-            texts[index] = text(record, "prompt"), text(record, "completion")
+            told = record.get("conversation")
+            texts[index] = text(record, "prompt"), conversation_text(told) if told else text(record, "completion")
     return texts
 
 

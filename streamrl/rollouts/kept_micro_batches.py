@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("advantage", pa.float64()),
         ("reference_logprobs", pa.list_(pa.float32())),
+        ("mask", pa.list_(pa.bool_())),
     ]
 )
 """Columns of a file; `part` counts the groups (or parts of groups) of a worker's share."""
@@ -83,6 +84,7 @@ class KeptMicroBatches:
                 "logprobs": sequence.logprobs,
                 "advantage": sequence.advantage,
                 "reference_logprobs": sequence.reference_logprobs,
+                "mask": sequence.mask,
             }
             for number, shares in enumerate(kept.micro_batches)
             for worker, share in enumerate(shares)
@@ -120,7 +122,7 @@ class KeptMicroBatches:
             place = row["micro_batch"], row["worker"], row["part"]
             if place not in found:
                 found[place] = TrainGroup(row["group_id"], np.array(row["prompt_tokens"], np.int32), [])
-            reference = row["reference_logprobs"]
+            reference, mask = row["reference_logprobs"], row["mask"]
             found[place].sequences.append(
                 TrainSequence(
                     np.array(row["completion_tokens"], np.int32),
@@ -128,6 +130,7 @@ class KeptMicroBatches:
                     row["advantage"],
                     None if reference is None else np.array(reference, np.float32),
                     row["sample_id"],
+                    None if mask is None else np.array(mask, np.bool_),
                 )
             )
         shares: dict[int, dict[int, list[TrainGroup]]] = {}

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.config.algorithm import AggregationKind
-from streamrl.rollouts.types import FloatArray, Group, IntArray
+from streamrl.rollouts.row_parts import group_rows
+from streamrl.rollouts.types import BoolArray, FloatArray, Group, IntArray
 from streamrl.transport.wire import Arrays
 
 
@@ -27,9 +28,16 @@ class TrainSequence:
     With `advantage: gae` it is the sequence's (shaped) reward, from which the trainer computes advantages with the
     critic's values."""
     reference_logprobs: FloatArray | None = None
-    """Log-probabilities under the frozen reference, shape [C]; None: not computed yet."""
+    """Log-probabilities of the tokens with a loss under the frozen reference; None: not computed yet."""
     sample_id: str = ""
-    """Id of the sample; it stays with the controller (a trainer's sequences have '')."""
+    """Id of the sample, or of one of its rows; it stays with the controller (a trainer's sequences have '')."""
+    mask: BoolArray | None = None
+    """Which tokens were sampled and have a loss, shape [C]; None: all of them."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens with a loss."""
+        return len(self.completion_tokens) if self.mask is None else int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True)
@@ -47,38 +55,45 @@ class TrainGroup:
         return len(self.prompt_tokens) + sum(len(seq.completion_tokens) for seq in self.sequences)
 
     @property
-    def completion_tokens(self) -> int:
+    def loss_tokens(self) -> int:
         """Number of tokens with a loss."""
-        return sum(len(seq.completion_tokens) for seq in self.sequences)
+        return sum(seq.loss_tokens for seq in self.sequences)
 
     @property
     def has_reference(self) -> bool:
         """Whether every token with a loss has its reference log-probability."""
-        return all(seq.reference_logprobs is not None for seq in self.sequences if len(seq.completion_tokens))
+        return all(seq.reference_logprobs is not None for seq in self.sequences if seq.loss_tokens)
 
 
-def train_group(group: Group, kept: Set[str] | None = None) -> TrainGroup:
+def train_groups(group: Group, kept: Set[str] | None = None) -> list[TrainGroup]:
     """Convert a complete group to the trainer's form; samples are in the order of their ids.
 
     Args:
         group: group in which every sample has its advantage.
         kept: ids of the samples that are trained on; None: all.
+
+    Returns:
+        One group of single completions; of episodes, one for each prompt that some rows share.
     """
-    return TrainGroup(
-        group.group_id,
-        group.prompt_tokens,
-        [
-            TrainSequence(
-                m.sample.completion_tokens,
-                m.sample.logprobs,
-                group.advantages[m.sample.sample_id],
-                group.reference_logprobs.get(m.sample.sample_id),
-                m.sample.sample_id,
-            )
-            for m in group.members()
-            if kept is None or m.sample.sample_id in kept
-        ],
-    )
+    members = [m.sample for m in group.members() if kept is None or m.sample.sample_id in kept]
+    return [
+        TrainGroup(
+            group.group_id,
+            prompt,
+            [
+                TrainSequence(
+                    part.tokens,
+                    part.logprobs,
+                    group.advantages[part.sample_id],
+                    group.reference_logprobs.get(part.row_id),
+                    part.row_id,
+                    part.mask,
+                )
+                for part in parts
+            ],
+        )
+        for prompt, parts in group_rows(group, members)
+    ]
 
 
 def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, max_tokens: int) -> float:
@@ -200,13 +215,16 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
         "groups": [[g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups],
         "advantages": [seq.advantage for seq in sequences],
         "has_reference": [seq.reference_logprobs is not None for seq in sequences],
+        "has_mask": [seq.mask is not None for seq in sequences],
     }
+    masks = [seq.mask for seq in sequences if seq.mask is not None]
     known = [seq.reference_logprobs for seq in sequences if seq.reference_logprobs is not None]
     arrays = {
         "prompts": _joined([g.prompt_tokens for g in groups], np.int32),
         "completions": _joined([s.completion_tokens for s in sequences], np.int32),
         "logprobs": _joined([s.logprobs for s in sequences], np.float32),
         "reference_logprobs": _joined(known, np.float32),
+        "masks": _joined(masks, np.uint8),
     }
     return body, arrays
 
@@ -219,30 +237,36 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
     """
     _check(body, arrays)
     groups = []
-    advantages, has_reference = iter(body["advantages"]), iter(body["has_reference"])
-    prompt_at = token_at = reference_at = 0
+    advantages, has_reference, has_mask = (iter(body[key]) for key in ("advantages", "has_reference", "has_mask"))
+    prompt_at = token_at = mask_at = reference_at = 0
     for group_id, prompt_length, lengths in body["groups"]:
         sequences = []
         for length in lengths:
             rows = slice(token_at, token_at + length)
-            reference = None
-            if next(has_reference):
-                reference = arrays["reference_logprobs"][reference_at : reference_at + length]
-                reference_at += length
-            sequences.append(
-                TrainSequence(arrays["completions"][rows], arrays["logprobs"][rows], next(advantages), reference)
-            )
             token_at += length
+            mask = reference = None
+            loss_tokens = length
+            if next(has_mask):
+                mask = arrays["masks"][mask_at : mask_at + length].astype(bool)
+                mask_at, loss_tokens = mask_at + length, int(mask.sum())
+            if next(has_reference):
+                reference = arrays["reference_logprobs"][reference_at : reference_at + loss_tokens]
+                reference_at += loss_tokens
+            tokens, logprobs = arrays["completions"][rows], arrays["logprobs"][rows]
+            sequences.append(TrainSequence(tokens, logprobs, next(advantages), reference, mask=mask))
         groups.append(TrainGroup(group_id, arrays["prompts"][prompt_at : prompt_at + prompt_length], sequences))
         prompt_at += prompt_length
+    if arrays["reference_logprobs"].shape != (reference_at,):
+        raise ValueError("reference log-probabilities in a micro-batch are not those of its tokens with a loss")
     return groups
 
 
 def _check(body: dict[str, Any], arrays: Arrays) -> None:
     prompts, lengths = [n for _, n, _ in body["groups"]], [n for _, _, lengths in body["groups"] for n in lengths]
-    references = [n for n, known in zip(lengths, body["has_reference"], strict=True) if known]
-    totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "reference_logprobs": references}
-    if len(body["advantages"]) != len(lengths) or any(n < 0 for n in (*prompts, *lengths)):
+    masked = [n for n, has_mask in zip(lengths, body["has_mask"], strict=True) if has_mask]
+    totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "masks": masked}
+    counts = {len(body["advantages"]), len(body["has_reference"]), len(lengths)}
+    if len(counts) != 1 or any(n < 0 for n in (*prompts, *lengths)):
         raise ValueError("a micro-batch has one advantage for each of its sequences")
     if any(arrays[name].shape != (sum(parts),) for name, parts in totals.items()):
         raise ValueError("lengths in a micro-batch do not add up to its arrays")

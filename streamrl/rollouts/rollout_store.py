@@ -1,21 +1,31 @@
-"""Rollouts on disk: one Parquet file per optimizer step, one row per sample, with the columns of `SCHEMA`."""
+"""Rollouts on disk: one Parquet file per optimizer step, with the columns of `SCHEMA`.
+
+A completion is one row. An agent's episode has as many rows as its trajectory, with the same `trajectory_id`; one
+without any token has one row.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ranker.data import ROW_IDS
 from streamrl.atomic_files import replacing
 from streamrl.errors import RunFailed
+from streamrl.rollouts.row_parts import episode_rows
 from streamrl.rollouts.types import Group
 
 SCHEMA = pa.schema(
     [
         ("sample_id", pa.string()),
+        ("trajectory_id", pa.string()),
         ("group_id", pa.string()),
         ("prompt_id", pa.string()),
         ("task", pa.string()),
@@ -26,6 +36,8 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.list_(pa.int32())),
         ("completion_tokens", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
+        ("mask", pa.list_(pa.bool_())),
+        ("conversation", pa.string()),
         ("output_length", pa.int32()),
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
@@ -45,8 +57,20 @@ SCHEMA = pa.schema(
 )
 """Columns of a file; `weight_versions` has one version per completion token, times are unix seconds.
 
+`trajectory_id` is the id of the sample; `sample_id` has '#' and the row's number after it from an episode's second row
+on. Of an episode's row, `mask` says which tokens were sampled (null: all were); the others have log-probability 0 and
+version -1. `output_length` is the number of sampled tokens of all rows. `conversation` has an episode's messages and
+steps as JSON, in its first row.
+
 `reward` is null where it is void: `void_cause` and `reward_error` say why, and `advantage` and `t_trained` are null.
 """
+
+
+def first_rows(table: pa.Table) -> pa.Table:
+    """Return the rows of a table of rollouts that are the first, and mostly the only ones, of their samples."""
+    if not set(ROW_IDS) <= set(table.column_names):
+        return table
+    return table.filter(pc.equal(*(table[name] for name in ROW_IDS)))
 
 
 class RolloutStore:
@@ -64,7 +88,7 @@ class RolloutStore:
         Raises:
             RunFailed: the file cannot be written.
         """
-        rows = [_row(group, sample_id) for group in groups for sample_id in sorted(group.scored)]
+        rows = [row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id)]
         target = self._path(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -75,13 +99,15 @@ class RolloutStore:
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
-        """Return columns of the newest samples, oldest first: as few whole steps as have at least `most` samples."""
+        """Return columns of the newest samples (their first rows), oldest first: as few whole steps as have at least `most` samples."""
         steps: list[list[dict[str, Any]]] = []
         count = 0
         for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):
             if count >= most:
                 break
-            steps.append(pq.read_table(path, columns=list(columns)).to_pylist())
+            ids = [name for name in ROW_IDS if name not in columns and name in pq.read_schema(path).names]
+            table = first_rows(pq.read_table(path, columns=[*columns, *ids]))
+            steps.append(table.select(list(columns)).to_pylist())
             count += len(steps[-1])
         return [row for step in reversed(steps) for row in step]
 
@@ -92,11 +118,35 @@ class RolloutStore:
                 path.unlink()
 
 
+def _rows(group: Group, sample_id: str) -> list[dict[str, object]]:
+    """Return the rows of a sample."""
+    first, sample = _row(group, sample_id), group.scored[sample_id].sample
+    if (trajectory := sample.trajectory) is None:
+        return [first]
+    told = {"messages": trajectory.messages, "steps": msgspec.to_builtins(trajectory.steps)}
+    first["conversation"] = json.dumps(told)
+    parts = [
+        {
+            "sample_id": part.row_id,
+            "prompt_tokens": prompt,
+            "completion_tokens": part.tokens,
+            "logprobs": part.logprobs,
+            "weight_versions": part.versions,
+            "mask": part.mask,
+        }
+        for prompt, part in episode_rows(sample)
+    ]
+    return [(first if number == 0 else first | {"conversation": None}) | part for number, part in enumerate(parts)] or [
+        first
+    ]
+
+
 def _row(group: Group, sample_id: str) -> dict[str, object]:
     scored = group.scored[sample_id]
     sample = scored.sample
     return {
         "sample_id": sample_id,
+        "trajectory_id": sample_id,
         "group_id": group.group_id,
         "prompt_id": group.prompt_id,
         "task": group.task,
@@ -107,6 +157,8 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "prompt_tokens": group.prompt_tokens,
         "completion_tokens": sample.completion_tokens,
         "logprobs": sample.logprobs,
+        "mask": None,
+        "conversation": None,
         "output_length": sample.output_length,
         "finish_reason": sample.finish_reason,
         "reward": scored.reward,

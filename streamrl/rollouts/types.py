@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.length_forecast import Forecast
+from streamrl.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from streamrl.rollouts.void import Void
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
@@ -24,6 +26,22 @@ def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
     shapes = {array.shape for array in arrays}
     if len(shapes) != 1 or arrays[0].ndim != 1:
         raise ValueError(f"sample {sample_id!r:.99}: tokens, logprobs and versions differ in shape: {shapes}")
+
+
+def _check_rows(sample_id: str, trajectory: Trajectory, versions: IntArray) -> None:
+    """Check that the rows of an episode have its tokens, and that each begins to be sampled after its prompt.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if sum(row.tokens for row in trajectory.rows) != len(versions):
+        raise ValueError(f"sample {sample_id!r:.99}: its rows do not add up to its {len(versions)} tokens")
+    start = 0
+    for row in trajectory.rows:
+        sampled = np.flatnonzero(versions[start : start + row.tokens] != NOT_SAMPLED)
+        if len(sampled) == 0 or sampled[0] != row.prompt:
+            raise ValueError(f"sample {sample_id!r:.99}: a row's first sampled token does not follow its prompt")
+        start += row.tokens
 
 
 @dataclass(frozen=True)
@@ -66,16 +84,17 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished completion as its instance reports it; times are unix seconds."""
+    """A finished completion as its instance reports it, or an agent's whole episode; times are unix seconds."""
 
     sample_id: str
     group_id: str
     completion_tokens: IntArray
-    """Sampled token ids, shape [C], with the end token when the model produced it."""
+    """Sampled token ids, shape [C], with the end token when the model produced it. Of an episode: all tokens of its
+    rows, one row after the other."""
     logprobs: FloatArray
-    """Log-probability of each sampled token under the distribution it was drawn from, shape [C]."""
+    """Log-probability of each sampled token under the distribution it was drawn from, shape [C]; else 0."""
     token_versions: IntArray
-    """Weight version under which each token was sampled, shape [C]."""
+    """Weight version under which each token was sampled, shape [C]; `NOT_SAMPLED` for an episode's other tokens."""
     finish_reason: str
     """'stop' (end token or stop string) or 'length' (token limit)."""
     site: str
@@ -88,14 +107,25 @@ class Sample:
     t_finished: float
     text: str = ""
     """Decoded completion, without special tokens, as the reward gets it."""
+    trajectory: Trajectory | None = None
+    """Rows, reward and conversation of an episode; None: a single completion, which is still to be scored."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
+        if self.trajectory is not None:
+            _check_rows(self.sample_id, self.trajectory, self.token_versions)
 
     @property
     def output_length(self) -> int:
         """Number of generated tokens."""
-        return len(self.completion_tokens)
+        return len(self.sampled_versions)
+
+    @property
+    def sampled_versions(self) -> IntArray:
+        """Weight version of each sampled token, shape [output_length]."""
+        if self.trajectory is None:
+            return self.token_versions
+        return self.token_versions[self.token_versions != NOT_SAMPLED]
 
 
 @dataclass(frozen=True)
@@ -125,6 +155,8 @@ class Group:
     prompt_tokens: IntArray
     size: int
     reward_input: dict[str, Any] = field(default_factory=dict)
+    agent: bool = False
+    """Whether each sample is an episode that an agent leads from `reward_input`."""
     issue_version: int = 0
     """Policy version at issue: the weight version that every instance served then."""
     predicted_rank: float | None = None

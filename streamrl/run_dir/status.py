@@ -34,7 +34,7 @@ class StatusModel(BaseModel):
 class RoleStatus(StatusModel):
     """The state of one process."""
 
-    role: Literal["controller", "trainer", "service", "instance", "rewards"]
+    role: Literal["controller", "trainer", "service", "instance", "rewards", "agents"]
     state: str
     detail: str = ""
     since: float = Field(description="unix seconds at which it entered this state")

@@ -13,7 +13,7 @@ from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
 from streamrl.config.run import RunConfig
 from streamrl.runtime.interfaces import LOOPBACK_INTERFACE
 
-Role = Literal["controller", "trainer", "service", "instance", "rewards"]
+Role = Literal["controller", "trainer", "service", "instance", "rewards", "agents"]
 
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """Environment that makes OpenMP threads sleep at barriers after some microseconds. Spinning threads made a 2-thread
@@ -66,7 +66,8 @@ class ProcessSpec:
     """One operating-system process (for the trainer: `launcher/trainer_ranks.py`, which starts the ranks of a node)."""
 
     name: str
-    """Name, unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here'."""
+    """Name, unique in the run: 'controller', 'trainer', 'service-here', 'here-regular-0', 'rewards-here',
+    'agents-here'."""
     role: Role
     site: str
     pool: str | None
@@ -181,7 +182,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
 
 
 def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
-    """List a site's service, instances and reward workers."""
+    """List a site's service, instances, agents and reward workers."""
     site = cluster.sites[site_name]
     specs: list[ProcessSpec] = []
     if site.generation:
@@ -190,6 +191,13 @@ def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_
         replicas = {pool.name: pool.replicas for pool in site.generation}
         possible = possible_instances(cluster, run, site_name, run_dir)
         specs += [spec for spec in possible if spec.index < replicas[str(spec.pool)]]
+        if run.agent_tasks:
+            command = _role_command(run_dir, "agents", "--site", site_name)
+            specs.append(
+                ProcessSpec(
+                    f"agents-{site_name}", "agents", site_name, None, command, SAME_HASHES, threads=site.agents.workers
+                )
+            )
     if site.rewards or site.trainer:
         workers = site.rewards.workers if site.rewards else 1
         command = _role_command(run_dir, "rewards", "--site", site_name)

@@ -42,8 +42,9 @@ class Prompt:
     epoch: int
     """Number of earlier uses of this prompt (0: first time)."""
     reward_input: dict[str, Any]
-    """Input of the verifier besides the completion, or the item of an agent; str, int, float, bool, None, list and dict
-    only."""
+    """Input of the verifier besides the completion, or of the agent; plain values, lists and dicts only."""
+    agent: bool = False
+    """Whether an agent leads an episode from `reward_input`."""
 
 
 def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
@@ -132,6 +133,7 @@ class PromptSource:
             text=with_suffix(items.question(item), "" if isinstance(task, AgentTask) else task.suffix),
             epoch=epoch,
             reward_input=items.reward_input(item),
+            agent=isinstance(task, AgentTask),
         )
 
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:

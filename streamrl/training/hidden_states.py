@@ -32,7 +32,7 @@ class PaddedRows:
     mask: torch.Tensor
     """1 for tokens, 0 for padding, [B, L] int64."""
     sources: torch.Tensor
-    """Place in [B L] of the hidden state that predicts the n-th completion token, [N] int64."""
+    """Place in [B L] of the hidden state before each completion token, with a loss or without, [all of them] int64."""
 
 
 @lru_cache(maxsize=4)  # the policy, the reference, the critic pass over the same batch
@@ -53,7 +53,7 @@ def padded_rows(layout: tuple[GroupLayout, ...]) -> PaddedRows:
 
 
 def predicting_states(trunk: nn.Module, batch: PackedBatch, separate: bool) -> torch.Tensor:
-    """Return the trunk's last hidden state before each completion token, [N, d].
+    """Return the trunk's last hidden state before each token with a loss, [N, d].
 
     Args:
         trunk: the model without its head; with `separate: False` it has the attention of `attention.py`.
@@ -73,4 +73,5 @@ def predicting_states(trunk: nn.Module, batch: PackedBatch, separate: bool) -> t
         position_ids=torch.arange(places.shape[1], device=device).expand(places.shape),
         use_cache=False,
     ).last_hidden_state
-    return hidden.flatten(0, 1)[rows.sources.to(device)]
+    sources = rows.sources.to(device)
+    return hidden.flatten(0, 1)[sources if batch.with_loss is None else sources[batch.with_loss]]

@@ -47,9 +47,9 @@ class PackedBatch:
     """Positions, [1, T] int64; each completion continues its prompt's positions."""
     layout: tuple[GroupLayout, ...]
     source_index: torch.Tensor
-    """Position in the row whose hidden state predicts the n-th completion token, [N] int64."""
+    """Position in the row whose hidden state predicts the n-th token with a loss, [N] int64."""
     targets: torch.Tensor
-    """Completion tokens, [N] int64."""
+    """Completion tokens with a loss, [N] int64: all, but for those that a sequence's mask leaves out."""
     behaviour_logprobs: torch.Tensor
     """Log-probabilities under the generator, [N] float32."""
     advantages: torch.Tensor
@@ -58,10 +58,12 @@ class PackedBatch:
     """Number of the sequence that a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have none), [N] int64."""
     reference_logprobs: torch.Tensor | None
     """Reference log-probabilities that came with the groups, [N] float32; None: some sequence has none."""
+    with_loss: torch.Tensor | None = None
+    """Number of each token with a loss among all completion tokens, [N] int64; None: all have one."""
 
     @property
     def loss_tokens(self) -> int:
-        """Completion tokens in the batch (N)."""
+        """Completion tokens with a loss (N)."""
         return int(self.targets.numel())
 
     def row_tokens(self, separate: bool) -> int:
@@ -100,8 +102,8 @@ class PackedBatch:
 def pack(groups: list[TrainGroup]) -> PackedBatch:
     """Pack groups one after the other.
 
-    A completion's first token is predicted from the prompt's last position, its token t from token t - 1. Empty
-    completions take no room.
+    A completion's first token is predicted from the prompt's last position, its token t from token t - 1. Tokens that
+    were not sampled (`TrainSequence.mask`) are context without a loss. Empty completions take no room.
 
     Raises:
         ValueError: a group has no prompt token, so nothing could predict its first token.
@@ -115,6 +117,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     advantages: list[np.ndarray] = []
     sequence_ids: list[np.ndarray] = []
     reference: list[FloatArray] = []
+    masks: list[np.ndarray] = []
     cursor = 0
     sequence = 0
     for group in groups:
@@ -132,11 +135,14 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
                 continue
             ids.append(seq.completion_tokens)
             positions.append(np.arange(prompt_length, prompt_length + length))
-            source.append(np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + length - 1)]))
-            targets.append(seq.completion_tokens)
-            behaviour.append(seq.logprobs)
-            advantages.append(np.full(length, seq.advantage, dtype=np.float32))
-            sequence_ids.append(np.full(length, sequence))
+            before = np.concatenate([[start + prompt_length - 1], np.arange(cursor, cursor + length - 1)])
+            loss = np.ones(length, dtype=bool) if seq.mask is None else seq.mask
+            masks.append(loss)
+            source.append(before[loss])
+            targets.append(seq.completion_tokens[loss])
+            behaviour.append(seq.logprobs[loss])
+            advantages.append(np.full(seq.loss_tokens, seq.advantage, dtype=np.float32))
+            sequence_ids.append(np.full(seq.loss_tokens, sequence))
             if seq.reference_logprobs is not None:
                 reference.append(seq.reference_logprobs)
             lengths.append(length)
@@ -151,6 +157,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     def joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype))
 
+    chosen = np.concatenate([np.ones(0, dtype=bool), *masks])
     return PackedBatch(
         input_ids=joined(ids, np.int64)[None],
         position_ids=joined(positions, np.int64)[None],
@@ -161,4 +168,5 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         advantages=joined(advantages, np.float32),
         sequence_ids=joined(sequence_ids, np.int64),
         reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
+        with_loss=None if bool(chosen.all()) else joined([np.flatnonzero(chosen)], np.int64),
     )

@@ -87,7 +87,7 @@ class StepReplay:
                     micro_batch=number,
                     group_id=group.group_id,
                     samples=tuple(sequence.sample_id for sequence in group.sequences),
-                    tokens=group.completion_tokens,
+                    tokens=group.loss_tokens,
                     loss=(stats.loss_sum + stats.value_loss_sum) / kept.normalizer,
                     grad_norm=result.grad_norm,
                     inputs=bad_inputs(group),

@@ -20,7 +20,7 @@ def rollouts(prompt: int, step: int, versions: list[int] | None = None, trained:
     found = np.asarray(versions or [step - 1] * 3, np.int32)
     tokens, logprobs = np.arange(3, dtype=np.int32), np.full(3, -0.5, np.float32)
     return [
-        RolloutRow(f"{prompt:08d}.{n:03d}", f"{prompt:08d}", step, trained, 3, tokens, logprobs, found)
+        RolloutRow(f"{prompt:08d}.{n:03d}", True, f"{prompt:08d}", step, trained, 3, tokens, logprobs, found)
         for n in range(SIBLINGS)
     ]
 

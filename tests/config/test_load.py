@@ -88,7 +88,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
     )
     assert "key 'tasks.0.name' is missing" in errors[4]
     assert "unknown key 'tasks.0.nam'; did you mean 'name'?" in errors[5]
-    assert "expected one of: reasoning_gym, file, hf_dataset; did you mean reasoning_gym?" in errors[6]
+    assert "expected one of: reasoning_gym, file, hf_dataset, agent; did you mean reasoning_gym?" in errors[6]
     assert "key 'tasks.2.kind' is missing" in errors[7]
     assert errors[8] == "F:13: 'steps' is 'many', expected a whole number"
     assert "'name' is 5, expected text" in errors[9]

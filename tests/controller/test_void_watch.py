@@ -89,6 +89,7 @@ def test_void_rewards_of_an_evaluation_end_no_run() -> None:
     )
     answers = [ScoreAnswer(f"e-{n}", None, 0.1, VoidCause.TIMEOUT, "timed out") for n in range(200)]
     deliveries = [SimpleNamespace(peer="r", body=one, ack=lambda: done.append(1)) for one in answers]
+    controller._record_rewards = lambda judged: Controller._record_rewards(cast(Controller, controller), judged)
     Controller._rewards(cast(Controller, controller), cast(list[Delivery], deliveries))
     assert len(scored) == len(done) == 200
     assert play(watched, [LATE] * (FEWEST - 1)) is None  # it has counted none so far

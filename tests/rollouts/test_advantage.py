@@ -17,7 +17,7 @@ from streamrl.rollouts.advantage import (
     is_flat,
     shaped_reward,
 )
-from streamrl.rollouts.micro_batch import loss_normalizer, train_group
+from streamrl.rollouts.micro_batch import loss_normalizer, train_groups
 from tests.rollouts.test_rollouts import make_group
 
 rewards_of_a_group = st.lists(st.floats(-10, 10), max_size=8)
@@ -123,6 +123,6 @@ def test_loss_normalizers() -> None:
 def test_only_kept_samples_are_sent() -> None:
     group = make_group("g", rewards=(0.0, 1.0, 2.0))
     group.advantages = {f"g.{number}": float(number) for number in range(3)}
-    assert [s.advantage for s in train_group(group).sequences] == [0.0, 1.0, 2.0]
-    assert [s.advantage for s in train_group(group, {"g.0", "g.2"}).sequences] == [0.0, 2.0]
-    assert train_group(group, set()).sequences == []
+    assert [s.advantage for s in train_groups(group)[0].sequences] == [0.0, 1.0, 2.0]
+    assert [s.advantage for s in train_groups(group, {"g.0", "g.2"})[0].sequences] == [0.0, 2.0]
+    assert train_groups(group, set())[0].sequences == []

@@ -27,7 +27,7 @@ from streamrl.protocol.samples import (
 )
 from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
-from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_group
+from streamrl.rollouts.micro_batch import balance, from_wire, to_wire, train_groups
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
 from streamrl.rollouts.void import Void, VoidCause
@@ -240,7 +240,7 @@ def test_a_group_is_trained_in_the_order_of_its_ids_not_of_arrival() -> None:
     group = make_group(rewards=(0.0, 1.0, 0.5))
     shuffled = make_group(rewards=(0.0, 1.0, 0.5))
     shuffled.scored = dict(reversed(list(shuffled.scored.items())))
-    for a, b in zip(train_group(group).sequences, train_group(shuffled).sequences, strict=True):
+    for a, b in zip(train_groups(group)[0].sequences, train_groups(shuffled)[0].sequences, strict=True):
         np.testing.assert_array_equal(a.completion_tokens, b.completion_tokens)
         assert a.advantage == b.advantage
 
@@ -252,8 +252,8 @@ def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
     issued, arrays = groups_to_wire(groups, samples, 9.5, budget=64)
     kind, body = wire(issued)
     received = decode([bytes(frame) for frame in encode(Message(kind, "s", 1, body, dict(arrays)))])
-    (first, forecast), (second, none) = groups_from_wire(parse(Generate, received.body), received.arrays)
-    assert forecast == groups[0].forecast and none is None
+    (first, forecast, episode), (second, none, _) = groups_from_wire(parse(Generate, received.body), received.arrays)
+    assert forecast == groups[0].forecast and none is None and episode is None
     assert [(r.sample_id, r.group_id, r.seed, r.temperature, r.pause_at, r.t_queued) for r in [*first, *second]] == [
         ("g0.0", "g0", 5, None, 64, 9.5),
         ("g0.1", "g0", 6, 0.0, 64, 9.5),

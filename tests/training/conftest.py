@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,16 @@ def random_groups(count: int, seed: int = 0, samples: int = 4) -> list[TrainGrou
         )
         for i in range(count)
     ]
+
+
+def with_masks(groups: list[TrainGroup], seed: int = 0) -> list[TrainGroup]:
+    """Return the groups with a random half of each sequence's tokens left out of the loss, as of agents' rows."""
+    rng = np.random.default_rng(seed)
+
+    def masked(one: TrainSequence) -> TrainSequence:
+        return replace(one, mask=np.append(True, rng.random(len(one.completion_tokens) - 1) < 0.5))
+
+    return [replace(group, sequences=[masked(one) for one in group.sequences]) for group in groups]
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

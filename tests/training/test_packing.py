@@ -15,7 +15,7 @@ from streamrl.training import attention
 from streamrl.training.attention import PLAIN_SCORES
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
-from tests.training.conftest import random_groups, relative_error
+from tests.training.conftest import random_groups, relative_error, with_masks
 
 
 def separate_logprobs(model: torch.nn.Module, groups: list[TrainGroup], temperature: float) -> torch.Tensor:
@@ -47,6 +47,20 @@ def test_shared_prefix_packing_equals_separate_sequences(
     (expected * weights).sum().backward()
     for (name, ours), (_, theirs) in zip(policy.model.named_parameters(), plain.named_parameters(), strict=True):
         assert relative_error(ours.grad, theirs.grad) < 1e-5, name
+
+
+def test_tokens_that_were_not_sampled_are_context_without_a_loss(tiny_model: Path) -> None:
+    groups = random_groups(3)
+    some = with_masks(groups)
+    chosen = np.concatenate([one.mask for group in some for one in group.sequences if one.mask is not None])
+    policy = load_policy(str(tiny_model))
+    every, batch = pack(groups), pack(some)
+    assert batch.loss_tokens == chosen.sum() == sum(group.loss_tokens for group in some) < len(chosen)
+    assert torch.equal(batch.input_ids, every.input_ids) and batch.layout == every.layout
+    kept = torch.from_numpy(chosen)
+    for name in ("targets", "behaviour_logprobs", "advantages", "sequence_ids", "source_index"):
+        assert torch.equal(getattr(batch, name), getattr(every, name)[kept]), name
+    torch.testing.assert_close(policy(batch, 1.0).logprobs, policy(every, 1.0).logprobs[kept])
 
 
 def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:

@@ -35,7 +35,7 @@ from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer, learning_rate
 from streamrl.training.truncation import Truncation
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
+from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks, with_masks
 
 CPU = torch.device("cpu")
 
@@ -104,8 +104,9 @@ def test_closing_a_batch_with_an_empty_micro_batch_adds_nothing(
     assert torch.equal(accumulated_gradient(trainer, [groups, []]), accumulated_gradient(trainer, [groups]))
 
 
-def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one_rank: None) -> None:
-    groups = random_groups(4)
+@pytest.mark.parametrize("masked", [False, True], ids=["completions", "rows of agents"])
+def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one_rank: None, masked: bool) -> None:
+    groups = with_masks(random_groups(4)) if masked else random_groups(4)
     found = []
     for packing, rows in (("shared", 2048), ("separate", 2048), ("separate", 64)):
         batch = {"packing": packing, "micro_batch_tokens": rows}
@@ -124,7 +125,9 @@ def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one
         assert stats.loss_sum == pytest.approx(shared[1].loss_sum, rel=1e-4)
         assert stats.ratio_max == pytest.approx(shared[1].ratio_max, rel=1e-4)
     prompts = sum(len(group.prompt_tokens) - 1 for group in groups for _ in group.sequences)
-    assert whole[1].row_tokens == parts[1].row_tokens == prompts + whole[1].tokens
+    tokens = sum(len(one.completion_tokens) for group in groups for one in group.sequences)
+    assert whole[1].row_tokens == parts[1].row_tokens == prompts + tokens
+    assert whole[1].tokens == sum(group.loss_tokens for group in groups)
 
 
 def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: None) -> None:
@@ -292,7 +295,7 @@ REFERENCED: list[dict[str, Any]] = [{"name": "grpo", "kl": {"coef": 0.5}}, PPO |
 
 def prepared(groups: list[TrainGroup], values: FloatArray) -> list[TrainGroup]:
     """The groups with these reference log-probabilities, which lie in the groups' order."""
-    ends = np.cumsum([len(s.completion_tokens) for group in groups for s in group.sequences])
+    ends = np.cumsum([s.loss_tokens for group in groups for s in group.sequences])
     assert len(values) == ends[-1]
     pieces = iter(np.split(values, ends[:-1]))
     return [
@@ -386,7 +389,7 @@ def _rank(
             trainer.accumulate(shares[worker], is_last=True)
         if step == 0:
             gradient = torch.cat([workers * _full(p.grad).flatten() for p in trainer.policy.parameters()])
-        trainer.step(step, float(sum(g.completion_tokens for g in groups)))
+        trainer.step(step, float(sum(g.loss_tokens for g in groups)))
     weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
     weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}
     directory = Path(out)

@@ -8,6 +8,9 @@ controller   - generate, park, resume, use ->   service   - generate, release ->
              <- fleet -
              - finish ->
 
+                                                service   - run_episode, turn_done ->   agents
+                                                          <- order_turn, episode_done -
+
 A service of another site reaches the controller over a link: samples go over it in batches (`uplink.py`), and all
 times are converted to the controller's clock.
 """
@@ -18,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +32,19 @@ from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
+from streamrl.generation.site.site_episodes import SiteEpisodes, is_turn
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.uplink import make_uplink
-from streamrl.protocol import controller_site, site_instance
-from streamrl.protocol.message import MessageReader, body_of, wire
-from streamrl.protocol.samples import fleet_to_wire, groups_from_wire, progress_from_wire, sample_from_wire
+from streamrl.protocol import controller_site, site_agents, site_instance
+from streamrl.protocol.message import MessageReader, TypedMessage, body_of, wire
+from streamrl.protocol.samples import (
+    IncomingGroup,
+    fleet_to_wire,
+    groups_from_wire,
+    progress_from_wire,
+    sample_from_wire,
+)
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
@@ -42,7 +53,7 @@ from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub
+from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
 from streamrl.weights.version_store import WeightStore
 
@@ -95,6 +106,10 @@ class GenerationService:
         )
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self.episodes = SiteEpisodes(self.site, run.model.max_context)
+        self.agents = f"agents-{self.site}"
+        """Name of the process that leads the site's episodes, in runs that have some."""
+        self.hub.forwards_hellos = True
 
     async def run(self) -> None:
         """Serve until the run is over (at the trainer's site until the process is ended).
@@ -168,7 +183,8 @@ class GenerationService:
                     groups = groups_from_wire(order, delivery.arrays)
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
-                    await self.dispatcher.submit([(self._with_kept(some), forecast) for some, forecast in groups])
+                    await self._tell_agents(self.episodes.begin(groups))
+                    await self._submit(group for group in groups if group.episode is None)
                 case controller_site.Park() as order:
                     await self.dispatcher.park(order.sample_ids)
                 case controller_site.Resume() as order:
@@ -185,6 +201,10 @@ class GenerationService:
                 case controller_site.WeightCall() as call:
                     tasks.create_task(self._weight_call(call))
             delivery.ack()
+
+    async def _submit(self, groups: Iterable[IncomingGroup]) -> None:
+        """Place groups of single completions, or turns, together."""
+        await self.dispatcher.submit([(self._with_kept(group.requests), group.forecast) for group in groups])
 
     def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
         """Add to requests the tokens that an earlier service's journal has of them, unless newer weights produced them.
@@ -237,6 +257,8 @@ class GenerationService:
         while True:
             delivery = await self.hub.receive()
             match delivery.body:
+                case site_instance.FinishedSample() as sample if is_turn(sample.sample_id):
+                    await self._turn_done(sample, delivery)
                 case site_instance.FinishedSample() as sample:
                     # the instance forgets the sample only when the controller has committed it
                     await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, delivery.ack)
@@ -268,9 +290,62 @@ class GenerationService:
                 case controller_site.CanaryMeasured() as canary:
                     await self.controller.send(*wire(canary), delivery.arrays)
                     delivery.ack()
+                case site_agents.OrderTurn() as turn:
+                    await self._order_turn(turn, delivery)
+                case site_agents.EpisodeDone() as episode:
+                    await self._episode_done(episode, delivery)
+                case _ if delivery.kind == "hello":
+                    if delivery.peer == self.agents:
+                        await self._new_agents()
+                case _ if delivery.kind == "bye" and delivery.peer == self.agents:
+                    pass  # its launcher restarts it, or the run is over
                 case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):
                     # the instance left without an order to
                     log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why
+
+    # -- episodes
+
+    async def _tell_agents(self, orders: Iterable[TypedMessage], arrays: Arrays | None = None) -> None:
+        """Send commands to the agents process; one that is away gets its episodes when it says hello."""
+        with contextlib.suppress(KeyError):
+            for order in orders:
+                await self.hub.send(self.agents, *wire(order), arrays)
+
+    async def _new_agents(self) -> None:
+        """Give a new agents process all open episodes."""
+        await self._tell_agents(self.episodes.restart())
+
+    async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
+        """Give a turn to the dispatcher."""
+        request = self.episodes.turn(turn, delivery.arrays)
+        delivery.ack()
+        if isinstance(request, str):
+            self.hub.refusals.count("not its own", delivery.peer, request)
+        else:
+            await self._submit([request])
+
+    async def _turn_done(self, sample: site_instance.FinishedSample, delivery: Delivery) -> None:
+        """Return a finished turn to the agents process, whose session keeps it."""
+        answer = self.episodes.turn_done(sample)
+        delivery.ack()
+        self.journal.forget([sample.sample_id])
+        await self.dispatcher.finished(sample.sample_id, len(delivery.arrays["completion_tokens"]), delivery.peer)
+        if answer is not None:
+            await self._tell_agents([answer], delivery.arrays)
+
+    async def _episode_done(self, episode: site_agents.EpisodeDone, delivery: Delivery) -> None:
+        """Send an ended episode to the controller; the agents process keeps it until it is committed there."""
+        sample = self.episodes.end(episode)
+        if isinstance(sample, str):
+            self.hub.refusals.count("not its own", delivery.peer, sample)
+            delivery.ack()
+            return
+
+        def committed() -> None:
+            self.episodes.committed(episode.sample_id)
+            delivery.ack()
+
+        await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, committed)
 
     async def _update_weights(self, order: controller_site.LoadWeights) -> None:
         """Fetch a version once and have every instance of the site load it."""
@@ -338,8 +413,14 @@ class GenerationService:
 
     def _in_home_time(self, sample: site_instance.FinishedSample) -> site_instance.FinishedSample:
         """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
-        home = self.controller.clock.to_hub_time
-        return msgspec.structs.replace(sample, **{key: home(getattr(sample, key)) for key in OWN_TIMES})
+        home, times = self.controller.clock.to_hub_time, ("started", "finished")
+        changes: dict[str, Any] = {key: home(getattr(sample, key)) for key in OWN_TIMES}
+        if (told := sample.trajectory) is not None:
+            steps = [
+                msgspec.structs.replace(step, **{key: home(getattr(step, key)) for key in times}) for step in told.steps
+            ]
+            changes["trajectory"] = msgspec.structs.replace(told, steps=steps)
+        return msgspec.structs.replace(sample, **changes)
 
     def _site_status(self, state: str) -> dict[str, Any]:
         """Return the contents of `site.json` (`run_dir/site_status.py`)."""
@@ -378,4 +459,5 @@ class GenerationService:
             "uplink": self.uplink.state(),
             "weights_refetched": self.weights.corrupt,
             "instances": self._instance_states(),
+            "agents": {name: dict(peer.state) for name, peer in self.hub.peers.items() if name == self.agents},
         }

@@ -1,0 +1,174 @@
+"""The agents process of a site: the endpoint that agents call, and the workers that run them.
+
+    service -> agents   run_episode, turn_done
+    agents -> service   order_turn, episode_done
+
+The sessions, with all tokens of finished turns, are here: an instance that dies loses none of them. If this process
+dies, the service gives the next one its open episodes again, from their start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from streamrl.agents.agent_host import AgentHost
+from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
+from streamrl.agents.workers import EpisodeWorkers
+from streamrl.machine.model_files import resolve_model
+from streamrl.protocol import site_agents
+from streamrl.protocol.message import MessageReader, wire
+from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
+from streamrl.rollouts.trajectory import RowExtent, Trajectory
+from streamrl.rollouts.void import VoidCause
+from streamrl.run_dir import layout
+from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.process_context import RoleContext
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery, Link
+from streamrl.transport.wire import Arrays
+
+
+class AgentsProcess:
+    """Connects an `AgentHost` to the site's service."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.waits = WaitRegistry(context.name)
+        self.ended = 0
+        self.void: Counter[VoidCause] = Counter()
+        """Void episodes by cause."""
+        self._turns: dict[str, asyncio.Future[GeneratedTurn]] = {}
+        """Turns that the service owes, by id."""
+        self._episodes: set[asyncio.Task[None]] = set()
+        """Tasks of the open episodes."""
+
+    async def run(self) -> None:
+        """Lead episodes until the process is stopped.
+
+        Raises:
+            PeerLost: the service fell silent.
+            UserError: a task of the run file is wrong.
+        """
+        from transformers import AutoTokenizer
+
+        run, site = self.context.run, self.context.cluster.sites[self.context.site]
+        self.context.say("loading the tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(run.model.path))
+        workers = EpisodeWorkers(
+            run.agent_tasks,
+            site.agents.workers,
+            self.context.run_dir / layout.LOGS / f"{self.context.name}-workers.log",
+        )
+        self.host = AgentHost(run, tokenizer, self._generate, workers)
+        try:
+            self.context.say("starting the agent workers")
+            async with self.waits.deadline("agent workers to start", run.deadlines.startup_s):
+                await workers.start()
+                await self.host.start()
+            self.link = Link(self.context.name, "agents", self.waits, flow=self.context.local_flow)
+            self.link.reads = MessageReader(site_agents.FROM_SERVICE)
+            self.link.state = self._state
+            self.link.on_new_hub = self._new_service
+            self.context.say(waiting_for([f"service-{self.context.site}"]))
+            await self.link.connect(self.context.addresses.services[self.context.site], run.deadlines.startup_s)
+            self.context.say(READY)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while True:
+                        delivery = await self.link.receive()
+                        delivery.ack()
+                        self._handle(delivery, tasks)
+            finally:
+                await self.link.close()
+        finally:
+            await self.host.close()
+            await workers.close()
+
+    def _handle(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
+        match delivery.body:
+            case RunEpisode() as order:
+                task = tasks.create_task(self._lead(order))
+                self._episodes.add(task)
+                task.add_done_callback(self._episodes.discard)
+            case TurnDone() as turn:
+                if (owed := self._turns.pop(turn.turn_id, None)) is not None and not owed.done():
+                    owed.set_result(_turn(turn, delivery.arrays))
+
+    async def _lead(self, order: RunEpisode) -> None:
+        """Have an agent lead an episode, and report what became of it."""
+        episode = await self.host.run(
+            EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
+        )
+        self.ended += 1
+        if episode.void is not None:
+            self.void[episode.void.cause] += 1
+        message, arrays = episode_to_wire(episode)
+        await self.link.send(*wire(message), arrays)
+
+    async def _generate(self, order: TurnOrder) -> GeneratedTurn:
+        """Have the site's instances generate one turn."""
+        owed = self._turns[order.turn_id] = asyncio.get_running_loop().create_future()
+        message = OrderTurn(turn_id=order.turn_id, sample_id=order.sample_id, seed=order.seed)
+        try:
+            await self.link.send(*wire(message), {"prompt_tokens": order.prompt_tokens})
+            return await owed
+        finally:
+            self._turns.pop(order.turn_id, None)
+
+    def _new_service(self) -> None:
+        """Drop all episodes: a restarted service issues what is to be generated again."""
+        self.link.forget_sent()
+        for task in self._episodes:
+            task.cancel()
+        self._turns.clear()
+
+    def _state(self) -> dict[str, Any]:
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.void.most_common())
+        detail = f"{self.ended} episodes" + (f", {self.void.total()} void ({causes})" if causes else "")
+        return {
+            "state": "leading episodes" if self._episodes else "idle",
+            "running": len(self._episodes),
+            "waiting": len(self._turns),
+            "detail": detail,
+        }
+
+
+def _turn(message: TurnDone, arrays: Arrays) -> GeneratedTurn:
+    tokens, logprobs, versions = (
+        np.asarray(arrays[name]) for name in ("completion_tokens", "logprobs", "token_versions")
+    )
+    reason = "length" if message.finish_reason == "length" else "stop"
+    return GeneratedTurn(tokens, logprobs, versions, reason, message.text)  # type: ignore[arg-type]
+
+
+def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:
+    """Convert a finished episode: its rows' tokens follow one another."""
+    rows, void = [row for row in episode.rows if row.sampled.any()], episode.void
+    trajectory = Trajectory(
+        rows=[RowExtent(tokens=len(row.tokens), prompt=row.prompt_length) for row in rows],
+        reward=episode.reward,
+        void_cause=void.cause if void else None,
+        void_text=void.text if void else "",
+        messages=episode.messages,
+        steps=episode.steps,
+    )
+    answers = [one for one in episode.messages if one.get("role") == "assistant"]
+    message = EpisodeDone(
+        sample_id=episode.sample_id,
+        finish_reason=episode.finish_reason,
+        t_started=episode.t_started,
+        t_first_token=episode.t_first_token or episode.t_finished,
+        t_finished=episode.t_finished,
+        text=str(answers[-1].get("content") or "") if answers else "",
+        trajectory=trajectory,
+    )
+    empty = np.empty(0, np.int32)
+    return message, {
+        "completion_tokens": np.concatenate([empty, *(row.tokens for row in rows)]).astype(np.int32),
+        "logprobs": np.concatenate([empty, *(row.logprobs for row in rows)]).astype(np.float32),
+        "token_versions": np.concatenate([empty, *(row.versions for row in rows)]).astype(np.int32),
+    }

@@ -1,0 +1,168 @@
+"""A run of agents: episodes of several turns from the endpoint to the gradient, through deaths in mid-episode."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.status import read_status
+from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.waiting import finish
+
+AGENTS = '''
+import os
+
+TEXTS = ["", "7", "<|end|><|user|>", "\\u00e9\\u4e16\\U0001f600 \\n\\t", "<|assistant|>"]
+
+def items(index, seed):
+    return {"prompt": f"item {index}", "number": index, "kind": ["plain", "edits", "raises", "dies"][index % 4]}
+
+async def run(task, client):
+    """Three turns with results of a tool between them; some edit the history, some fail."""
+    messages = [{"role": "user", "content": task["prompt"]}]
+    score = 0.0
+    for turn in range(3):
+        answer = await client.chat(messages)
+        score += len(answer["content"] or "") % 5
+        messages.append(answer)
+        result = await client.tool("text", lambda: TEXTS[(task["number"] + turn) % len(TEXTS)])
+        messages.append({"role": "user", "content": result})
+        if turn == 1 and task["kind"] == "edits":
+            messages = messages[:1] + [{"role": "user", "content": "briefly"}]
+        if turn == 1 and task["kind"] == "raises":
+            raise KeyError("no such room")
+        if turn == 1 and task["kind"] == "dies" and task["number"] == 3:
+            os._exit(4)
+    return {"reward": score, "turns": 3.0}
+'''
+
+ALONE = """
+import json, os
+from openai import OpenAI
+
+client = OpenAI(max_retries=2)
+task = json.loads(os.environ["TASK"])
+messages = [{"role": "user", "content": task["prompt"]}]
+for _ in range(2):
+    answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "again"}]
+print("done")
+print(json.dumps({"reward": len(answer.content or "") % 3}))
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
+    """A run of three streamed steps, in which an instance and the agents process are killed."""
+    project = Project(tmp_path_factory.mktemp("agents"))
+    (project.folder / "own_agents.py").write_text(AGENTS)
+    (project.folder / "alone.py").write_text(ALONE)
+    tasks = [
+        {"kind": "agent", "name": "rooms", "run": "own_agents:run", "items": "own_agents:items", "weight": 3},
+        {
+            **{"kind": "agent", "name": "alone", "items": "own_agents:items", "count": 5},
+            "command": [sys.executable, str(project.folder / "alone.py")],
+        },
+    ]
+    model = {"path": str(project.folder / "model"), "max_context": 256}
+    process = project.start(tasks=tasks, model=model)
+    run_dir = project.run_dir()
+
+    def done(state: str) -> int:
+        return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
+
+    def pid_of(name: str) -> int:
+        return next(
+            p.pid for p in psutil.process_iter(["cmdline"]) if is_role(p.info["cmdline"] or [], str(run_dir), name)
+        )
+
+    wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
+    os.kill(pid_of("instance"), signal.SIGKILL)
+    wait_for(
+        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
+    )
+    os.kill(pid_of("agents"), signal.SIGKILL)
+    output = finish(process, 400, project.logs)
+    assert process.returncode == 0, output + project.logs()
+    return project, output
+
+
+def is_role(command: list[str], run_dir: str, role: str) -> bool:
+    """Return whether a command line is that of a role of this run."""
+    return role in command and any(run_dir in part for part in command)
+
+
+def rows_of(project: Project) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each trajectory, in order."""
+    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in trained_rows(project.run_dir()):
+        found[str(row["trajectory_id"])].append(row)
+    return found
+
+
+def test_every_episode_is_trained_once_or_void_with_its_cause(finished: tuple[Project, str]) -> None:
+    project, _ = finished
+    run_dir = project.run_dir()
+    episodes = rows_of(project)
+    trained = {one for one, rows in episodes.items() if rows[0]["t_trained"] is not None}
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.trained_ids() == sorted(trained) and len(trained) >= 3 * 6 * 2
+    causes = Counter(str(rows[0]["void_cause"]) for rows in episodes.values() if rows[0]["reward"] is None)
+    assert set(causes) <= {"verifier", "environment", "tool", "crash"} and causes.total() > 0
+    for rows in episodes.values():
+        told = json.loads(rows[0]["conversation"])
+        if "no such room" in str(rows[0]["reward_error"]):
+            assert rows[0]["advantage"] is None and len(told["steps"]) >= 4
+    assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert read_status(run_dir).state == "done"
+
+
+def test_rows_are_what_was_sampled_and_what_was_rendered(finished: tuple[Project, str]) -> None:
+    project, _ = finished
+    tokenizer = AutoTokenizer.from_pretrained(project.folder / "model")
+    several = 0
+    for rows in rows_of(project).values():
+        if rows[0]["reward"] is None:
+            continue
+        edits = rows[0]["task"] == "rooms" and int(rows[0]["prompt"].split()[1]) % 4 == 1
+        assert len(rows) == (2 if edits else 1)
+        several += edits
+        turns = 0
+        for row in rows:
+            mask, versions = np.asarray(row["mask"]), np.asarray(row["weight_versions"])
+            assert np.array_equal(mask, versions >= 0) and mask[0]
+            assert set(versions[mask]) <= {row["step"] - 1}
+            assert np.all(np.asarray(row["logprobs"])[~mask] == 0)
+            tokens = [*row["prompt_tokens"], *row["completion_tokens"]]
+            turns += tokens.count(tokenizer.convert_tokens_to_ids("<|assistant|>"))
+        told = json.loads(rows[0]["conversation"])
+        generated = [step for step in told["steps"] if step["kind"] == "generate"]
+        assert len(generated) == (3 if rows[0]["task"] == "rooms" else 2)
+        sampled = sum(sum(row["mask"]) for row in rows)
+        assert sampled == rows[0]["output_length"] == sum(step["tokens"] for step in generated)
+    assert several > 0
+
+
+def test_the_trainer_computes_what_was_sampled(finished: tuple[Project, str]) -> None:
+    for row in read_metrics(finished[0].run_dir() / "metrics.jsonl"):
+        assert row.logprob_gap_mean is not None and row.logprob_gap_mean < 1e-4  # fp32 on both sides
+        assert row.importance_ratio_max is not None and abs(row.importance_ratio_max - 1) < 1e-3
+        assert row.staleness_max == 0
+
+
+def test_episodes_are_shown(finished: tuple[Project, str]) -> None:
+    project, output = finished
+    assert "agents-here" in output
+    assert "agents-here" in read_status(project.run_dir()).roles
+    assert "step 3/3" in output
