@@ -16,11 +16,14 @@ from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, Episo
 from streamrl.agents.rendering import ChatRenderer, TemplateError
 from streamrl.agents.session import SessionLimits
 from streamrl.config.run import RunConfig
-from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
 from streamrl.rollouts.void import Void, VoidCause
 
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
+
+
+ATTEMPTS = 3
+"""Most times that an episode is run, if what it shared a worker with ends it."""
 
 
 class _Server(uvicorn.Server):
@@ -60,9 +63,7 @@ class AgentHost:
         self.notes = renderer.notes
         """What a user should know about the model's chat template, one sentence each."""
         self._workers, self._max_context = workers, run.model.max_context
-        held_out = run.evaluation.held_out(run.tasks) if run.evaluation is not None else []
-        tasks = [task for task in (*run.tasks, *held_out) if isinstance(task, AgentTask)]
-        self._max_turns = {task.key: task.max_turns for task in tasks}
+        self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
         self._endpoint = ChatEndpoint(generate, renderer, len(tokenizer), run.model.path)
         config = uvicorn.Config(
             self._endpoint.app,
@@ -90,7 +91,18 @@ class AgentHost:
             raise RuntimeError(f"the endpoint of agents does not start at {self.address}")
 
     async def run(self, order: EpisodeOrder) -> Episode:
-        """Run an episode to its end. A failure makes it void; nothing is raised but its own cancellation."""
+        """Run an episode to its end. A failure makes it void; nothing is raised but its own cancellation.
+
+        One that another episode may have ended is run again, in a session of its own, at most `ATTEMPTS` times.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            episode, again = await self._attempt(order)
+            if not again or attempt == ATTEMPTS:
+                break
+        return episode
+
+    async def _attempt(self, order: EpisodeOrder) -> tuple[Episode, bool]:
+        """Run an episode once; return it, and whether it is to be run again."""
         limits = SessionLimits(max_context=self._max_context, max_turns=self._max_turns[order.task])
         session = self._endpoint.open(order, limits)
         try:
@@ -100,7 +112,7 @@ class AgentHost:
             outcome = EpisodeOutcome(None, Void(VoidCause.CRASH, f"{type(error).__name__}: {error}"))
         finally:
             await self._endpoint.close(session)
-        return _episode(session, outcome, time.time())
+        return _episode(session, outcome, time.time()), outcome.again
 
     def waiting(self) -> list[EpisodeWait]:
         """Return what each open episode waits for, the longest wait first."""

@@ -10,12 +10,15 @@ dies, the service gives the next one its open episodes again, from their start.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from streamrl.agents.agent_host import AgentHost
+from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.machine.model_files import resolve_model
@@ -31,6 +34,11 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
 
+log = logging.getLogger(__name__)
+
+LONG_WAIT_S, MOST_WAITS = 5.0, 20
+"""Seconds from which a wait of an episode is told, and the most that one heartbeat tells."""
+
 
 class AgentsProcess:
     """Connects an `AgentHost` to the site's service."""
@@ -45,6 +53,9 @@ class AgentsProcess:
         """Turns that the service owes, by id."""
         self._episodes: set[asyncio.Task[None]] = set()
         """Tasks of the open episodes."""
+        self._deadlines = {task.key: task.deadlines for task in context.run.agent_tasks}
+        self._tasks: dict[str, str] = {}
+        """Key of the task of each open episode, by sample id."""
 
     async def run(self) -> None:
         """Lead episodes until the process is stopped.
@@ -58,7 +69,7 @@ class AgentsProcess:
         run, site = self.context.run, self.context.cluster.sites[self.context.site]
         self.context.say("loading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(run.model.path))
-        workers = EpisodeWorkers(
+        workers = self.workers = EpisodeWorkers(
             run.agent_tasks,
             site.agents.workers,
             self.context.run_dir / layout.LOGS / f"{self.context.name}-workers.log",
@@ -67,8 +78,11 @@ class AgentsProcess:
         try:
             self.context.say("starting the agent workers")
             async with self.waits.deadline("agent workers to start", run.deadlines.startup_s):
-                await workers.start()
+                await workers.start(run.deadlines.startup_s)
                 await self.host.start()
+            log.info("the endpoint of agents listens at %s", self.host.address)
+            for note in self.host.notes:
+                log.warning("%s", note)
             self.link = Link(self.context.name, "agents", self.waits, flow=self.context.local_flow)
             self.link.reads = MessageReader(site_agents.FROM_SERVICE)
             self.link.state = self._state
@@ -100,9 +114,13 @@ class AgentsProcess:
 
     async def _lead(self, order: RunEpisode) -> None:
         """Have an agent lead an episode, and report what became of it."""
-        episode = await self.host.run(
-            EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
-        )
+        self._tasks[order.sample_id] = order.task
+        try:
+            episode = await self.host.run(
+                EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
+            )
+        finally:
+            del self._tasks[order.sample_id]
         self.ended += 1
         if episode.void is not None:
             self.void[episode.void.cause] += 1
@@ -134,6 +152,26 @@ class AgentsProcess:
             "running": len(self._episodes),
             "waiting": len(self._turns),
             "detail": detail,
+            "waits": [self._wait(wait) for wait in self._long_waits()],
+        }
+
+    def _long_waits(self) -> list[EpisodeWait]:
+        now = time.time()
+        return [wait for wait in self.host.waiting() if now - wait.since > LONG_WAIT_S][:MOST_WAITS]
+
+    def _wait(self, wait: EpisodeWait) -> dict[str, Any]:
+        """Return what an episode waits for, as other waits of a process are told."""
+        limits, known = self._deadlines[self._tasks[wait.sample_id]], self.workers.waiting().get(wait.sample_id)
+        what, limit_s = {
+            "model": (f"the model to answer turn {wait.name}", limits.call_s),
+            "tool": (f"tool {known.name if known else wait.name}", limits.tool_s),
+            "agent": (known.name if known else "its agent", limits.turn_s),
+        }[wait.kind]
+        return {
+            "owner": self.context.name,
+            "waiting_for": f"episode {wait.sample_id}: {what}",
+            "since": wait.since,
+            "limit_s": limit_s,
         }
 
 

@@ -30,9 +30,10 @@ from streamrl.agents.chat_calls import (
     read_generate,
     role_chunk,
 )
-from streamrl.agents.episode import POLICY, EpisodeOrder, EpisodeStep, GenerateTurn
+from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
+from streamrl.rollouts.trajectory import EpisodeStep
 
 PATHS = "/v1/chat/completions, /v1/models and /inference/v1/generate"
 BYTES_PER_TOKEN = 32

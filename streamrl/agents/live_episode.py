@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
-from streamrl.agents.episode import EpisodeOrder, EpisodeStep
+from streamrl.agents.episode import EpisodeOrder
 from streamrl.config.tasks import EpisodeDeadlines
+from streamrl.rollouts.trajectory import EpisodeStep
 from streamrl.rollouts.void import Void, VoidCause
 
 CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)

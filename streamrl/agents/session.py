@@ -28,10 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.agents.episode import NOT_SAMPLED, EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
+from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
 from streamrl.agents.tool_calls import ParsedAnswer
 from streamrl.rollouts.seeds import derive_seed
+from streamrl.rollouts.trajectory import NOT_SAMPLED
 from streamrl.rollouts.types import IntArray
 
 

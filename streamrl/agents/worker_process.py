@@ -35,7 +35,7 @@ LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True)
-class EpisodeWait:
+class AgentWait:
     """What an episode waits for, as its worker knows it."""
 
     name: str
@@ -55,7 +55,7 @@ class WorkerProcess:
         self.problem = self.how = ""
         self.silent_s = 0.0
         self.playing: dict[str, asyncio.Future[EpisodeOutcome]] = {}
-        self.doing: dict[str, EpisodeWait] = {}
+        self.doing: dict[str, AgentWait] = {}
         self._suspects = suspects
         self.cause = VoidCause.CRASH
         self._blocked: Blocked | None = None
@@ -140,7 +140,7 @@ class WorkerProcess:
                 self.ready.set()
             case Doing():
                 if frame.waits_for:
-                    self.doing[frame.sample_id] = EpisodeWait(frame.waits_for, frame.since)
+                    self.doing[frame.sample_id] = AgentWait(frame.waits_for, frame.since)
                 else:
                     self.doing.pop(frame.sample_id, None)
             case Played():

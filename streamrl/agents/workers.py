@@ -28,7 +28,7 @@ from streamrl.agents.worker_frames import (
     Begin,
     Play,
 )
-from streamrl.agents.worker_process import AgentLog, EpisodeWait, WorkerProcess, void_outcome
+from streamrl.agents.worker_process import AgentLog, AgentWait, WorkerProcess, void_outcome
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import VoidCause
@@ -131,7 +131,7 @@ class EpisodeWorkers:
         finally:
             self._background.discard(playing)
 
-    def waiting(self) -> dict[str, EpisodeWait]:
+    def waiting(self) -> dict[str, AgentWait]:
         """Return what the open episodes wait for that their workers know, by sample id: the model, or a tool."""
         return {sample_id: wait for worker in self._workers for sample_id, wait in worker.doing.items()}
 
