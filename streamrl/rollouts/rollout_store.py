@@ -99,7 +99,7 @@ class RolloutStore:
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
-        """Return columns of the newest samples (their first rows), oldest first: as few whole steps as have at least `most` samples."""
+        """Return columns of the newest samples' first rows, oldest first: as few whole steps as have `most` samples."""
         steps: list[list[dict[str, Any]]] = []
         count = 0
         for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from collections import Counter, defaultdict
 from typing import Any
@@ -19,6 +17,8 @@ from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish
+
+ROLES = "streamrl.launcher.entry_point"
 
 AGENTS = '''
 import os
@@ -69,7 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     (project.folder / "own_agents.py").write_text(AGENTS)
     (project.folder / "alone.py").write_text(ALONE)
     tasks = [
-        {"kind": "agent", "name": "rooms", "run": "own_agents:run", "items": "own_agents:items", "weight": 3},
+        {"kind": "agent", "name": "rooms", "run": "own_agents:run", "items": "own_agents:items", "weight": 8},
         {
             **{"kind": "agent", "name": "alone", "items": "own_agents:items", "count": 5},
             "command": [sys.executable, str(project.folder / "alone.py")],
@@ -82,25 +82,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     def done(state: str) -> int:
         return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
 
-    def pid_of(name: str) -> int:
-        return next(
-            p.pid for p in psutil.process_iter(["cmdline"]) if is_role(p.info["cmdline"] or [], str(run_dir), name)
-        )
+    def kill(role: str) -> None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        next(one for one in family if ROLES in (line := one.cmdline()) and role in line).kill()
 
     wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
-    os.kill(pid_of("instance"), signal.SIGKILL)
+    kill("instance")
     wait_for(
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
     )
-    os.kill(pid_of("agents"), signal.SIGKILL)
+    kill("agents")
     output = finish(process, 400, project.logs)
     assert process.returncode == 0, output + project.logs()
     return project, output
-
-
-def is_role(command: list[str], run_dir: str, role: str) -> bool:
-    """Return whether a command line is that of a role of this run."""
-    return role in command and any(run_dir in part for part in command)
 
 
 def rows_of(project: Project) -> dict[str, list[dict[str, Any]]]:
