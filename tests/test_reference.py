@@ -44,7 +44,7 @@ def test_no_page_is_left_over() -> None:
     assert {path.name for path in reference.PAGES.iterdir()} == set(reference.WRITERS)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_an_example_is_a_valid_run(path: Path) -> None:
     load_run(path)
     assert path.name in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")

@@ -164,9 +164,11 @@ class AgentsProcess:
         limits, known = self._deadlines[self._tasks[wait.sample_id]], self.workers.waiting().get(wait.sample_id)
         what, limit_s = {
             "model": (f"the model to answer turn {wait.name}", limits.call_s),
-            "tool": (f"tool {known.name if known else wait.name}", limits.tool_s),
-            "agent": (known.name if known else "its agent", limits.turn_s),
+            "tool": (f"tool {wait.name}", limits.tool_s),
+            "agent": ("its agent", limits.turn_s),
         }[wait.kind]
+        if known is not None and wait.kind != "model":  # its worker knows more than the endpoint
+            what, limit_s = f"tool {known.name}", limits.tool_s
         return {
             "owner": self.context.name,
             "waiting_for": f"episode {wait.sample_id}: {what}",

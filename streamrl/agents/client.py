@@ -15,12 +15,11 @@ from typing import Any
 
 import httpx2
 
+from streamrl.agents.episode import POLICY
 from streamrl.agents.live_episode import LiveEpisode
 from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.void_reward import VoidReward, one_line
 
-MODEL = "policy"
-"""Name of the model that is trained."""
 MOST_TEXT = 16_384
 """Most characters of a tool's text; the rest is cut, and said to be."""
 ATTEMPTS = 3
@@ -63,7 +62,7 @@ class AgentClient:
             api_key: its key, which names the session as well.
             pool: the connections that all episodes of a worker share.
         """
-        self.base_url, self.api_key, self.model = base_url, api_key, MODEL
+        self.base_url, self.api_key, self.model = base_url, api_key, POLICY
         self.finish_reason = ""
         """Why the latest answer of `chat` ended: 'stop', 'tool_calls' or 'length'; '': there was none."""
         self._episode = episode
@@ -111,7 +110,7 @@ class AgentClient:
         """
         started, detail = time.time(), "not finished"
         try:
-            with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, shown=f"tool {name!r}"):
+            with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, name):
                 result = function(*args, **named) if _is_async(function) else self._in_thread(function, args, named)
                 found = _cut(await result)
             detail = found if isinstance(found, str) else repr(type(found).__name__)
@@ -238,9 +237,9 @@ class _Watched(httpx2.AsyncBaseTransport):
         self._pool, self._episode = pool, episode
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        self._episode.begin_turn()
+        self._episode.count_call()
         held = contextlib.ExitStack()
-        held.enter_context(self._episode.limited("a call of the model", self._episode.limits.call_s, shown="the model"))
+        held.enter_context(self._episode.limited("a call of the model", self._episode.limits.call_s))
         try:
             response = await self._pool.handle_async_request(request)
         except BaseException:

@@ -37,7 +37,7 @@ class LiveEpisode:
         Args:
             order: the episode's order.
             limits: its deadlines.
-            tell: called with sample id, what it waits for ('': nothing that is known here), and since when.
+            tell: called with sample id, the tools that it waits for ('': none), and since when.
         """
         self.order, self.limits = order, limits
         self.steps: list[EpisodeStep] = []
@@ -50,59 +50,56 @@ class LiveEpisode:
         self.threads: set[threading.Thread] = set()
         """Threads in which a tool still runs."""
         self._tell = tell
-        self._doing: dict[object, tuple[str, float]] = {}
-        self._turn: asyncio.TimerHandle | None = None
-        self._turns = 0
+        self._doing: dict[object, str] = {}
+        """What is waited for, in words."""
+        self._tools: dict[object, tuple[str, float]] = {}
+        """The tools among it, by name, and since when."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._calls = 0
 
     def step(self, kind: Literal["tool", "agent"], name: str, started: float, detail: str = "") -> None:
         """Record something that has just ended."""
         if len(self.steps) < MOST_STEPS:
             self.steps.append(EpisodeStep(kind, name, started, time.time(), detail[:MOST_DETAIL]))
 
+    def begin(self) -> None:
+        """Start the time of the episode, and of the agent's first turn."""
+        seconds = self.limits.episode_s
+        self._timers["episode"] = asyncio.get_running_loop().call_later(seconds, self._expire_episode, seconds)
+        self._begin_turn()
+
+    def end(self) -> None:
+        """Stop the times of the episode and its turn."""
+        for timer in self._timers.values():
+            timer.cancel()
+
     @contextlib.contextmanager
-    def limited(self, what: str, seconds: float, shown: str = "") -> Iterator[None]:
+    def limited(self, what: str, seconds: float, tool: str = "") -> Iterator[None]:
         """Limit the time of what is awaited inside.
 
         Args:
             what: what is waited for, in words.
             seconds: until the episode ends.
-            shown: what `why-stuck` names meanwhile; '': nothing.
+            tool: name of the tool that is waited for; '': it is none.
         """
-        timer = asyncio.get_running_loop().call_later(seconds, self._expire_wait, what, seconds, shown)
+        timer = asyncio.get_running_loop().call_later(seconds, self.expire, f"{what} took more than {seconds:g} s")
         key = object()
-        if shown:
-            self._doing[key] = shown, time.time()
+        self._doing[key] = what
+        if tool:
+            self._tools[key] = tool, time.time()
             self._say()
         try:
             yield
         finally:
             timer.cancel()
-            if self._doing.pop(key, None) is not None:
+            del self._doing[key]
+            if self._tools.pop(key, None) is not None:
                 self._say()
 
-    def begin_turn(self, calls: int = 1) -> None:
-        """Start the time of a turn: the model is called now, or with 0 calls, the agent begins."""
-        self._turns += calls
-        self.end_turn()
-        loop, seconds = asyncio.get_running_loop(), self.limits.turn_s
-        self._turn = loop.call_later(seconds, self._expire_turn, seconds)
-
-    def end_turn(self) -> None:
-        """Stop the time of the turn, as the episode has ended."""
-        if self._turn is not None:
-            self._turn.cancel()
-
-    def _expire_wait(self, what: str, seconds: float, shown: str) -> None:
-        during = "" if shown else f", when the agent waited for {self.waited_for()}"
-        self.expire(f"{what} took more than {seconds:g} s{during}")
-
-    def _expire_turn(self, seconds: float) -> None:
-        when = f"after its call {self._turns} of the model" if self._turns else "before its first call of the model"
-        self.expire(f"a turn took more than {seconds:g} s: {when}, the agent waited for {self.waited_for()}")
-
-    def waited_for(self) -> str:
-        """Name what the agent waits for now."""
-        return ", ".join(name for name, _ in self._doing.values()) or "something of its own"
+    def count_call(self) -> None:
+        """Begin a turn: the model is called now."""
+        self._calls += 1
+        self._begin_turn()
 
     def expire(self, text: str) -> None:
         """End the episode without a reward."""
@@ -110,7 +107,23 @@ class LiveEpisode:
             self.void = Void(VoidCause.TIMEOUT, text)
             self.over.set()
 
+    def _begin_turn(self) -> None:
+        if (timer := self._timers.get("turn")) is not None:
+            timer.cancel()
+        seconds = self.limits.turn_s
+        self._timers["turn"] = asyncio.get_running_loop().call_later(seconds, self._expire_turn, seconds)
+
+    def _expire_turn(self, seconds: float) -> None:
+        when = f"after its call {self._calls} of the model" if self._calls else "before its first call of the model"
+        self.expire(f"a turn took more than {seconds:g} s: {when}, the agent waited for {self._waited_for()}")
+
+    def _expire_episode(self, seconds: float) -> None:
+        self.expire(f"the episode took more than {seconds:g} s, when the agent waited for {self._waited_for()}")
+
+    def _waited_for(self) -> str:
+        return ", ".join(self._doing.values()) or "something of its own"
+
     def _say(self) -> None:
         if self._tell is not None:
-            since = min((since for _, since in self._doing.values()), default=time.time())
-            self._tell(self.order.sample_id, ", ".join(name for name, _ in self._doing.values()), since)
+            since = min((since for _, since in self._tools.values()), default=time.time())
+            self._tell(self.order.sample_id, ", ".join(name for name, _ in self._tools.values()), since)

@@ -162,12 +162,11 @@ class AgentWorker:
         context.run(CURRENT.set, episode)
         playing = context.run(self._loop.create_task, _result_of(agent, order.item, client))
         try:
-            with episode.limited("the episode", task.deadlines.episode_s):
-                episode.begin_turn(0)
-                await _first(playing, episode.over)
+            episode.begin()
+            await _first(playing, episode.over)
         except asyncio.CancelledError:
             episode.void = Void(VoidCause.CRASH, "given up")  # its owner has forgotten it
-        episode.end_turn()
+        episode.end()
         outcome = playing.result() if episode.void is None else EpisodeOutcome(None, episode.void)
         spoiled = await self._clean_up(episode)
         del self._playing[order.sample_id]
@@ -192,8 +191,8 @@ class AgentWorker:
                 await asyncio.sleep(min(rest, PULSE_S))
         return ""
 
-    def _tell(self, sample_id: str, waits_for: str, since: float) -> None:
-        self.pipe.send(Doing(sample_id=sample_id, waits_for=waits_for, since=since))
+    def _tell(self, sample_id: str, tools: str, since: float) -> None:
+        self.pipe.send(Doing(sample_id=sample_id, tools=tools, since=since))
 
 
 async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:

@@ -57,11 +57,11 @@ class WorkerAlive(_Frame, frozen=True, kw_only=True):
 
 
 class Doing(_Frame, frozen=True, kw_only=True):
-    """What an episode waits for from now on."""
+    """The tools that an episode waits for from now on."""
 
     sample_id: str
-    waits_for: str
-    """A tool, by name; '': nothing that the worker knows of."""
+    tools: str
+    """Their names; '': none."""
     since: float
     """Unix seconds."""
 

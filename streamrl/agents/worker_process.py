@@ -36,7 +36,7 @@ LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True)
 class AgentWait:
-    """What an episode waits for, as its worker knows it."""
+    """The tools that an episode waits for, as its worker knows them."""
 
     name: str
     since: float
@@ -139,8 +139,8 @@ class WorkerProcess:
                 self.problem = frame.problem
                 self.ready.set()
             case Doing():
-                if frame.waits_for:
-                    self.doing[frame.sample_id] = AgentWait(frame.waits_for, frame.since)
+                if frame.tools:
+                    self.doing[frame.sample_id] = AgentWait(frame.tools, frame.since)
                 else:
                     self.doing.pop(frame.sample_id, None)
             case Played():

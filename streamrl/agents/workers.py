@@ -132,7 +132,7 @@ class EpisodeWorkers:
             self._background.discard(playing)
 
     def waiting(self) -> dict[str, AgentWait]:
-        """Return what the open episodes wait for that their workers know, by sample id: the model, or a tool."""
+        """Return the tools that open episodes wait for, by sample id; agents that are programs do not say."""
         return {sample_id: wait for worker in self._workers for sample_id, wait in worker.doing.items()}
 
     async def close(self) -> None:
