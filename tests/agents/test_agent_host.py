@@ -202,21 +202,26 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
 def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_again() -> None:
     model = Model("first", "second")
 
-    async def agent(client: httpx2.AsyncClient) -> None:
-        for number, text in enumerate(("first", "second"), 1):
-            question = {"role": "user", "content": f"Say {text}."}
-            model.gate.clear()
-            leaving = asyncio.ensure_future(call(client, question, stream=text == "second"))
-            await until(lambda expected=number: len(model.orders) == expected)  # type: ignore[misc]
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-            model.gate.set()
-            client.headers["x-stainless-retry-count"] = "1"
-            again = await call(client, question)
-            assert again.json()["choices"][0]["message"]["content"] == text
+    async def main() -> Episode:
+        async def agent(client: httpx2.AsyncClient) -> None:
+            (session,) = host._endpoint.sessions.values()
+            for number, text in enumerate(("first", "second"), 1):
+                question = {"role": "user", "content": f"Say {text}."}
+                model.gate.clear()
+                leaving = asyncio.ensure_future(call(client, question, stream=text == "second"))
+                await until(lambda expected=number: len(model.orders) == expected)  # type: ignore[misc]
+                leaving.cancel()
+                await until(lambda: session.session.turns[-1].clients == 0)
+                again = asyncio.ensure_future(call(client, question))
+                await until(lambda: session.session.turns[-1].clients == 1)
+                model.gate.set()
+                assert (await again).json()["choices"][0]["message"]["content"] == text
 
-    episode = play(model, over_http(agent))
-    assert len(model.orders) == 2 and model.cancelled == 0
+        async with hosting(model, over_http(agent)) as host:
+            return await host.run(ORDER)
+
+    episode = asyncio.run(asyncio.wait_for(main(), 60))
+    assert episode.reward == 1.0 and len(model.orders) == 2 and model.cancelled == 0
     assert [step.tokens for step in episode.steps] == [int(row.sampled.sum()) for row in episode.rows]
 
 

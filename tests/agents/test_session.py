@@ -125,13 +125,27 @@ def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
     assert here.call(call(USER), 1.0)[1]
 
 
-def test_a_turn_that_failed_leaves_nothing_and_its_id_is_not_used_again() -> None:
+def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
     here = session()
     turn, _ = here.call(call(USER), 1.0)
     here.fail(turn)
     assert here.rows() == [] and here.conversation() == []
-    again, new = here.call(call(USER, is_retry=True), 1.0)
-    assert new and again.order.turn_id != turn.order.turn_id
+    ids = {turn.order.turn_id}
+    for _ in range(4):
+        kept, new = here.call(call(MORE, is_retry=False), 1.0)
+        failed, _ = here.call(call(USER, is_retry=True), 1.0)
+        kept.delivered = True
+        here.fail(failed)
+        assert new
+        ids |= {kept.order.turn_id, failed.order.turn_id}
+    assert len(ids) == 9
+
+
+def test_a_prompt_needs_room_for_one_token() -> None:
+    length = len(answered(session(), call(USER)).order.prompt_tokens)
+    answered(session(max_context=length + 1), call(USER))
+    with pytest.raises(CallError, match=f"has {length} tokens.* no room"):
+        session(max_context=length).call(call(USER), 1.0)
 
 
 @pytest.mark.parametrize(
