@@ -28,8 +28,9 @@ OUT = Path(__file__).parent / "results" / "agent_tokens.json"
 
 @click.command()
 @click.option("--sessions", default=10_000, show_default=True)
+@click.option("--first", default=0, show_default=True, help="seed of the first session")
 @click.option("--model", default="smollm2-135m", show_default=True, help="a model whose template is ChatML")
-def main(sessions: int, model: str) -> None:
+def main(sessions: int, first: int, model: str) -> None:
     """Play random sessions, and compare."""
     from transformers import AutoTokenizer
 
@@ -39,7 +40,7 @@ def main(sessions: int, model: str) -> None:
         ("turns", "rows", "tokens", "trained_tokens", "answers_changed_by_encoding", "sessions_wrong"), 0
     )
     started = time.perf_counter()
-    for seed in range(sessions):
+    for seed in range(first, first + sessions):
         played = play(tokenizer, renderer, seed)
         rows = played.session.rows()
         counts["sessions_wrong"] += not same_rows(rows, played.rows())
@@ -53,7 +54,13 @@ def main(sessions: int, model: str) -> None:
             counts["answers_changed_by_encoding"] += (
                 tokenizer.encode(turn.generated.text, add_special_tokens=False) != sampled
             )
-    found = {"model": model, "sessions": sessions, **counts, "seconds": round(time.perf_counter() - started, 1)}
+    found = {
+        "model": model,
+        "sessions": sessions,
+        "first": first,
+        **counts,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
     OUT.write_text(json.dumps(found, indent=2) + "\n")
     click.echo(json.dumps(found, indent=2))
     sys.exit(counts["sessions_wrong"] > 0)
