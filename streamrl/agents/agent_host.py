@@ -19,6 +19,8 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.rollouts.void import Void, VoidCause
 
+KEEP_ALIVE_S = 3600
+"""Seconds that an idle connection stays open: a server that closes it while its tool runs fails the agent's next call."""
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
 
 
@@ -68,9 +70,10 @@ class AgentHost:
         config = uvicorn.Config(
             self._endpoint.app,
             log_config=None,
-            ws="none",
             access_log=False,
+            ws="none",
             lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
