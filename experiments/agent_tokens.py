@@ -4,8 +4,8 @@ reconstruction.
     .venv/bin/python experiments/agent_tokens.py                  # 10,000 sessions of SmolLM2, 4 minutes of a core
     .venv/bin/python experiments/agent_tokens.py --sessions 500
 
-Sampled tokens are random ones of the whole vocabulary, so nearly every answer changes under decoding and encoding.
-Writes experiments/results/agent_tokens.json and fails if one token is not what it must be.
+Sampled tokens are random ones of the whole vocabulary, so many answers change under decoding and encoding. Writes
+experiments/results/agent_tokens.json and fails if one token is not what it must be.
 """
 
 from __future__ import annotations

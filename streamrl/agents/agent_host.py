@@ -20,7 +20,7 @@ from streamrl.errors import UserError
 from streamrl.rollouts.void import Void, VoidCause
 
 KEEP_ALIVE_S = 3600
-"""Seconds that an idle connection stays open: a server that closes it while its tool runs fails the agent's next call."""
+"""Seconds that an idle connection stays open: one that the server closes while a tool runs fails the next call."""
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
 
 
