@@ -43,6 +43,10 @@ CALLS_PER_TURN = 50
 """Calls per turn that an episode may make, refused ones included, before it is refused for good."""
 
 
+CUT = "cut by the token limit"
+"""Remark of a turn that no later call extends."""
+
+
 @dataclass(frozen=True)
 class EpisodeWait:
     """What an open episode waits for."""
@@ -224,6 +228,8 @@ class ChatEndpoint:
             raise
         remarks = [f"prompt of {len(turn.order.prompt_tokens)} tokens"]
         remarks.append(f"continues turn {turn.parent.number}" if turn.parent else f"begins a row {turn.note}".strip())
+        if generated.finish_reason == "length":
+            remarks.append(CUT)
         if turn.parsed is not None and turn.parsed.malformed:
             remarks.append(f"malformed call of a tool: {turn.parsed.malformed}")
         if unsaid := set(turn.call.ignored) - session.said:
