@@ -225,6 +225,17 @@ def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_a
     assert [step.tokens for step in episode.steps] == [int(row.sampled.sum()) for row in episode.rows]
 
 
+def test_what_a_client_library_repeats_by_itself_gets_the_turn_that_it_has_asked_for() -> None:
+    model = Model("first", "second")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        for count, text in (("0", "first"), ("1", "first"), ("0", "second")):
+            client.headers["x-stainless-retry-count"] = count
+            assert (await call(client)).json()["choices"][0]["message"]["content"] == text
+
+    assert len(play(model, over_http(agent)).rows) == 2
+
+
 def test_a_turn_that_runs_when_its_episode_ends_is_cancelled_and_no_part_of_it() -> None:
     model = Model()
 
@@ -260,6 +271,9 @@ def test_an_answer_cut_by_a_limit_is_said_to_be_and_its_calls_are_not_read() -> 
     async def agent(client: httpx2.AsyncClient) -> None:
         (choice,) = (await call(client, tools=[TOOL])).json()["choices"]
         assert choice["finish_reason"] == "length" and choice["message"]["content"] == CALL_TEXT
+        path = client.base_url.join("../inference/v1/generate")
+        (choice,) = (await client.post(path, json={"token_ids": [7]})).json()["choices"]
+        assert choice["finish_reason"] == "length"
 
     assert play(model, over_http(agent)).finish_reason == "length"
 
