@@ -139,7 +139,7 @@ def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, value
 
 
 def test_search_ranks_rare_words_first_and_repeats_below_new_words() -> None:
-    texts = ["the cat sat", "the dog", "the the the the", "a cat and a dog ran"]
+    texts = ["a cat and a dog ran", "the dog", "the the the the", "the cat sat"]
     corpus = Corpus(texts)
     assert corpus.search("Cat, dog!", 1) == ["a cat and a dog ran"]
     assert corpus.search("cat") == ["the cat sat", "a cat and a dog ran"]  # the shorter one first
