@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -316,8 +315,7 @@ def already_done(place: Place) -> str:
 
 @provokes
 def in_use(place: Place) -> str:
-    with (place.save_run() / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with supervisor._locked(place.save_run()):
         return place.resume()
 
 
@@ -394,7 +392,7 @@ def sites_differ(place: Place) -> str:
         hub.bind_outside(address, None)
         link = to_home(west, "service", WaitRegistry("service-west"))
         try:
-            await asyncio.wait_for(connect_home(west, link, address), scaled(LIMIT_S))
+            await asyncio.wait_for(connect_home(west, link, "controller", address), scaled(LIMIT_S))
         finally:
             with contextlib.suppress(RunFailed):
                 await link.close()

@@ -198,7 +198,7 @@ class SiteLink(StrictModel):
 
 
 class Security(StrictModel):
-    """Security of the connections between sites; those inside a site stay on its own network."""
+    """Security of the connections between sites; those inside a site have keys of their run."""
 
     encryption: Literal["curve", "none"] = Field(
         "curve",

@@ -24,6 +24,7 @@ from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.port_forward import Forwarder
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
+from streamrl.runtime.inside_keys import make_inside_keys, remove_inside_keys
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
@@ -147,7 +148,11 @@ def prepare(
             for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # this launch may resume from any step
                 left.unlink()
             node = hosts[name].host if name in hosts else ""
-            choose_addresses(cluster, name, scratch, network, node).save(folder)
+            addresses = choose_addresses(cluster, name, scratch, network, node)
+            if node:
+                stack.callback(remove_inside_keys, folder, name)
+                addresses = replace(addresses, inside_key=make_inside_keys(folder, name))
+            addresses.save(folder)
         (run_dir / layout.LOGS).mkdir(exist_ok=True)
         for store in stores:
             store.clear()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +77,9 @@ def run(
             with view:
                 if share.hosts:
                     view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
+                watchdog = Watchdog(share)  # before the first process can write
                 family.start()
-                _watch(share, family, view, stop)
+                _watch(share, family, view, stop, watchdog)
         except BaseException as error:
             family.stop()
             if share.trains:
@@ -89,13 +92,12 @@ def run(
         view.summary()
 
 
-def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: list[int]) -> None:
+def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: list[int], watchdog: Watchdog) -> None:
     """Watch the processes until the first one (the controller, or a site's service) is done.
 
     Raises:
         RunFailed: a process died and cannot be restarted.
     """
-    watchdog = Watchdog(share)
     while True:
         first = family.first
         if stop:
@@ -142,17 +144,26 @@ def _how_to_resume(share: Share) -> str:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Create the run's folder and hold its lock."""
+    """Create the run's folder and hold its lock, so that no second launcher replaces keys and addresses there."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
+        lock = (run_dir / layout.LOCK).open("a+")
     except OSError as error:
         raise UserError(f"cannot write the run folder {run_dir}: {error}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run_dir} is in use by another launcher") from None
+            lock.seek(0)
+            raise UserError(f"{run_dir} is in use by another launcher ({lock.read() or 'just started'})") from None
+        except OSError as error:
+            raise UserError(
+                f"cannot lock {run_dir / layout.LOCK}: {error.strerror}; without one, a second launcher could replace "
+                "this one's keys and addresses: put the run on a file system that has locks (--runs-dir)"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
         yield
 
 

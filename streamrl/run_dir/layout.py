@@ -34,6 +34,8 @@ WANTED_INSTANCES = "instances.json"
 
 # written by a launcher
 ADDRESSES = "addresses.json"
+LOCK = ".lock"
+"""File that is locked by the launcher that owns the folder, which it names."""
 PROCESSES = "processes.json"
 LOGS = "logs"
 """Folder: one file per process."""
@@ -41,7 +43,7 @@ REPORT = "report.html"
 SITES = "sites"
 """Folder: the other sites' folders, under --emulate."""
 KEYS = "keys"
-"""Folder: the sites' keys, under --emulate."""
+"""Folder: the keys of this launch that its processes on several machines share; under --emulate the sites' keys."""
 NETWORK = "network"
 """Folder: the emulated network, under --emulate."""
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from streamrl.errors import RunFailed, UserError
 from streamrl.protocol.message import MessageReader, TypedMessage, wire
 from streamrl.protocol.operator import FROM_CONTROLLER
-from streamrl.runtime.process_context import Addresses
-from streamrl.runtime.site_connections import OPERATOR
+from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import CONTROLLER, OPERATOR
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
 
@@ -22,12 +22,14 @@ async def ask_controller(run_dir: Path, order: TypedMessage) -> TypedMessage:
     """Send a message of `protocol/operator.py` to the controller of a run and return its answer.
 
     Raises:
-        UserError: the controller does not answer.
+        UserError: the controller does not answer, or its keys are those of another launch or open to others.
     """
-    link = Link(f"{OPERATOR}-{os.getpid()}", "operator", WaitRegistry("command"))
+    name = f"{OPERATOR}-{os.getpid()}"
+    link = Link(name, "operator", WaitRegistry("command"))
     link.reads = MessageReader(FROM_CONTROLLER)
     try:
-        await link.connect(Addresses.load(run_dir).controller, ANSWER_S)
+        context = RoleContext.load(name, "", run_dir, False)
+        await link.connect(context.addresses.controller, ANSWER_S, context.inside_client_security(), CONTROLLER)
         await link.send(*wire(order))
         async with link.waits.deadline("the controller's answer", ANSWER_S):
             delivery = await link.receive()

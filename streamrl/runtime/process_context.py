@@ -18,7 +18,8 @@ from streamrl.machine.engine_settings import EngineChoice, chosen_settings
 from streamrl.machine.model_files import resolve_model
 from streamrl.run_dir import layout, start_stages
 from streamrl.runtime.handshake import agreement
-from streamrl.transport.curve import ClientSecurity, ServerSecurity
+from streamrl.runtime.inside_keys import load_inside_keys
+from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
 from streamrl.transport.flow import Flow
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Addresses:
     """Address on which this site's weight relay listens for other sites; '': it serves none."""
     relays: dict[str, str] = field(default_factory=dict)
     """Address at which this site reaches another site's relay, by site."""
+    inside_key: str = ""
+    """Public key of the processes of this site and launch; '': they are on one machine and need none."""
 
     def save(self, run_dir: Path) -> None:
         """Write the addresses into the run folder."""
@@ -159,6 +162,24 @@ class RoleContext:
     def link_flow(self, link: SiteLink, message_bytes: int) -> Flow:
         """Return the flow settings to peers behind a link; `message_bytes`: size of a typical large message."""
         return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
+
+    @cached_property
+    def inside_keys(self) -> KeyPair | None:
+        """Key pair that this site's processes have in common; None: they are on one machine, behind Unix sockets.
+
+        Raises:
+            UserError: it is missing, open to others, or of another site or launch.
+        """
+        public = self.addresses.inside_key
+        return load_inside_keys(self.run_dir, self.site, public) if public else None
+
+    def inside_server_security(self) -> ServerSecurity | None:
+        """Return what a hub of this site needs to admit the site's own processes; raises like `inside_keys`."""
+        return ServerSecurity.inside(self.inside_keys, self.site) if self.inside_keys is not None else None
+
+    def inside_client_security(self) -> ClientSecurity | None:
+        """Return what a process of this site needs to connect to its hubs; raises like `inside_keys`."""
+        return ClientSecurity.inside(self.inside_keys) if self.inside_keys is not None else None
 
     def server_security(self) -> ServerSecurity | None:
         """Load the keys by which this site admits others; None with `encryption: none`.

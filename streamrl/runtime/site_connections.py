@@ -1,4 +1,7 @@
-"""Connections between the processes of a run: plain inside a site; encrypted, measured and patient over a link.
+"""Connections between the processes of a run: inside a site, and encrypted, measured and patient over a link.
+
+Inside a site on one machine they are Unix sockets; inside one that is spread over machines the site's own keys encrypt
+them (`runtime/inside_keys.py`).
 
 Other sites connect to the trainer's site. Its controller and publisher each have two addresses: one for their own site,
 one for other sites, which are admitted by their keys and by the files they were started with.
@@ -36,15 +39,28 @@ def to_home(context: RoleContext, role: str, waits: WaitRegistry) -> Link:
     return _link(context, role, waits, context.link)
 
 
-async def connect_home(context: RoleContext, link: Link, address: str) -> None:
-    """Connect a link made by `to_home`.
+async def connect_inside(context: RoleContext, link: Link, hub: str, address: str) -> None:
+    """Connect a link to a hub of its own site.
+
+    Raises:
+        DeadlineExpired: no answer in time.
+        UserError: the keys of this site and launch are missing, or other users can read them.
+    """
+    await link.connect(address, context.startup_s, context.inside_client_security(), hub)
+
+
+async def connect_home(context: RoleContext, link: Link, hub: str, address: str) -> None:
+    """Connect a link made by `to_home` to the hub CONTROLLER or PUBLISHER.
 
     Raises:
         DeadlineExpired: no answer in time.
         Refused: the trainer's site does not admit this one.
         UserError: a key is missing, or other users can read the secret key.
     """
-    await link.connect(address, context.startup_s, context.client_security())
+    if context.remote:
+        await link.connect(address, context.startup_s, context.client_security(), hub)
+    else:
+        await connect_inside(context, link, hub, address)
 
 
 def home_hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow) -> Hub:
@@ -99,7 +115,7 @@ def bind_home(context: RoleContext, hub: Hub, address: str, outside: str) -> Non
         RunFailed: an address cannot be bound.
         UserError: a key is missing, or other users can read the secret key.
     """
-    hub.bind(address)
+    hub.bind(address, context.inside_server_security())
     if outside:
         hub.bind_outside(outside, context.server_security())
 
@@ -112,7 +128,8 @@ def weight_chunk(context: RoleContext, link: SiteLink | None) -> int:
 
 async def connect_relay(context: RoleContext, link: Link, site: str) -> None:
     """Connect a link made by `to_relay`; raises like `connect_home`."""
-    await link.connect(context.addresses.relays[site], context.startup_s, context.client_security(site))
+    security = context.client_security(site)
+    await link.connect(context.addresses.relays[site], context.startup_s, security, f"the relay of site {site}")
 
 
 def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:

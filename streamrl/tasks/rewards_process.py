@@ -12,7 +12,7 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import connect_home, to_home
+from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
@@ -59,7 +59,7 @@ class RewardWorker:
             link.reads = MessageReader(controller_rewards.FROM_CONTROLLER)
             link.on_new_hub = lambda: self._new_controller(link)
             self.context.say(waiting_for(["the controller"]))
-            await connect_home(self.context, link, self.context.addresses.controller)
+            await connect_home(self.context, link, CONTROLLER, self.context.addresses.controller)
             self.context.say(READY)
             try:
                 async with asyncio.TaskGroup() as tasks:

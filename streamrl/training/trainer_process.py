@@ -56,7 +56,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import PUBLISHER, bind_home, home_hub
+from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
 from streamrl.training.learner import Division, agreed_type
 from streamrl.training.rank_store import join_ranks
 from streamrl.training.trainer import Trainer, agreed_packing
@@ -120,7 +120,7 @@ class TrainerWorker:
                 **self.packing,
             }
             self._say(waiting_for(["the controller"]))
-            await link.connect(self.context.addresses.controller, self.limits.startup_s)
+            await connect_inside(self.context, link, CONTROLLER, self.context.addresses.controller)
             self._say(READY)
             try:
                 while True:
@@ -183,7 +183,8 @@ class TrainerWorker:
             log.info("computing in %s, like the other ranks", agreed)
 
     async def _handle(self, link: Link, delivery: Delivery) -> None:
-        started = time.time()
+        now = time.time if self.context.one_machine else link.hub_time  # this node's clock may be wrong
+        started = now()
         arrays: Arrays = {}
         answer: Callable[..., Answer]
         match delivery.body:
@@ -228,7 +229,7 @@ class TrainerWorker:
                 raise RunFailed(f"{self.name} received {other!r} while it was waiting for a command")
         self.state = "idle"
         delivery.ack()
-        await link.send(*wire(answer(rank=self.rank, started=started, finished=time.time())), arrays)
+        await link.send(*wire(answer(rank=self.rank, started=started, finished=now())), arrays)
 
     async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work in the computing thread, with the current number of OpenMP threads."""

@@ -1,10 +1,12 @@
 """Keys of sites, and admission by key (CURVE, https://rfc.zeromq.org/spec/26).
 
 Every site has one key pair, made by `streamrl keys`: `<site>.key` is public and goes to every site, `<site>.key_secret`
-stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes).
+stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes). The processes of a
+site that spans machines have another pair in common, of one launch (`runtime/inside_keys.py`).
 
-libzmq asks the process's only authenticator about each client that has proved to own a key. The authenticator knows the
-process's hubs by their domain and answers from the hub's list of keys; an unknown key ends the handshake.
+libzmq asks the process's only authenticator about each client that has proved to own a key. The authenticator knows
+the doors of the process's hubs by their domains and answers from the door's list of keys; an unknown key ends the
+handshake.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ class ServerSecurity:
                 raise UserError(f"sites {known!r} and {other!r} have the same key in {folder}: each needs its own")
         return cls(load_own(folder, site), allowed)
 
+    @classmethod
+    def inside(cls, pair: KeyPair, site: str) -> Self:
+        """Return what a hub needs to admit the processes of its own site, which have its key pair."""
+        return cls(pair, {pair.public: site})
+
 
 @dataclass(frozen=True)
 class ClientSecurity:
@@ -79,6 +86,11 @@ class ClientSecurity:
             UserError: a file is missing, open to others or malformed.
         """
         return cls(load_own(folder, site), load_public(folder, server_site))
+
+    @classmethod
+    def inside(cls, pair: KeyPair) -> Self:
+        """Return what a link needs to connect to a hub of its own site, which has its key pair."""
+        return cls(pair, pair.public)
 
 
 def public_file(folder: Path, site: str) -> Path:
@@ -120,21 +132,24 @@ def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
     return True
 
 
-def load_own(folder: Path, site: str) -> KeyPair:
+def load_own(folder: Path, site: str, remedy: str = "") -> KeyPair:
     """Load a site's own keys.
+
+    Args:
+        remedy: what to do about a missing or malformed file; '': make the keys of sites anew.
 
     Raises:
         UserError: the secret file is missing, open to others or malformed, or the public file does not match it.
     """
     path = secret_file(folder, site)
-    public, secret = _read(path, site, forbidden=0o077, fix=0o600)
+    public, secret = _read(path, site, forbidden=0o077, fix=0o600, remedy=remedy)
     try:
         if secret is None or zmq.curve_public(secret) != public:
             raise ValueError
     except (zmq.ZMQError, ValueError) as error:
-        raise _malformed(path, "no pair of a public and a secret key", site) from error
+        raise _malformed(path, "no pair of a public and a secret key", site, remedy) from error
     if public_file(folder, site).exists() and load_public(folder, site) != public:
-        raise _malformed(public_file(folder, site), f"not the public key of {path.name}", site)
+        raise _malformed(public_file(folder, site), f"not the public key of {path.name}", site, remedy)
     return KeyPair(public, secret)
 
 
@@ -147,7 +162,7 @@ def load_public(folder: Path, site: str) -> bytes:
     return _read(public_file(folder, site), site, forbidden=0o022, fix=0o644)[0]
 
 
-def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes | None]:
+def _read(path: Path, site: str, forbidden: int, fix: int, remedy: str = "") -> tuple[bytes, bytes | None]:
     """Read a file's public and secret key; `forbidden` are permission bits it must not have, `fix` those to advise."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -158,22 +173,28 @@ def _read(path: Path, site: str, forbidden: int, fix: int) -> tuple[bytes, bytes
         if len(z85.decode(public)) != 32:
             raise ValueError
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; site {site!r} needs its keys: {MAKE_THEM} --site {site}") from error
+        remedy = remedy or f"site {site!r} needs its keys: {MAKE_THEM} --site {site}"
+        raise UserError(f"{path}: no such file; {remedy}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, IndexError, struct.error) as error:
-        raise _malformed(path, "no public key", site) from error
+        raise _malformed(path, "no public key", site, remedy) from error
     return public, secret
 
 
-def _malformed(path: Path, holds: str, site: str) -> UserError:
-    return UserError(
-        f"{path}: it holds {holds}; copy it anew from where it was made, or {MAKE_THEM} --site {site} --replace"
-    )
+def _malformed(path: Path, holds: str, site: str, remedy: str) -> UserError:
+    remedy = remedy or f"copy it anew from where it was made, or {MAKE_THEM} --site {site} --replace"
+    return UserError(f"{path}: it holds {holds}; {remedy}")
+
+
+def stays_on_machine(address: str) -> bool:
+    """Whether only processes of this machine can connect to a ZeroMQ address."""
+    kind, _, place = address.partition("://")
+    return kind in ("ipc", "inproc") or (kind == "tcp" and place.rpartition(":")[0] in ("127.0.0.1", "[::1]"))
 
 
 class KeyCheck:
-    """The keys that one hub admits, and a count of the others."""
+    """The keys that one door of a hub admits, and a count of the others."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self.security = security

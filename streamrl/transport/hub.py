@@ -4,10 +4,11 @@ A connection is anonymous until its hello is accepted; from then on it speaks fo
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
 resent there. A hello with a new session is a new life of the peer, which starts with no state.
 
-There are two doors. Peers of the hub's own site use the inner one, unencrypted. Those of other sites use the outer one,
-with their site's key; libzmq admits only connections that have proved to own one. A name belongs to the inside or to
-one site, whichever said hello first, until it says bye; no other site can take it. Each door has its own socket, so no
-connection from outside can have the routing id of one inside.
+There are two doors. Peers of the hub's own site use the inner one: a Unix socket, or TCP with the key of the site's
+processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
+proved to own a key of the door. A name belongs to the inside or to one site, whichever said hello first, until it says
+bye; no other site can take it. Each door has its own socket, so no connection from outside can have the routing id of
+one inside.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
 from streamrl.transport.budgets import Budget, Repeated
-from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, unguard
+from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, stays_on_machine, unguard
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Speaker, send_now, size_of
@@ -52,7 +53,7 @@ MOST_OPEN_BYTES = 1 << 31
 STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
 HANDSHAKE_MS = 10_000
-"""Limit of a handshake at the outer door, in milliseconds."""
+"""Limit of a handshake at a door that strangers reach, in milliseconds."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 
@@ -103,7 +104,7 @@ class Hub(Endpoint):
 
     @property
     def refused_keys(self) -> int:
-        """Handshakes from outside with an unknown key."""
+        """Handshakes with an unknown key."""
         return sum(door.keys.refused for door in self._doors if door.keys is not None)
 
     def refused(self) -> dict[str, dict[str, int]]:
@@ -111,13 +112,18 @@ class Hub(Endpoint):
         keys = {"unknown key": {STRANGER: self.refused_keys}} if self.refused_keys else {}
         return keys | self.refusals.by_cause()
 
-    def bind(self, address: str) -> Self:
-        """Bind an address such as 'tcp://127.0.0.1:5555' for peers inside the site; needs a running event loop.
+    def bind(self, address: str, security: ServerSecurity | None = None) -> Self:
+        """Bind an address such as 'ipc:///tmp/x' for peers inside the site; needs a running event loop.
+
+        Without `security` nothing is encrypted, and whoever reaches the address is inside; so only Unix sockets and the
+        loopback interface do without.
 
         Raises:
-            RunFailed: the address cannot be bound.
+            RunFailed: the address cannot be bound, or others reach it and there is no `security`.
         """
-        return self._open(Door(self._socket()), address)
+        if security is None and not stays_on_machine(address):
+            raise RunFailed(f"{self.name} cannot listen on {address} without keys: other machines could reach it")
+        return self._open(self._door(security), address)
 
     def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
         """Bind an address for peers of other sites.
@@ -129,23 +135,25 @@ class Hub(Endpoint):
         """
         if any(door.outside for door in self._doors):
             raise RunFailed(f"{self.name} listens to the outside already, it cannot at {address}")
-        socket, keys = self._socket(), KeyCheck(security) if security is not None else None
-        # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        # a peer that sends faster than it is read, or does not read what it is answered, waits or goes without
-        socket.setsockopt(zmq.RCVHWM, MOST_OPEN)
-        socket.setsockopt(zmq.SNDHWM, MOST_OPEN)
-        if keys is not None:
-            guard(socket, self.session, keys)
-        return self._open(Door(socket, True, keys), address)
+        return self._open(self._door(security, outside=True), address)
 
-    def _socket(self) -> zmq.asyncio.Socket:
+    def _door(self, security: ServerSecurity | None, outside: bool = False) -> Door:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight
-        socket.setsockopt(zmq.RCVHWM, 0)
-        return socket
+        # inside, credits bound what is in flight; a peer from outside that sends faster than it is read, or does not
+        # read what it is answered, waits or goes without
+        most = MOST_OPEN if outside else 0
+        socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.RCVHWM, most)
+        if outside or security is not None:
+            # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if security is None:
+            return Door(socket, outside)
+        domain, keys = f"{self.session}-{len(self._doors)}", KeyCheck(security)
+        guard(socket, domain, keys)
+        return Door(socket, outside, keys, domain)
 
     def _open(self, door: Door, address: str) -> Self:
         try:
@@ -153,7 +161,7 @@ class Hub(Endpoint):
         except zmq.ZMQError as error:
             door.socket.close(0)
             if door.keys is not None:
-                unguard(self._context, self.session)
+                unguard(self._context, door.domain)
             raise RunFailed(f"{self.name} cannot listen on {address}: {error}") from error
         if not self._doors:
             self._start(self._beat())
@@ -235,7 +243,8 @@ class Hub(Endpoint):
     def _arrived(self, route: PeerRoute, frames: list[Any], site: str | None) -> None:
         """Handle one message of any form; `site` is that of the connection's key."""
         peer = self._routes.get(route)
-        if route.door.keys is not None and (site is None or (peer is not None and peer.site != site)):
+        misplaced = route.door.outside and peer is not None and peer.site != site
+        if route.door.keys is not None and (site is None or misplaced):
             self.misplaced += 1
             self.refusals.count("wrong key", peer.name if peer is not None else f"site {site}", "a message")
             return
@@ -330,7 +339,7 @@ class Hub(Endpoint):
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
             return "a peer from outside must name its site in meta['site']"
-        if route.door.keys is not None and site != site_of_key:
+        if route.door.outside and route.door.keys is not None and site != site_of_key:
             return f"the key is that of site {site_of_key!r}, the hello is of site {site!r}"
         if (spoken := self._routes.get(route)) is not None and spoken.name != name:
             return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}"
@@ -386,4 +395,4 @@ class Hub(Endpoint):
         for door in self._doors:
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
-                unguard(self._context, self.session)
+                unguard(self._context, door.domain)

@@ -94,25 +94,39 @@ class Link(Endpoint):
         """Time of the unanswered hello (monotonic seconds); None: the hub has answered."""
         self._last_seen = time.monotonic()
         self._address = ""
+        self._hub = ""
+        """Name and address of the hub, for errors and waits."""
 
     @property
     def silent_for(self) -> float:
         """Seconds since the last message of the hub."""
         return time.monotonic() - self._last_seen
 
-    async def connect(self, address: str, limit_s: float = 300, security: ClientSecurity | None = None) -> Self:
+    def hub_time(self) -> float:
+        """Return the hub's clock now, in unix seconds; this process's own until they have been compared."""
+        return self.clock.to_hub_time(self._clock())
+
+    async def connect(
+        self, address: str, limit_s: float = 300, security: ClientSecurity | None = None, hub: str = "the hub"
+    ) -> Self:
         """Connect, encrypted if `security` is given, and say hello until the hub answers.
+
+        Args:
+            address: address of the hub.
+            limit_s: seconds to wait for its answer.
+            security: the keys of both ends.
+            hub: what errors and waits call the hub.
 
         Raises:
             DeadlineExpired: no answer in time.
             Refused: the hub refuses this process.
         """
-        self._address = address
+        self._address, self._hub = address, f"{hub} at {address}"
         self._configure(security)
         self._socket.connect(address)
         self._start(self._read())
         hint = " (it answers only if each side has the other's present key)" if security is not None else ""
-        async with self.waits.deadline(f"an answer of the hub at {address}{hint}", limit_s):
+        async with self.waits.deadline(f"an answer of {self._hub}{hint}", limit_s):
             while not self._answered.is_set():
                 hello = self._hello()
                 await self._socket.send_multipart(hello)  # waits until there is a connection
@@ -157,7 +171,7 @@ class Link(Endpoint):
         limit = self.flow.send_limit_s if limit_s is None else limit_s
         while not self._outbox.has_credit and self._refusal is None:
             self._credit.clear()
-            async with self.waits.deadline(f"the hub at {self._address} to acknowledge messages", limit):
+            async with self.waits.deadline(f"{self._hub} to acknowledge messages", limit):
                 await self._credit.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -177,7 +191,7 @@ class Link(Endpoint):
             DeadlineExpired: the hub did not acknowledge everything in time.
             Refused: the hub now refuses this process.
         """
-        async with self.waits.deadline(f"the hub at {self._address} to acknowledge all messages", limit_s):
+        async with self.waits.deadline(f"{self._hub} to acknowledge all messages", limit_s):
             while self._outbox.pending and self._refusal is None:
                 await self._all_acknowledged.wait()
         if self._refusal is not None:
@@ -272,7 +286,7 @@ class Link(Endpoint):
             last = now
             silent = now - self._last_seen
             if silent > self.flow.lost_after_s:
-                raise PeerLost(f"the hub at {self._address} has been silent for {silent:.0f} s")
+                raise PeerLost(f"{self._hub} has been silent for {silent:.0f} s")
             if silent < self.flow.resend_s:  # a silent hub gets no repeats: they would pile up
                 for _, message in self._outbox.to_resend(now, self.flow.resend_s):
                     self._transmit(message)

@@ -22,6 +22,8 @@ class Door:
     outside: bool = False
     keys: KeyCheck | None = None
     """Keys that the door admits; None: it asks for none."""
+    domain: str = ""
+    """Name under which libzmq asks about its clients; each door has its own, as other keys open it."""
 
 
 @dataclass(frozen=True)

@@ -180,41 +180,39 @@ def test_only_failures_that_may_pass_are_restarted(
         assert family.dead[0].last_words() == "rewards-here ended with exit code 1: no such model"
 
 
-def test_a_process_without_heartbeats_is_found(tmp_path: Path) -> None:
-    now = time.time()
+@pytest.mark.parametrize("server_is_off_by_s", [0.0, -3600.0, 3600.0])
+def test_a_process_without_heartbeats_is_found_whatever_the_clock_of_the_file_server(
+    tmp_path: Path, server_is_off_by_s: float
+) -> None:
+    start = time.time()
     run = RunConfig.model_validate({"deadlines": {"heartbeat_s": 5, "startup_s": 50}})
     cluster = SimpleNamespace(trainer_site="here")
     share: Any = SimpleNamespace(run=run, folders={"here": tmp_path}, cluster=cluster)
+    now = [start]
 
-    def hanging(started: dict[str, float]) -> list[str]:
-        return sorted(Watchdog(share).hanging(started))
-
-    def write(age: float, **silences: float | None) -> None:
+    def write(**silences: float | None) -> None:
         roles = {name: {"role": name, "state": "idle", "since": 0.0, "silent_s": s} for name, s in silences.items()}
-        write_status(
-            tmp_path,
-            {
-                "run": "x",
-                "state": "running",
-                "step": 1,
-                "steps": 2,
-                "started_at": 0.0,
-                "updated_at": 0.0,
-                "roles": roles,
-            },
-        )
-        os.utime(tmp_path / "status.json", (now - age, now - age))
+        running = {"run": "x", "state": "running", "step": 1, "steps": 2, "started_at": 0.0, "updated_at": 0.0}
+        write_status(tmp_path, running | {"roles": roles})
+        written = now[0] + server_is_off_by_s
+        os.utime(tmp_path / "status.json", (written, written))
 
-    assert hanging({"controller": now - 20}) == []  # it may still be starting
-    assert hanging({"controller": now - 60}) == ["controller"]
-    write(0.0, service=1.0, trainer=9.0, rewards=None, instance=99.0)
-    old = dict.fromkeys(("controller", "service", "trainer", "rewards", "instance"), now - 60)
-    assert hanging(old) == ["trainer"]  # instances are judged by their service
-    assert hanging(old | {"trainer": now - 3}) == []  # a new one, that has not said anything
-    assert hanging({name: then for name, then in old.items() if name != "trainer"}) == []  # dead: known to be
-    write(7.0, trainer=9.0)
-    assert hanging(old) == ["controller"]  # what it says of others is old
-    assert hanging(old | {"controller": now - 3}) == []
+    write(trainer=99.0)  # left from an earlier launch
+    watchdog = Watchdog(share, lambda: now[0])
+
+    def hanging(after: float, started: dict[str, float]) -> list[str]:
+        now[0] = start + after
+        return sorted(watchdog.hanging({name: start + then for name, then in started.items()}))
+
+    assert hanging(20, {"controller": 0}) == []  # it may still be starting
+    assert hanging(60, {"controller": 0}) == ["controller"]
+    write(service=1.0, trainer=9.0, rewards=None, instance=99.0)
+    old = dict.fromkeys(("controller", "service", "trainer", "rewards", "instance"), 0.0)
+    assert hanging(62, old) == ["trainer"]  # instances are judged by their service
+    assert hanging(64, old | {"trainer": 61}) == []  # a new one, that has not said anything
+    assert hanging(66, {name: then for name, then in old.items() if name != "trainer"}) == []  # dead: known to be
+    assert hanging(69, old) == ["controller"]  # what it says of others is old
+    assert hanging(71, old | {"controller": 68}) == []
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,20 @@ import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 LISTENS = "0A"
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""A client's first words to a ZeroMQ socket (ZMTP 3): signature and version; the mechanism would be next."""
+
+
+class Listener(NamedTuple):
+    """A socket that listens."""
+
+    address: str
+    port: int
 
 
 def family(pid: int) -> list[int]:
@@ -20,8 +30,8 @@ def family(pid: int) -> list[int]:
     return [pid, *(one.pid for one in process.children(recursive=True))]
 
 
-def listening(pids: Iterable[int]) -> set[str]:
-    """IP addresses on which these processes listen, all in this network namespace."""
+def listeners(pids: Iterable[int]) -> set[Listener]:
+    """Sockets on which these processes listen, all in this network namespace."""
     held: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -33,8 +43,14 @@ def listening(pids: Iterable[int]) -> set[str]:
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == LISTENS and f"socket:[{words[9]}]" in held:
-                found.add(address(words[1].partition(":")[0]))
+                place, _, port = words[1].partition(":")
+                found.add(Listener(address(place), int(port, 16)))
     return found
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """IP addresses on which these processes listen."""
+    return {one.address for one in listeners(pids)}
 
 
 def address(hexadecimal: str) -> str:
@@ -46,3 +62,14 @@ def address(hexadecimal: str) -> str:
 def reachable(addresses: Iterable[str]) -> set[str]:
     """Those at which other machines could connect."""
     return {one for one in addresses if not ipaddress.ip_address(one).is_loopback}
+
+
+def mechanism(listener: Listener, limit_s: float) -> str | None:
+    """How a ZeroMQ socket authenticates its peers, as it says itself ('NULL': not at all); None: it is none."""
+    answer = b""
+    with contextlib.suppress(OSError), socket.create_connection(listener, limit_s) as connection:
+        connection.settimeout(limit_s)
+        connection.sendall(GREETING)
+        while len(answer) < 32 and (more := connection.recv(64)):
+            answer += more
+    return answer[12:32].rstrip(b"\0").decode() if answer[:1] == b"\xff" and len(answer) >= 32 else None

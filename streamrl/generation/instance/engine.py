@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +60,7 @@ class Engine:
         site: str,
         place: Place | None = None,
         settings: EngineSettings | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Start vLLM; takes 5 to 60 s and blocks. Needs a running event loop.
 
@@ -71,11 +72,13 @@ class Engine:
             site: site of the instance.
             place: place of this node, the first one, among those that the instance spans; None: there is only one.
             settings: see `engine_config`.
+            clock: returns the unix seconds that samples carry.
         """
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
+        self._clock = clock
         self.running = 0
         self._ended_tokens = 0
         """Tokens generated here by requests that have ended."""
@@ -148,7 +151,7 @@ class Engine:
         Raises:
             RuntimeError: vLLM failed (its own message follows).
         """
-        t_dispatched, started = time.time(), time.monotonic()
+        t_dispatched, started = self._clock(), time.monotonic()
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         self._count(1)
         self.busy_since = self.busy_since or t_dispatched
@@ -188,7 +191,7 @@ class Engine:
             pool=self.pool.name,
             route=route,
             t_queued=request.t_queued,
-            t_finished=time.time(),
+            t_finished=self._clock(),
             text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import PROCESS
+from streamrl.runtime.site_connections import connect_inside
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights.backends.base import weight_path
@@ -76,6 +78,8 @@ class InstanceProcess:
         """Monotonic seconds at which the engine last had a new token, or nothing to generate."""
         self._begun: frozenset[str] = frozenset()
         """Requests that were running at the last heartbeat."""
+        self._clock: Callable[[], float] = time.time
+        """Returns unix seconds by the clock of the site's service, once it is connected: this node's may be wrong."""
         self._pace: tuple[int, float] | None = None
         """(Number, ratio) of the newest stretch of work that was compared with the step curve."""
 
@@ -93,7 +97,8 @@ class InstanceProcess:
         self.context.say("loading the model into vLLM")
         if not cuda:
             self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
-        self.engine = Engine(self.pool, self.context.run, cuda, self.context.name, self.site, self.place)
+        about = self.context.name, self.site, self.place
+        self.engine = Engine(self.pool, self.context.run, cuda, *about, clock=lambda: self._clock())
         try:
             if weight_path(self.context.run).fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
@@ -133,7 +138,10 @@ class InstanceProcess:
         self.link.reads = MessageReader(FROM_SERVICE)
         self.link.state = self._state
         self.link.on_new_hub = self._orphaned
-        await self.link.connect(self.context.addresses.services[self.site], limits.startup_s)
+        if not self.context.one_machine:
+            self._clock = self.link.hub_time
+        address = self.context.addresses.services[self.site]
+        await connect_inside(self.context, self.link, f"service-{self.site}", address)
         self.context.say(READY)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -203,11 +211,11 @@ class InstanceProcess:
                 await self.link.send(*wire(WeightsMissed(number=number)))
                 return
             await self._pause(number)
-            started = time.time()
+            started = self._clock()
             await self.engine.start_weight_update()
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
             await self._finish(number)
-        await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=time.time())))
+        await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=self._clock())))
         await self._measure_canary(number)
 
     async def _weight_call(self, order: WeightCall) -> None:

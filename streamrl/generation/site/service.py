@@ -51,7 +51,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import connect_home, to_home
+from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
@@ -121,7 +121,7 @@ class GenerationService:
             RestartNeeded: the controller was restarted: it may have gone back to a checkpoint, and issues all work
                 again.
         """
-        self.hub.bind(self.context.addresses.services[self.site])
+        self.hub.bind(self.context.addresses.services[self.site], self.context.inside_server_security())
         await self.fleet.open()
         self.controller.meta |= {
             "fleet": fleet_to_wire(self.fleet.instances()),
@@ -131,7 +131,7 @@ class GenerationService:
         self.controller.on_new_hub = self._orphaned.set
         try:
             self.context.say(waiting_for(["the controller"]))
-            await connect_home(self.context, self.controller, self.context.addresses.controller)
+            await connect_home(self.context, self.controller, CONTROLLER, self.context.addresses.controller)
             self.context.say(waiting_for(["the trainer"]))
             await self.weights.connect()
             self.context.say(READY)

@@ -15,6 +15,7 @@ import logging
 from streamrl.errors import RunFailed
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import (
+    PUBLISHER,
     connect_home,
     connect_relay,
     relay_hub,
@@ -75,7 +76,7 @@ class SiteWeights:
         """Connect to the trainer's site, and listen for other sites if this one passes weights on."""
         if self._hub is not None:
             self._hub.bind_outside(self.context.addresses.relay_outside, self.context.server_security())
-        await connect_home(self.context, self.home.link, self.context.addresses.publisher)
+        await connect_home(self.context, self.home.link, PUBLISHER, self.context.addresses.publisher)
 
     async def serve(self) -> None:
         """Serve other sites until cancelled; return at once if this one does not pass weights on."""
