@@ -276,10 +276,13 @@ class Link(Endpoint):
         last = time.monotonic()
         for beat in itertools.count():
             pause = endpoint_base.HEARTBEAT_S / (1 if beat >= FIRST_BEATS else 10)
-            own = {"waits": self.waits.snapshot(), "malformed": self.malformed}
+            told = self.state()
+            waits = [*self.waits.snapshot(), *told.get("waits", ())]
+            waits = [wait | {"since": self.clock.to_hub_time(wait["since"])} for wait in waits]
+            own = {"waits": waits, "malformed": self.malformed}
             own["refused"] = merged(one.refused() for one in self.reports)
             clocks = {"clock_offset_s": self.clock.offset_s, "rtt_s": self.clock.rtt_s}
-            self._put(self._control("heartbeat", self.state() | own | clocks | {"clock": {"sent": self._clock()}}))
+            self._put(self._control("heartbeat", told | own | clocks | {"clock": {"sent": self._clock()}}))
             await asyncio.sleep(pause)
             now = time.monotonic()
             self._last_seen += max(0.0, now - last - pause)  # a standstill of this process is not silence of the hub

@@ -407,6 +407,7 @@ def test_clocks_an_hour_apart_change_nothing_between_processes_of_a_site(place: 
         await link.connect(context.addresses.controller, 10, context.inside_client_security())
         await until(lambda: link.clock.offset_s is not None)
         assert link.clock.offset_s == pytest.approx(3600, abs=60)
+        assert link.hub_time() == pytest.approx(time.time(), abs=60)
         assert hub.silent_for("rewards-here") < 60 > link.silent_for
         await link.send("item", {"i": 1})
         (await hub.receive()).ack()
