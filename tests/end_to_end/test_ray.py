@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlparse
 
 import psutil
 import pytest
 import ray
 import yaml
+from ray._private.authentication_test_utils import reset_auth_token_state
 from ray.cluster_utils import Cluster
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
+from streamrl.runtime.inside_keys import load_inside_keys
+from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.processes import is_alive
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.marks import MARK, started_by
-from tests.waiting import finish
+from tests.security.sockets_of import family, listeners, mechanism, reachable
+from tests.waiting import finish, scaled
 
 STEPS = 10
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
@@ -61,8 +67,24 @@ class OwnCluster(Cluster):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """A head with CPUs only, two nodes for the trainer, two for instances."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A head with CPUs only, two nodes for the trainer, two for instances.
+
+    Its processes demand Ray's token of each other, and of launchers.
+    """
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "token").write_text(secrets.token_hex(32))
+    (folder / "token").chmod(0o600)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("RAY_AUTH_MODE", "token")
+        changed.setenv("RAY_AUTH_TOKEN_PATH", str(folder / "token"))
+        reset_auth_token_state()  # another test's cluster may have had none
+        yield from nodes()
+    reset_auth_token_state()
+
+
+def nodes() -> Iterator[Cluster]:
+    """The cluster while it lives."""
     made = OwnCluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
         for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
@@ -80,6 +102,7 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     project = Project(tmp_path, warm=False)
     run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
     changes = run | {"tasks": EASY, "steps": STEPS, "schedule": {"name": "async"}, "recovery": {"pause_s": 0.5}}
+    changes |= {"deadlines": {"reward_s": 2, "startup_s": 900}}
     options = on_ray(project, cluster.address, WIDE, nodes=2, sharding="hybrid")
     process = project.start(*options, **changes)
     run_dir = project.run_dir()
@@ -91,6 +114,7 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     assert all(started[name].node for name in ("trainer", "trainer-node-1", "here-regular-0", "rewards-here"))
     assert not started["controller"].node and not started["service-here"].node  # beside the launcher
     wait_for(lambda: (read_status(run_dir).roles["here-wide-0"].running or 0) > 0, 240, process)
+    check_doors(run_dir, second_part(tmp_path, "here-wide-0"))
     lost = next(node for node in cluster.list_all_nodes() if is_of(second_part(tmp_path, "here-wide-0"), node))
     cluster.remove_node(lost, allow_graceful=False)
     wait_for(lambda: read_status(run_dir).roles["here-wide-0"].state in ("dead", "starting"), 120, process)
@@ -104,6 +128,33 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     wait_for(lambda: not any(is_alive(one.pid) for one in started.values()), ENDS_WITHIN_S)
     there = lambda: [p.info["name"] for p in psutil.process_iter(["name", "cwd"]) if p.info["cwd"] == str(tmp_path)]  # noqa: E731
     wait_for(lambda: not there(), ENDS_WITHIN_S, tell=there)
+
+
+def check_doors(run_dir: Path, second: int) -> None:
+    """Check where the run's processes listen, and that nothing shows their secret key.
+
+    Torch and vLLM authenticate nothing between the nodes of one process (docs/explanation/security.md); the launcher's
+    own ports are Ray's, whose token protects them.
+
+    Args:
+        run_dir: the run's folder.
+        second: id of the process of the wide instance on its second node.
+    """
+    addresses = Addresses.load(run_dir)
+    hubs = {urlparse(one).port for one in (addresses.controller, addresses.publisher, *addresses.services.values())}
+    found = set()
+    for one in read_started(run_dir):
+        spread = one.role == "trainer" or one.name == "here-wide-0"
+        for listener in listeners(family(one.pid) + (family(second) if spread else [])):
+            if listener.port in hubs:
+                assert mechanism(listener, scaled(10)) == "CURVE", (one.name, listener)
+                found.add(listener.port)
+            else:
+                assert spread or not reachable([listener.address]), (one.name, listener)
+    assert found == hubs
+    secret = load_inside_keys(run_dir, "here", addresses.inside_key).secret.decode()
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        assert secret not in f"{process.info['cmdline']} {process.info['environ']}", process
 
 
 def second_part(folder: Path, instance: str) -> int:

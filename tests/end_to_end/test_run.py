@@ -25,6 +25,7 @@ from streamrl.run_dir.trace import read_trace
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.security.sockets_of import listening, reachable
 from tests.waiting import finish, scaled
 
 
@@ -301,6 +302,9 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     assert code == 0, output + project.logs()
     assert "here/regular: 1 -> 2 instances" in output
     assert "here-regular-1: first sample after" in output
+    family = psutil.Process(process.pid).children(recursive=True)
+    heard = listening([process.pid, *(one.pid for one in family)])
+    assert len(family) > 5 and reachable(heard) == set(), "nothing listens where another machine could reach it"
     assert ready() == {"here/regular": 2}
     grown = steps()
     code, output = scale("--pool", "regular", "--replicas", "1")
