@@ -27,7 +27,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -240,9 +239,10 @@ class Bench:
         """The ranker's forecast of every sample."""
         from streamrl.controller.group_source import samples_of
 
-        predicted = model.predict([g.prompt for g in self.groups], [g.task for g in self.groups])
+        prompts, tasks = [g.prompt for g in self.groups], [g.task for g in self.groups]
+        predicted = model.predict(prompts, tasks, limit=self.workload.cap)
         return {
-            sample_id: Forecast.from_quantiles(predicted.levels, np.minimum(row, self.workload.cap))
+            sample_id: Forecast.from_quantiles(predicted.levels, row)
             for group, row in zip(self.groups, predicted.quantiles, strict=True)
             for sample_id, _, _ in samples_of(group, self.run.seed)
         }

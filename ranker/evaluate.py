@@ -1,18 +1,32 @@
-"""Evaluation of a ranking: recall of the longest samples, Kendall's tau, plain baselines."""
+"""Figures of rankings and distributions, and the rankings that need no model."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ranker.ceiling import noise_ceiling
 from ranker.data import Rollouts
-from ranker.measures import kendall_tau, recall_at, recall_limit
+from ranker.history import earlier_lengths
+from ranker.measures import kendall_tau, recall_at
 from ranker.segments import Array
+from ranker.shrinkage import Shrunk, fit_shrunk
 
-__all__ = ["FRACTIONS", "baselines", "coverage", "kendall_tau", "noise_ceiling", "recall_at", "recall_limit"]
+__all__ = ["FRACTIONS", "baselines", "coverage", "kendall_tau", "recall_at"]
 
 FRACTIONS = (0.2, 0.1, 0.05)
 """Shares of the longest samples for which recall is reported."""
+IN_WORDS = {
+    "random": "random",
+    "prompt_characters": "length of the prompt",
+    "task_mean": "mean length of the task",
+    "task_at_limit": "share of the task at the limit",
+    "earlier_mean": "mean of the prompt's earlier lengths",
+    "earlier_shrunk": "the same, shrunk to the task's mean",
+    "siblings_hindsight": "hindsight: mean of the siblings",
+    "siblings_shrunk_hindsight": "hindsight: the same, shrunk to the task's mean",
+}
+"""What each of the `baselines` ranks by."""
+TRACE = 1e-6
+"""Weight of the length beside the share at the limit: orders tasks with equal shares."""
 
 
 def coverage(levels: Array, quantiles: Array, length: Array) -> dict[str, float]:
@@ -29,36 +43,57 @@ def coverage(levels: Array, quantiles: Array, length: Array) -> dict[str, float]
 def baselines(rollouts: Rollouts, history: Array, fold: Array, seed: int = 0) -> dict[str, Array]:
     """Return the scores [N] of rankings that need no model.
 
-    `last_length` needs earlier steps with the same prompt. `task_mean` is over the task's samples in the other folds
-    [N], as a model would learn it. `sibling_mean_hindsight` is over the other samples of the group (or of the prompt,
-    without groups): siblings start together, so it is known too late, and shows what a probe sample would reveal.
+    What they say of a task is learned from the other folds [N], as a model would learn it; `history` [N, 12] comes from
+    `ranker.history`.
+
+    * `task_mean`: mean length of the task; `task_at_limit`: share of the task's samples that reached the limit;
+    * `earlier_mean`: mean length of the same prompt in earlier steps, and of siblings that had ended, or else
+      `task_mean`; `earlier_shrunk`: the same, shrunk to the task's mean (`ranker.shrinkage`); where there are any;
+    * `siblings_hindsight`, `siblings_shrunk_hindsight`: the same with all other samples of the group (or of the prompt,
+      without groups). Siblings start together, so these are known too late; they show what a probe would reveal.
     """
-    log = np.log(rollouts.output_length)
+    length = rollouts.output_length.astype(float)
     size = np.array([len(text) for text in rollouts.texts], dtype=float)
     unit = rollouts.group if (rollouts.group >= 0).all() else rollouts.prompt
-    scores = {
-        "random": np.random.default_rng(seed).random(len(rollouts)),
-        "prompt_characters": size[rollouts.prompt],
-        "task_mean": _task_mean(rollouts.task + 1, fold, log),
-        "last_length": history[:, 1].astype(float),
-        "sibling_mean_hindsight": _others_mean(unit, log),
+    scores = {"random": np.random.default_rng(seed).random(len(rollouts)), "prompt_characters": size[rollouts.prompt]}
+    scores |= {
+        name: np.full(len(rollouts), np.nan) for name in ("task_mean", "earlier_shrunk", "siblings_shrunk_hindsight")
     }
-    return {name: score for name, score in scores.items() if np.isfinite(score).any()}
-
-
-def _others_mean(unit: Array, values: Array) -> Array:
-    """Return the mean of the other samples of each sample's unit [N]; NaN where there are none."""
-    count = np.bincount(unit).astype(float)[unit]
-    total = np.bincount(unit, weights=values)[unit]
-    return np.where(count > 1, (total - values) / np.maximum(count - 1, 1), np.nan)
-
-
-def _task_mean(task: Array, fold: Array, log: Array) -> Array:
-    """Return the mean over the same task in all other folds [N]; NaN where there is none."""
-    out = np.full(len(log), np.nan)
+    at_limit = np.full(len(rollouts), np.nan)
+    earlier, others = earlier_lengths(history), _others(unit, length)
     for part in np.unique(fold):
-        rest = fold != part
-        count = np.bincount(task[rest], minlength=int(task.max()) + 1)
-        total = np.bincount(task[rest], weights=log[rest], minlength=len(count))
-        out[~rest] = np.where(count > 0, total / np.maximum(count, 1), np.nan)[task[~rest]]
-    return out
+        out, rest = fold == part, fold != part
+        table = _table(rollouts, rest, length)
+        task = table.of_task(_tasks(rollouts)[out])
+        scores["task_mean"][out] = task
+        scores["earlier_shrunk"][out] = table.given(task, earlier[0][out], earlier[1][out])
+        scores["siblings_shrunk_hindsight"][out] = table.given(task, others[0][out], others[1][out])
+        reached = rollouts.capped + TRACE * length
+        at_limit[out] = _table(rollouts, rest, reached).of_task(_tasks(rollouts)[out])
+    if rollouts.capped.any():
+        scores["task_at_limit"] = at_limit
+    if (earlier[1] > 0).any():
+        scores["earlier_mean"] = np.where(earlier[1] > 0, earlier[0], scores["task_mean"])
+    else:
+        del scores["earlier_shrunk"]
+    if (others[1] > 0).any():
+        scores["siblings_hindsight"] = np.where(others[1] > 0, others[0], scores["task_mean"])
+    else:
+        del scores["siblings_shrunk_hindsight"]
+    return scores
+
+
+def _table(rollouts: Rollouts, rows: Array, value: Array) -> Shrunk:
+    return fit_shrunk(_tasks(rollouts)[rows], len(rollouts.tasks), rollouts.prompt[rows], value[rows])
+
+
+def _tasks(rollouts: Rollouts) -> Array:
+    """Return each sample's task [N], NaN without one."""
+    return np.where(rollouts.task < 0, np.nan, rollouts.task)
+
+
+def _others(unit: Array, values: Array) -> tuple[Array, Array]:
+    """Return mean [N] and number [N] of the other samples of each sample's unit; 0 where there are none."""
+    count = np.bincount(unit).astype(float)[unit] - 1
+    total = np.bincount(unit, weights=values)[unit]
+    return np.where(count > 0, (total - values) / np.maximum(count, 1), 0.0), count

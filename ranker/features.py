@@ -17,7 +17,9 @@ BATCH = 128 * 1024
 """Characters of text that are processed at once: few enough for a core's cache, many enough for numpy."""
 
 TASKS = 100
-"""Largest number of tasks with a number of their own; the others are represented by their text alone."""
+"""Largest number of tasks with a number of their own; other known tasks are represented by their text alone."""
+UNKNOWN = -1
+"""Number of a named task that was not trained on."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,12 @@ class FeatureSchema:
     projection: Projection
     rare: RareWords
     tasks: tuple[str, ...]
-    """Tasks with a number of their own."""
+    """Known tasks, the most frequent first; the first `TASKS` have a number."""
+
+    @property
+    def numbered(self) -> int:
+        """Number of tasks with a number of their own."""
+        return min(len(self.tasks), TASKS)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,7 +49,7 @@ class FeatureSchema:
 
 def fit_schema(texts: list[str], tasks: Sequence[str], seed: int) -> FeatureSchema:
     """Fit the parts that depend on the distinct prompts; `tasks` are the known ones, the most frequent first."""
-    return FeatureSchema(fit_projection(texts, seed), fit_rare_words(texts), tuple(tasks[:TASKS]))
+    return FeatureSchema(fit_projection(texts, seed), fit_rare_words(texts), tuple(tasks))
 
 
 def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
@@ -58,11 +65,11 @@ def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
 
 
 def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
-    """Join all columns [N, F], float32: text [N, T], task codes [N] (-1: none), difficulty [N], history [N, 12]."""
+    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 12]."""
     out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
     width = text.shape[1]
     out[:, :width] = text
-    out[:, width] = np.where(tasks >= 0, tasks, np.nan)
+    out[:, width] = tasks
     out[:, width + 1] = difficulty
     if history is not None:
         out[:, width + 2 :] = history
@@ -78,12 +85,17 @@ def featurise(
 ) -> Array:
     """Return the columns [N, F], float32, of N requests; a repeated text is processed once.
 
-    Unknown tasks, and everything that is not given, are NaN. `history` [N, 12] comes from `ranker.history`.
+    Everything that is not given is NaN; the task of a name that was not trained on is `UNKNOWN`. `history` [N, 12]
+    comes from `ranker.history`.
     """
     number: dict[str, int] = {}
     index = np.array([number.setdefault(prompt, len(number)) for prompt in prompts], dtype=np.int64)
     text = text_features(schema, list(number))[index]
-    known = {task: i for i, task in enumerate(schema.tasks)}
-    codes = np.full(len(index), -1) if tasks is None else np.array([known.get(task or "", -1) for task in tasks], int)
+    known: dict[str | None, float] = {task: i if i < TASKS else np.nan for i, task in enumerate(schema.tasks)}
+    # without names in training, a name says nothing
+    known[None] = known[""] = np.nan
+    codes = np.full(len(index), np.nan)
+    if tasks is not None and schema.tasks:
+        codes = np.array([known.get(task, UNKNOWN) for task in tasks], dtype=float)
     given = np.full(len(index), np.nan) if difficulty is None else np.asarray(difficulty, dtype=np.float64)
     return assemble(schema, text, codes, given, history)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ranker.data import Rollouts
-from ranker.distribution import LEVELS, fit_distribution, fit_medians
-from ranker.model_kinds import fit_spread, predict_spread
+from ranker.distribution import LEVELS, fit_distribution
 from ranker.segments import Array
 
 MODEL, CHARACTERS, TASK, OTHERS = "model", "prompt_characters", "task", "other_samples"
@@ -41,44 +40,24 @@ class HeldOut:
     """Length that no request exceeds, tokens."""
 
 
-def hold_out(
-    rollouts: Rollouts, features: Array, categorical: int, score: Array, fold: Array, seed: int, threads: int
-) -> HeldOut:
-    """Compute all forecasts for samples.
-
-    Args:
-        rollouts: the samples [N].
-        features: [N, F], without history.
-        categorical: index of the feature column that holds category numbers.
-        score: score of each sample by a model that has not seen its fold [N].
-        fold: [N]; all samples of a prompt are in one fold.
-        seed: LightGBM's seed.
-        threads: LightGBM's threads.
-    """
-    log = np.log(rollouts.output_length)
+def simple_forecasts(rollouts: Rollouts, fold: Array) -> dict[str, Array]:
+    """Compute the forecasts of the simple rules for samples [N] with their folds [N]."""
+    log, ended = np.log(rollouts.output_length), ~rollouts.capped
     limit = rollouts.cap or 2 * int(rollouts.output_length.max())
     characters = np.array([len(text) for text in rollouts.texts], dtype=float)[rollouts.prompt]
-    model, by_size, by_task = (np.empty((len(log), len(LEVELS))) for _ in range(3))
+    by_size, by_task = (np.empty((len(log), len(LEVELS))) for _ in range(2))
+    one = np.ones(len(log))
     for part in np.unique(fold):
         rest, out = fold != part, fold == part
-        _, centres, medians = fit_medians(score[rest], log[rest])
-        residual = log[rest] - np.interp(score[rest], centres, medians)
-        booster = fit_spread(features[rest], score[rest], residual, categorical, seed, threads)
-        sizes = predict_spread(booster, features, score, threads)
-        fitted = fit_distribution(score[rest], sizes[rest], log[rest], rollouts.cap)
-        model[out] = fitted.quantiles(score[out], sizes[out], limit)
-        one = np.ones(len(log))
-        by_size[out] = fit_distribution(characters[rest], one[rest], log[rest], rollouts.cap).quantiles(
-            characters[out], one[out], limit
-        )
+        prompts = len(np.unique(rollouts.prompt[rest]))
+        fitted = fit_distribution(characters[rest], one[rest], log[rest], ended[rest], prompts)
+        by_size[out] = fitted.quantiles(characters[out], one[out], limit)
         by_task[out] = np.quantile(rollouts.output_length[rest], LEVELS)
         for task in np.unique(rollouts.task[out]):
             same = rest & (rollouts.task == task)
             if same.any():
                 by_task[out & (rollouts.task == task)] = np.quantile(rollouts.output_length[same], LEVELS)
-    unit = rollouts.unit
-    forecasts = {MODEL: model, CHARACTERS: by_size, TASK: by_task, OTHERS: _others(unit, rollouts.output_length)}
-    return HeldOut(LEVELS, forecasts, rollouts.output_length, unit, limit)
+    return {CHARACTERS: by_size, TASK: by_task, OTHERS: _others(rollouts.unit, rollouts.output_length)}
 
 
 def _others(unit: Array, length: Array) -> Array:

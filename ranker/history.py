@@ -3,11 +3,13 @@
 `simulate` rebuilds this knowledge for past samples, so that a model is trained on exactly what it would have seen:
 a sample sees finished samples of *earlier steps* of its run only, and siblings only if they had ended (`t_finished`)
 before it was dispatched (`t_dispatched`). It never sees its own length nor a later one. `LiveHistory` gives the same
-columns during a run. Lengths enter as natural logarithms; unknown values are NaN.
+columns during a run. Lengths enter as natural logarithms; means of a prompt and of siblings are the logarithm of the
+mean length, since dispatch goes by expected lengths. Unknown values are NaN.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,13 +43,27 @@ def simulate(rollouts: Rollouts) -> Array:
     return out
 
 
+def earlier_lengths(history: Array) -> tuple[Array, Array]:
+    """Return mean length in tokens [N] and number [N] of the earlier samples of each prompt; 0 where there are none.
+
+    Args:
+        history: columns `HISTORY` [N, 12]; samples of earlier steps and siblings that had ended count alike.
+    """
+    total, number = np.zeros(len(history)), np.zeros(len(history))
+    for mean, count in (("prompt_before_mean", "prompt_before_count"), ("sibling_mean", "sibling_count")):
+        samples = np.nan_to_num(history[:, HISTORY.index(count)].astype(float))
+        total += samples * np.exp(np.nan_to_num(history[:, HISTORY.index(mean)].astype(float)))
+        number += samples
+    return total / np.maximum(number, 1), number
+
+
 def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
     """Return the columns `PROMPT` [N, 4]."""
     keys = np.stack((rollouts.run, rollouts.prompt, rollouts.step), axis=1)
     cells, cell = np.unique(keys, axis=0, return_inverse=True)
     cell = cell.reshape(-1)
     count = np.bincount(cell).astype(float)
-    total = np.bincount(cell, weights=log)
+    total = np.bincount(cell, weights=np.exp(log))
     most = np.full(len(cells), -np.inf)
     np.maximum.at(most, cell, log)
     out = np.full((len(cells), 4), np.nan)
@@ -59,7 +75,7 @@ def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
             n, s, m = count[i - 1], total[i - 1], most[i - 1]
         else:
             n, s, m = n + count[i - 1], s + total[i - 1], max(m, most[i - 1])
-        out[i] = s / n, total[i - 1] / count[i - 1], m, n
+        out[i] = np.log(s / n), np.log(total[i - 1] / count[i - 1]), m, n
     return out[cell]
 
 
@@ -72,7 +88,7 @@ def _siblings(rollouts: Rollouts, log: Array) -> Array:
         before = rollouts.finished[members][None, :] < rollouts.started[members][:, None]
         for i in np.flatnonzero(before.any(axis=1)):
             known = log[members[before[i]]]
-            out[members[i]] = known.mean(), known.max(), len(known)
+            out[members[i]] = np.log(np.exp(known).mean()), known.max(), len(known)
     return out
 
 
@@ -90,6 +106,11 @@ def _recent(rollouts: Rollouts, log: Array, kind: Array, percentiles: tuple[int,
         if begin > stream and keys[begin, 1] >= 0:
             out[order[begin:end]] = _summary(log[order[max(stream, begin - RECENT_SAMPLES) : begin]], percentiles)
     return out
+
+
+def _log_mean(logs: list[float]) -> float:
+    """Return the log of the mean length of log lengths."""
+    return math.log(sum(map(math.exp, logs)) / len(logs))
 
 
 def _summary(log: Array, percentiles: tuple[int, ...]) -> list[float]:
@@ -141,10 +162,10 @@ class LiveHistory:
             if before:
                 logs, newest = [row.log_length for row in before], max(row.step for row in before)
                 last = [row.log_length for row in before if row.step == newest]
-                out[i, :4] = sum(logs) / len(logs), sum(last) / len(last), max(logs), len(logs)
+                out[i, :4] = _log_mean(logs), _log_mean(last), max(logs), len(logs)
             siblings = [row.log_length for row in self._groups.get(group, ())] if group is not None else []
             if siblings:
-                out[i, 4:7] = sum(siblings) / len(siblings), max(siblings), len(siblings)
+                out[i, 4:7] = _log_mean(siblings), max(siblings), len(siblings)
             if task not in recent:
                 recent[task] = self._recent(task, step, (50, 90)) if task is not None else [np.nan] * 3
             out[i, 7:10] = recent[task]

@@ -1,4 +1,4 @@
-"""Measures of a ranking: recall of the longest samples with the limit that ties set, and Kendall's tau."""
+"""Two measures of a ranking: recall of the longest samples, and Kendall's tau."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def recall_at(score: Array, length: Array, fraction: float) -> float:
     """Return the share of the longest `fraction` of samples that is among the `fraction` with the greatest score.
 
     Equal scores and equal lengths (all that reached the limit) are in random order; the result is the expectation over
-    these orders, so that no tie is luck.
+    these orders, so that no tie is luck. Ranking by the lengths themselves has less than 1 where more samples than
+    `fraction` reached the length limit. No ranking can exceed that: which of them count as the longest is chance.
 
     Args:
         score: score of the ranking [N]; NaN counts as the smallest.
@@ -24,19 +25,6 @@ def recall_at(score: Array, length: Array, fraction: float) -> float:
     count = _count(length, fraction)
     ranked = np.where(np.isnan(score), -np.inf, score)
     return float(_chosen(ranked, count) @ _chosen(length, count)) / count
-
-
-def recall_limit(length: Array, fraction: float) -> float:
-    """Return the greatest `recall_at` of any ranking of lengths [N].
-
-    It is below 1 where more samples than `fraction` reached the length limit: which of them count as the longest is
-    chance.
-
-    Raises:
-        ValueError: there are no samples.
-    """
-    count = _count(length, fraction)
-    return float(np.sort(_chosen(length, count))[-count:].sum()) / count
 
 
 def _count(length: Array, fraction: float) -> int:

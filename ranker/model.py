@@ -18,20 +18,23 @@ from typing import Any
 import lightgbm as lgb
 import numpy as np
 
-from ranker.distribution import LEVELS, Distribution
+from ranker.distribution import LEVELS, Distribution, expected_length
 from ranker.errors import RankerError
-from ranker.features import FeatureSchema, featurise
-from ranker.model_kinds import LengthScorer, predict_spread
+from ranker.features import UNKNOWN, FeatureSchema, featurise
+from ranker.model_kinds import Columns, LengthScorer, predict_spread
 from ranker.projection import Projection
 from ranker.rare import RareWords
 from ranker.segments import Array
+from ranker.shrinkage import Shrunk
 from ranker.training_report import Report
-from ranker.unfamiliar import COLUMNS, Unfamiliar
+from ranker.unfamiliar import Unfamiliar
 
 FORMAT = "streamrl-ranker"
-TABLES = ("centres", "medians", "tables", "runaway")
+TABLES = ("centres", "medians", "tables", "runaway", "means")
 """Names of the distribution's arrays."""
-VERSION = 3
+UNFAMILIAR = ("means", "slopes", "prior", "inside")
+"""Names of the arrays of `Unfamiliar`."""
+VERSION = 4
 """Version of the file format; raised by any change, also of `ranker.text` and `ranker.history`, after which older files
 would be misread.
 """
@@ -45,13 +48,33 @@ class Prediction:
     """Levels of the quantiles [Q], ascending, 0.5 included."""
     quantiles: Array
     """Tokens [N, Q], monotone in Q."""
-    score: Array
-    """Score to rank by [N]; greater is longer. Its unit depends on the kind of model."""
+    mean: Array
+    """Expected lengths in tokens [N], those of the quantiles: dispatch goes by them, so they are what is ranked by."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Expected and true lengths of samples that took no part in the choice or the fit of what predicted them."""
+
+    expected: Array
+    """[N], tokens."""
+    length: Array
+    """[N], tokens."""
+
+
+def _prediction(quantiles: Array) -> Prediction:
+    return Prediction(LEVELS, quantiles, expected_length(quantiles))
+
+
+NOT_JUDGED = Judged(np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
 class LengthModel:
-    """A trained model; without `scorer`, `spread` and `unfamiliar` it knows only the distribution of all lengths."""
+    """A trained model; without `scorer` and `unfamiliar` it knows only the distribution of all lengths.
+
+    A scorer that is a table has no `spread`: all requests of a score have the same distribution.
+    """
 
     kind: str
     schema: FeatureSchema
@@ -64,10 +87,14 @@ class LengthModel:
     longest: int
     """Greatest length in the training samples, tokens."""
     report: Report
+    judged: Judged
+    """Held-out samples by which a run trusts the model until it has its own; none after a refit."""
+    written_by: tuple[str, ...] = ()
+    """Names of the language models that wrote the training samples, where known."""
 
     @property
     def limit(self) -> int:
-        """Upper bound of all quantiles: the cap, or twice the greatest training length."""
+        """Bound of quantiles where no other is given: the cap, or twice the greatest training length."""
         return self.cap or 2 * self.longest
 
     def predict(
@@ -77,37 +104,41 @@ class LengthModel:
         difficulty: Sequence[float] | Array | None = None,
         history: Array | None = None,
         threads: int = 1,
+        limit: Array | float | None = None,
     ) -> Prediction:
         """Predict the lengths of N requests; everything but the prompts may be missing.
 
         Args:
             prompts: texts [N].
-            tasks: names [N]; unknown ones are treated as missing.
+            tasks: names [N]; see `ranker.unfamiliar` for those that were not trained on.
             difficulty: difficulties [N].
             history: [N, 12], columns `ranker.history.HISTORY`.
             threads: LightGBM's threads.
+            limit: most tokens of each request [N], or of all; None: `LengthModel.limit`. It may differ from the limit
+                of the training samples.
         """
-        if self.scorer is None:
-            return self._of_score(np.zeros(len(prompts)), np.ones(len(prompts)))
-        if not len(prompts):
-            return self._of_score(np.zeros(0), np.ones(0))
-        return self.predict_features(featurise(self.schema, prompts, tasks, difficulty, history), threads)
+        most = self.limit if limit is None else limit
+        if self.scorer is None or not len(prompts):
+            one = np.zeros(len(prompts))
+            return _prediction(self.distribution.quantiles(one, one + 1, most))
+        return self.predict_features(featurise(self.schema, prompts, tasks, difficulty, history), threads, most)
 
-    def predict_features(self, features: Array, threads: int = 1) -> Prediction:
+    def predict_features(self, features: Array, threads: int = 1, limit: Array | float | None = None) -> Prediction:
         """Predict from columns [N, F] of `featurise`; N is at least 1."""
-        if self.scorer is None or self.spread is None or self.unfamiliar is None:
-            return self._of_score(np.zeros(len(features)), np.ones(len(features)))
+        most = self.limit if limit is None else limit
+        if self.scorer is None or self.unfamiliar is None:
+            return _prediction(self.distribution.quantiles(np.zeros(len(features)), np.ones(len(features)), most))
         score = self.scorer.score(features, threads)
-        spread = predict_spread(self.spread, features, score, threads)
-        columns = features[:, [self.schema.names.index(name) for name in COLUMNS]]
-        rows, log = self.unfamiliar.predict(columns)
-        if len(rows):
-            score[rows] = self.distribution.score_of(log)
-            spread[rows] = self.unfamiliar.spread
-        return self._of_score(score, spread)
-
-    def _of_score(self, score: Array, spread: Array) -> Prediction:
-        return Prediction(LEVELS, self.distribution.quantiles(score, spread, self.limit), score)
+        quantiles = self.distribution.quantiles(score, predict_spread(self.spread, features, score, threads), most)
+        if self.scorer.booster is None and self.schema.tasks and self.scorer.table.all_named:
+            # a table knows nothing of a request without a task, where every sample had one
+            features = features.copy()
+            column = self.scorer.columns.task
+            features[np.isnan(features[:, column]), column] = UNKNOWN
+        rows, logs = self.unfamiliar.predict(features, self.schema.names, self.scorer.columns)
+        most = np.broadcast_to(np.asarray(most, dtype=np.float64), (len(features),))[rows]
+        quantiles[rows] = np.exp(np.clip(logs, 0.0, np.log(most)[:, None]))
+        return _prediction(quantiles)
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically.
@@ -116,6 +147,8 @@ class LengthModel:
             RankerError: the file cannot be written.
         """
         scorer = self.scorer
+        boosters = {"score.txt": scorer.booster if scorer else None, "spread.txt": self.spread}
+        boosters = {name: booster for name, booster in boosters.items() if booster is not None}
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -124,25 +157,30 @@ class LengthModel:
             "tasks": list(self.schema.tasks),
             "cap": self.cap,
             "longest": self.longest,
-            "shift": scorer.shift if scorer else 0.0,
-            "scale": scorer.scale if scorer else 1.0,
+            "distribution": [self.distribution.slope, self.distribution.limit],
+            "boosters": sorted(boosters),
+            "written_by": list(self.written_by),
             "report": self.report.to_json(),
         }
         arrays = {f"table_{kind}": table for kind, table in self.schema.projection.tables.items()}
         arrays |= {f"weight_{kind}": weight for kind, weight in self.schema.projection.weights.items()}
         arrays["common"] = np.packbits(self.schema.rare.common)
         arrays |= {name: getattr(self.distribution, name) for name in TABLES}
-        if self.unfamiliar is not None:
-            arrays |= {"unfamiliar_means": self.unfamiliar.means, "unfamiliar_slopes": self.unfamiliar.slopes}
-            manifest["unfamiliar"] = [getattr(self.unfamiliar, name) for name in ("bound", "typical", "spread")]
+        arrays |= {"judged_expected": self.judged.expected, "judged_length": self.judged.length}
+        if scorer is not None and self.unfamiliar is not None:
+            manifest["target"] = scorer.target
+            manifest["table"] = _numbers(scorer.table, arrays, "scorer_tasks")
+            own = self.unfamiliar
+            manifest["unfamiliar_table"] = _numbers(own.table, arrays, "unfamiliar_tasks")
+            arrays |= {f"unfamiliar_{name}": getattr(own, name) for name in UNFAMILIAR}
+            manifest["unfamiliar"] = [own.bound, own.reach]
         packed = io.BytesIO()
         np.savez(packed, **arrays)  # type: ignore[arg-type]
         parts: dict[str, str | bytes] = {
             "manifest.json": json.dumps(manifest, indent=1),
             "arrays.npz": packed.getvalue(),
         }
-        if scorer is not None and self.spread is not None:
-            parts |= {"score.txt": scorer.booster.model_to_string(), "spread.txt": self.spread.model_to_string()}
+        parts |= {name: booster.model_to_string() for name, booster in boosters.items() if booster is not None}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         try:
@@ -192,22 +230,34 @@ class LengthModel:
         schema = FeatureSchema(projection, RareWords(common), tuple(manifest["tasks"]))
         if list(schema.names) != manifest["features"]:
             raise ValueError("its features differ from those of this version of the program")
-        if manifest["kind"] != "constant" and not (score and spread):
+        if manifest["boosters"] != [name for name, text in (("score.txt", score), ("spread.txt", spread)) if text]:
             raise ValueError("a booster is missing")
-        scorer = LengthScorer(lgb.Booster(model_str=score), manifest["shift"], manifest["scale"]) if score else None
-        unfamiliar = None
-        if scorer is not None:
-            bound, typical, width = manifest["unfamiliar"]
-            sizes = arrays["unfamiliar_means"], arrays["unfamiliar_slopes"]
-            unfamiliar = Unfamiliar(bound, *sizes, typical, width)
+        scorer = unfamiliar = None
+        if "table" in manifest:
+            table = Shrunk(arrays["scorer_tasks"], *manifest["table"])
+            booster = lgb.Booster(model_str=score) if score else None
+            scorer = LengthScorer(manifest["target"], table, Columns.of(schema), booster)
+            bound, reach = manifest["unfamiliar"]
+            table = Shrunk(arrays["unfamiliar_tasks"], *manifest["unfamiliar_table"])
+            fitted = {name: arrays[f"unfamiliar_{name}"] for name in UNFAMILIAR}
+            unfamiliar = Unfamiliar(bound=bound, reach=reach, table=table, **fitted)
+        slope, limit = manifest["distribution"]
         return cls(
             kind=manifest["kind"],
             schema=schema,
             scorer=scorer,
             spread=lgb.Booster(model_str=spread) if spread else None,
             unfamiliar=unfamiliar,
-            distribution=Distribution(*(arrays[name] for name in TABLES)),
+            distribution=Distribution(**{name: arrays[name] for name in TABLES}, slope=slope, limit=limit),
             cap=manifest["cap"],
             longest=manifest["longest"],
             report=Report.from_json(manifest["report"]),
+            judged=Judged(arrays["judged_expected"], arrays["judged_length"]),
+            written_by=tuple(manifest["written_by"]),
         )
+
+
+def _numbers(table: Shrunk, arrays: dict[str, Array], name: str) -> list[float]:
+    """Add a table's means to `arrays` by name, and return its numbers."""
+    arrays[name] = table.tasks
+    return [table.prior, table.between, table.within]

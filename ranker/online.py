@@ -2,10 +2,14 @@
 
 A run calls `predict` before requests start, `observe` as samples finish, `end_step` after each step and `refit` now and
 then (the policy drifts, so only the newest rows count). `end_step` compares the step's finished samples with what was
-predicted *before they started*, and the mean over the newest steps decides whether the ranking is `trusted`:
+expected *before they started*, and the mean over the newest steps decides whether the forecasts are `trusted`. Both go
+by the expected length that the caller reports with `expect`: the one that it dispatches by.
 
     untrusted -> trusted    recall@20 and tau at or above the upper bounds
     trusted -> untrusted    one of them below its lower bound
+
+Before the first measured step, held-out samples in the model's file decide by the same bounds, if the same language
+model wrote them (`written_by`); a file of another one, or that does not say, has to earn its trust.
 
 A random ranking has recall@20 of 0.2 and tau of 0. Between the bounds nothing changes, so that noise of a single step
 does not toggle the dispatcher. A caller should dispatch by load alone while `trusted` is False: isolating
@@ -30,7 +34,7 @@ from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import LiveHistory, Seen
 from ranker.model import LengthModel, Prediction
-from ranker.model_kinds import KINDS
+from ranker.model_kinds import DEFAULT
 from ranker.segments import Array
 from ranker.train import refit as fit_again
 
@@ -59,8 +63,25 @@ class OnlineRanker:
     """A ranker that predicts, measures its accuracy and can be refitted during a run."""
 
     def __init__(
-        self, model: LengthModel | None = None, *, seed: int = 0, threads: int = 1, window: int = WINDOW
+        self,
+        model: LengthModel | None = None,
+        *,
+        seed: int = 0,
+        threads: int = 1,
+        window: int = WINDOW,
+        written_by: str | None = None,
     ) -> None:
+        """
+        Args:
+            model: the model to begin with.
+            seed: seed of refits.
+            threads: LightGBM's threads.
+            window: number of newest samples to refit on.
+            written_by: name of the language model that writes the run's answers.
+
+        Raises:
+            RankerError: the window is not positive.
+        """
         if window < 1:
             raise RankerError(f"window is {window}; expected at least 1 sample")
         self.model = model
@@ -69,50 +90,59 @@ class OnlineRanker:
         self.trust: Trust | None = None
         """Means over the newest measured steps; None before the first."""
         self.trusted = False
-        """Whether to dispatch by the predictions; before the first measurement, by the model's own held-out recall."""
+        """Whether to dispatch by the predictions."""
+        self.written_by = written_by
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=window)
         self._history = LiveHistory(window)
         self._window = window
-        self._waiting: dict[str, float] = {}  # sample -> score given before it started
-        self._finished: list[tuple[float, float]] = []  # (score, length) of samples since the last measurement
+        self._waiting: dict[str, float] = {}  # sample -> expected length before it started
+        self._finished: list[tuple[float, float]] = []  # (expected, length) of samples since the last measurement
         self._measured: deque[Trust] = deque(maxlen=STEPS)
         self._refits = 0
-        if model is not None and model.kind in model.report.candidates:
-            self.trusted = model.report.candidates[model.kind].recall.get("0.2", 0.0) >= RECALL_UPPER
+        if model is not None and self.same_writer and len(model.judged.length) >= MIN_SAMPLES:
+            self.trusted = self._clears(*_accuracy(model.judged.expected, model.judged.length))
+
+    @property
+    def same_writer(self) -> bool:
+        """Whether the answers that the model was trained on are by the run's language model, and it alone."""
+        return self.model is not None and self.written_by is not None and self.model.written_by == (self.written_by,)
 
     def predict(
         self,
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
         group_ids: Sequence[str | None] | None = None,
-        sample_ids: Sequence[Sequence[str]] | None = None,
         step: int = 0,
         difficulty: Sequence[float] | Array | None = None,
+        limit: Array | float | None = None,
     ) -> Prediction | None:
         """Predict the lengths of N requests that start in `step`; None without a model.
 
-        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `sample_ids` are the
-        samples of each request; the first prediction of each is remembered, and compared with its length when it is
-        observed.
+        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `limit` is the most
+        tokens of each request [N], or of all.
 
         Raises:
             RankerError: the arguments differ in length.
         """
         count = len(prompts)
-        for name, values in (("tasks", tasks), ("group_ids", group_ids), ("sample_ids", sample_ids)):
+        for name, values in (("tasks", tasks), ("group_ids", group_ids)):
             if values is not None and len(values) != count:
                 raise RankerError(f"{len(values)} {name} for {count} prompts")
         if self.model is None:
             return None
         named, groups = list(tasks or [None] * count), list(group_ids or [None] * count)
         history = self._history.columns(list(prompts), named, groups, step)
-        prediction = self.model.predict(prompts, named, difficulty, history, self.threads)
-        for samples, score in zip(sample_ids or (), prediction.score, strict=False):
-            for sample in samples:
-                self._waiting.setdefault(sample, float(score))
+        return self.model.predict(prompts, named, difficulty, history, self.threads, limit)
+
+    def expect(self, sample_ids: Sequence[str], length: float) -> None:
+        """Remember the expected length by which samples are dispatched, to compare it with those observed.
+
+        The first one of a sample counts: later ones may know how it went.
+        """
+        for sample in sample_ids:
+            self._waiting.setdefault(sample, length)
         while len(self._waiting) > self._window:  # requests that were predicted and never observed
             del self._waiting[next(iter(self._waiting))]
-        return prediction
 
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record finished samples: rows with `prompt` and `output_length`, and any other column of the rollout format.
@@ -133,9 +163,9 @@ class OnlineRanker:
             self._rows.append(row)
             step = int(row.get("step") or 0)
             self._history.add(Seen(row["prompt"], row.get("task"), row.get("group_id"), step, math.log(length)))
-            score = self._waiting.pop(str(row.get("sample_id")), None)
-            if score is not None:
-                self._finished.append((score, length))
+            expected = self._waiting.pop(str(row.get("sample_id")), None)
+            if expected is not None:
+                self._finished.append((expected, length))
 
     def end_step(self) -> Trust | None:
         """Measure on the samples observed since the last measurement, and update `trust` and `trusted`.
@@ -145,10 +175,9 @@ class OnlineRanker:
         """
         if len(self._finished) < MIN_SAMPLES:
             return None
-        score, length = np.array(self._finished).T
+        expected, length = np.array(self._finished).T
         self._finished = []
-        tau = kendall_tau(score, length)
-        measured = Trust(recall_at(score, length, 0.2), 0.0 if math.isnan(tau) else tau, len(score))
+        measured = Trust(*_accuracy(expected, length), len(length))
         self._measured.append(measured)
         recall = sum(m.recall_at_20 for m in self._measured) / len(self._measured)
         tau = sum(m.kendall_tau for m in self._measured) / len(self._measured)
@@ -156,8 +185,12 @@ class OnlineRanker:
         if self.trusted:
             self.trusted = recall >= RECALL_LOWER and tau >= TAU_LOWER
         else:
-            self.trusted = recall >= RECALL_UPPER and tau >= TAU_UPPER
+            self.trusted = self._clears(recall, tau)
         return measured
+
+    @staticmethod
+    def _clears(recall: float, tau: float) -> bool:
+        return recall >= RECALL_UPPER and tau >= TAU_UPPER
 
     def refit(self) -> bool:
         """Fit a model of the same kind on the newest rows; without any, return False and change nothing."""
@@ -170,10 +203,16 @@ class OnlineRanker:
         """Return a function that fits the new `model` from the current rows, for another thread; None without rows."""
         if not self._rows:
             return None
-        kind = self.model.kind if self.model is not None else KINDS[0].name
+        kind = self.model.kind if self.model is not None else DEFAULT
         self._refits += 1
-        return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.threads)
+        return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.threads, self.written_by)
 
 
-def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, threads: int) -> LengthModel:
-    return fit_again(kind, from_rows(rows), seed, threads)
+def _accuracy(expected: Array, length: Array) -> tuple[float, float]:
+    """Return recall@20 and tau (0 where it is undefined) of expected lengths [N]."""
+    tau = kendall_tau(expected, length)
+    return recall_at(expected, length, 0.2), 0.0 if math.isnan(tau) else tau
+
+
+def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, threads: int, written_by: str | None) -> LengthModel:
+    return fit_again(kind, from_rows(rows), seed, threads, (written_by,) if written_by else ())

@@ -1,32 +1,35 @@
-"""Training of the ranker: compares kinds of models on unseen prompts, keeps the best, and measures its spread.
+"""Training of the ranker: compares kinds of scorers on unseen prompts, keeps the best, and measures what was kept.
 
-All splits are by prompt: all samples of a prompt are in one fold. The figures of each kind are measured *without any
-history* (a new prompt of a new run), the hardest use; those of the kept kind also with it. Training hides the history
-of some prompts, so that one model serves both uses.
+All splits are by prompt: all samples of a prompt are in one fold. `ranker.selection` says which samples choose and
+which report. The figures of each kind are measured *without any history* (a new prompt of a new run), the hardest
+use, and with it. Training hides the history of some prompts, so that one model serves both uses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ranker.ceiling import ceiling_of_many
 from ranker.data import Rollouts
-from ranker.distribution import LEVELS, Distribution, fit_distribution, fit_medians
-from ranker.evaluate import FRACTIONS, baselines, coverage, kendall_tau, noise_ceiling, recall_at, recall_limit
-from ranker.features import FeatureSchema, assemble, fit_schema, text_features
-from ranker.held_out import MODEL, HeldOut, hold_out
+from ranker.distribution import LEVELS, expected_length, fit_distribution, fit_location
+from ranker.evaluate import FRACTIONS, baselines, coverage
+from ranker.features import UNKNOWN, assemble, fit_schema, text_features
+from ranker.held_out import MODEL, HeldOut, simple_forecasts
 from ranker.history import PROMPT, SIBLINGS, simulate
-from ranker.model import LengthModel
-from ranker.model_kinds import KINDS, LengthScorer, ModelKind, fit, fit_spread, predict_spread
+from ranker.model import NOT_JUDGED, Judged, LengthModel
+from ranker.model_kinds import DEFAULT, KINDS, LengthScorer, ModelKind, fit_spread, predict_spread
 from ranker.segments import Array
-from ranker.training_report import Figures, Many, Report
-from ranker.unfamiliar import COLUMNS, fit_unfamiliar
+from ranker.selection import CRITERION, FOLDS, KindChoice, Ranking, Table, by_fold, cross_score
+from ranker.training_report import Many, Report
+from ranker.unfamiliar import fit_unfamiliar
 
-FOLDS = 3
+WITH_HISTORY, NEW_TASKS, LIMIT = "with_history", "new_tasks", "limit"
+"""Names of rankings: with the lengths that had finished earlier, of tasks that were left out, and by the true length.
+"""
 MIN_PROMPTS = 9
-"""Fewest distinct prompts: three in each fold."""
+"""Fewest distinct prompts: two or three in each fold."""
 COMPARE_ROWS, FIT_ROWS = 16_000, 60_000
 """Largest number of samples for the comparison of kinds, and for the kept model: some tens of seconds in all on two
 cores."""
@@ -34,35 +37,8 @@ REPEATS = 4
 """Largest number of samples of a prompt that count for the figures of a ranking."""
 HIDE_ALL, HIDE_PROMPT = 0.3, 0.2
 """Shares of prompts whose rows are trained on without any history, and without that of the prompt and its siblings."""
-MARGIN = 0.005
-"""Difference in mean recall by which a kind that stands later in `KINDS` must be better: less is noise."""
-CRITERION = "greatest mean recall of the longest 20, 10 and 5 % on held-out prompts without history (ties: the first)"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Arrays for fitting, by sample."""
-
-    schema: FeatureSchema
-    cold: Array
-    """Features without history [N, F]."""
-    warm: Array
-    """Features with the simulated history [N, F]."""
-    trained: Array
-    """Features with the history partly hidden [N, F]."""
-    log: Array
-    """Log lengths [N]."""
-    prompt: Array
-    """Number of each sample's prompt [N]."""
-    fold: Array
-    """Fold of each sample's prompt [N]."""
-    stop: Array
-    """Whether the sample's prompt is used for early stopping, in the folds that train on it [N]."""
-
-    @property
-    def categorical(self) -> int:
-        """Index of the column with the task's number."""
-        return self.schema.names.index("task")
+JUDGED = 2000
+"""Most held-out samples that the model's file keeps."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +50,8 @@ class Trained:
     """The model's report (the same object)."""
     held_out: HeldOut | None
     """Forecasts for unseen prompts, for further figures; None where no split by prompt was possible."""
+    rankings: dict[str, Ranking] = field(default_factory=dict)
+    """What the report's figures are of, by their names there: samples that chose nothing."""
 
 
 def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthModel, Report]:
@@ -82,30 +60,46 @@ def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthMo
     return trained.model, trained.report
 
 
-def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> Trained:
+def train_and_hold_out(
+    rollouts: Rollouts, seed: int = 0, threads: int = 1, written_by: tuple[str, ...] = ()
+) -> Trained:
     """Train and measure; deterministic for a seed and a number of threads.
 
     With fewer than `MIN_PROMPTS` distinct prompts no split by prompt is possible: the model then gives all requests
     the distribution of all lengths, and the report says so.
+
+    Args:
+        rollouts: the samples.
+        seed: seed of splits and of LightGBM.
+        threads: LightGBM's threads.
+        written_by: names of the language models that wrote the samples, where known.
     """
     rollouts = _subsample(rollouts, FIT_ROWS, seed, "trained on")
     if len(rollouts.texts) < MIN_PROMPTS or len(np.unique(rollouts.output_length)) < 2:
-        return Trained(*_constant(rollouts, seed), None)
+        return Trained(*_constant(rollouts, seed, written_by), None)
     few = _subsample(rollouts, COMPARE_ROWS, seed, "kinds of models compared on")
     table = tabulate(few, seed)
-    scores, rounds = {}, {}
-    for kind in KINDS:
-        scores[kind.name], rounds[kind.name] = _held_out(kind, table, seed, threads)
-    length, counted = few.output_length, _counted(few, seed)
-    candidates = {name: _figures(score, length, counted) for name, (score, _) in scores.items()}
-    kept = KINDS[0]
-    for kind in KINDS[1:]:
-        if _mean(candidates[kind.name]) > _mean(candidates[kept.name]) + MARGIN:
-            kept = kind
-    cold, warm = scores[kept.name]
-    history = simulate(few)
-    known = bool(np.isfinite(history).any())
-    held_out = hold_out(few, table.cold, table.categorical, cold, table.fold, seed, threads)
+    length, counted, history = few.output_length, _counted(few, seed), simulate(few)
+
+    def ranking(score: Array, fold: Array) -> Ranking:
+        rows = counted & (fold >= 0)
+        return Ranking(score[rows], length[rows], fold[rows], few.prompt[rows])
+
+    scores = cross_score(table, seed, threads)
+    choice = KindChoice(scores, table.fold, length, counted, few.prompt, bool(np.isfinite(history).any()))
+    kept = choice.best()
+    cold, warm, unseen, chosen = _nested(choice, few, table, seed, threads)
+    expected = expected_length(cold)
+    simple = baselines(few, history, table.fold, seed)
+    rankings = {name: ranking(score, table.fold) for name, score in (simple | {MODEL: expected, LIMIT: length}).items()}
+    if choice.history:
+        rankings[WITH_HISTORY] = ranking(expected_length(warm), table.fold)
+    if (new := _rank_new_tasks(few, table, seed)) is not None:
+        rankings[NEW_TASKS] = ranking(*new)
+    measured = {name: by_fold(found) for name, found in rankings.items()}
+    held_out = HeldOut(
+        LEVELS, {MODEL: cold} | simple_forecasts(few, table.fold), length, few.unit, few.cap or 2 * int(length.max())
+    )
     report = Report(
         samples=len(rollouts),
         prompts=len(rollouts.texts),
@@ -113,24 +107,35 @@ def train_and_hold_out(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> T
         cap=rollouts.cap,
         kind=kept.name,
         criterion=CRITERION,
-        candidates=candidates,
-        with_history=_figures(warm, length, counted) if known else None,
-        baselines={n: _figures(s, length, counted) for n, s in baselines(few, history, table.fold, seed).items()},
-        ceiling=_named(noise_ceiling(rollouts, FRACTIONS, seed)),
-        limit={f"{share:g}": recall_limit(length[counted], share) for share in FRACTIONS},
-        many=_many(held_out.unit, length, cold),
+        candidates={kind.name: choice.figures(kind.name) for kind in KINDS},
+        held_out=measured[MODEL],
+        kinds=chosen,
+        with_history=measured.get(WITH_HISTORY),
+        new_tasks=measured.get(NEW_TASKS),
+        baselines={name: measured[name] for name in simple},
+        limit=measured[LIMIT].recall,
+        many=_many(few.unit, length, expected),
         coverage=_coverage(held_out, table.fold),
-        messages=list(dict.fromkeys([*rollouts.notes, *few.notes])),
+        messages=list(dict.fromkeys([*rollouts.notes, *few.notes, *_warnings(few)])),
     )
     whole = table if few is rollouts else tabulate(rollouts, seed)
-    return Trained(_final(kept, rollouts, whole, rounds[kept.name], report, seed, threads), report, held_out)
+    rows = np.flatnonzero(counted)
+    rows = np.random.default_rng(seed).permutation(rows)[:JUDGED]
+    judged = Judged(expected[rows], length[rows].astype(float))
+    rounds = scores[kept.name].trees
+    reused = unseen if whole is table and set(chosen) == {kept.name} else None
+    model = _final(kept, rollouts, whole, rounds, report, seed, threads, reused)
+    return Trained(replace(model, judged=judged, written_by=written_by), report, held_out, rankings)
 
 
-def refit(name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1) -> LengthModel:
+def refit(
+    name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1, written_by: tuple[str, ...] = ()
+) -> LengthModel:
     """Fit a model of the named kind, without comparison or figures; a constant one if the samples are too few."""
     if len(rollouts.texts) < MIN_PROMPTS or len(np.unique(rollouts.output_length)) < 2:
-        return _constant(rollouts, seed)[0]
-    kind = next((kind for kind in KINDS if kind.name == name), KINDS[0])
+        return _constant(rollouts, seed, written_by)[0]
+    named = {kind.name: kind for kind in KINDS}
+    kind = named.get(name, named[DEFAULT])
     report = Report(
         samples=len(rollouts),
         prompts=len(rollouts.texts),
@@ -139,7 +144,7 @@ def refit(name: str, rollouts: Rollouts, seed: int = 0, threads: int = 1) -> Len
         kind=kind.name,
         criterion="refitted: the kind was given",
     )
-    return _final(kind, rollouts, tabulate(rollouts, seed), 0, report, seed, threads)
+    return replace(_final(kind, rollouts, tabulate(rollouts, seed), 0, report, seed, threads), written_by=written_by)
 
 
 def tabulate(rollouts: Rollouts, seed: int) -> Table:
@@ -148,8 +153,8 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
     names, counts = np.unique(rollouts.task[rollouts.task >= 0], return_counts=True)
     frequent = names[np.argsort(-counts, kind="stable")]
     schema = fit_schema(rollouts.texts, [rollouts.tasks[i] for i in frequent], seed)
-    number = np.full(len(rollouts.tasks) + 1, -1)
-    number[frequent[: len(schema.tasks)]] = np.arange(len(schema.tasks))
+    number = np.full(len(rollouts.tasks) + 1, np.nan)
+    number[frequent[: schema.numbered]] = np.arange(schema.numbered)
     text = text_features(schema, rollouts.texts)[rollouts.prompt]
     history = simulate(rollouts)
     cold = assemble(schema, text, number[rollouts.task], rollouts.difficulty, None)
@@ -161,56 +166,121 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
     trained[chance < HIDE_ALL + HIDE_PROMPT, own] = np.nan
     fold = (rng.permutation(len(rollouts.texts)) % FOLDS)[rollouts.prompt]
     stop = (rng.permutation(len(rollouts.texts)) % 6 == 0)[rollouts.prompt]
-    return Table(schema, cold, warm, trained, np.log(rollouts.output_length), rollouts.prompt, fold, stop)
+    log, ended = np.log(rollouts.output_length), ~rollouts.capped
+    return Table(schema, cold, warm, trained, log, ended, rollouts.prompt, fold, stop)
 
 
-def _held_out(kind: ModelKind, table: Table, seed: int, threads: int) -> tuple[tuple[Array, Array], int]:
-    """Return scores by models that have not seen the prompts (without [N], with history [N]), and the median of their
-    trees."""
-    cold, warm, trees = np.zeros(len(table.log)), np.zeros(len(table.log)), []
-    for fold in range(FOLDS):
-        scorer, rounds = _fit_rows(kind, table, np.flatnonzero(table.fold != fold), seed, threads)
-        out = table.fold == fold
-        cold[out] = scorer.score(table.cold[out], threads)
-        warm[out] = scorer.score(table.warm[out], threads)
-        trees.append(rounds)
-    return (cold, warm), int(np.median(trees))
-
-
-def _fit_rows(
-    kind: ModelKind, table: Table, rows: Array, seed: int, threads: int, rounds: int = 0
-) -> tuple[LengthScorer, int]:
-    stop = table.stop[rows]
-    if not stop.any() or stop.all():
-        stop = np.arange(len(rows)) % 6 == 0
-    prompts = len(np.unique(table.prompt[rows]))
-    return fit(kind, table.trained[rows], table.log[rows], stop, table.categorical, prompts, seed, threads, rounds)
+def _nested(
+    choice: KindChoice, rollouts: Rollouts, table: Table, seed: int, threads: int
+) -> tuple[Array, Array, Array, list[str]]:
+    """Return quantiles [N, Q] without and with history by models whose choice and fit a sample's fold had no part in,
+    their scores [N] of what is trained on, and the kinds that were chosen for the folds."""
+    without, given = (np.empty((len(table.log), len(LEVELS))) for _ in range(2))
+    unseen, kinds = np.empty(len(table.log)), choice.nested()
+    for fold, kind in enumerate(kinds):
+        rest, out = np.flatnonzero(table.fold != fold), table.fold == fold
+        scorer, _ = table.fit(kind, rest, seed, threads)
+        score = choice.scores[kind.name].trained[fold, rest]
+        model = _model(kind, scorer, table, rest, score, rollouts.cap, seed, threads)
+        without[out] = model.predict_features(table.cold[out], threads).quantiles
+        given[out] = model.predict_features(table.warm[out], threads).quantiles if choice.history else without[out]
+        unseen[out] = scorer.score(table.trained[out], threads)
+    return without, given, unseen, [kind.name for kind in kinds]
 
 
 def _final(
-    kind: ModelKind, rollouts: Rollouts, table: Table, rounds: int, report: Report, seed: int, threads: int
+    kind: ModelKind,
+    rollouts: Rollouts,
+    table: Table,
+    rounds: int,
+    report: Report,
+    seed: int,
+    threads: int,
+    unseen: Array | None = None,
 ) -> LengthModel:
-    """Fit the model on all samples; its spread is learned from scores by models that have not seen the prompts."""
-    score = np.zeros(len(table.log))
-    trees = []
-    for fold in range(FOLDS):
-        scorer, used = _fit_rows(kind, table, np.flatnonzero(table.fold != fold), seed, threads, rounds)
-        out = table.fold == fold
-        # As in training: with and without history, so that the spread is right for both.
-        score[out] = scorer.score(table.trained[out], threads)
-        trees.append(used)
-    scorer, _ = _fit_rows(kind, table, np.arange(len(table.log)), seed, threads, rounds or int(np.median(trees)))
-    features = table.trained
-    _, centres, medians = fit_medians(score, table.log)
-    residual = table.log - np.interp(score, centres, medians)
-    spread = fit_spread(features, score, residual, table.categorical, seed, threads)
+    """Fit the model on all samples.
+
+    Its spread is learned from scores [N] by models that have not seen the prompts, with and without history, as in
+    training; `unseen`, if they are there already.
+    """
+    trees = [rounds]
+    if unseen is None:
+        unseen, trees = np.zeros(len(table.log)), []
+        for fold in range(FOLDS):
+            scorer, used = table.fit(kind, np.flatnonzero(table.fold != fold), seed, threads, rounds)
+            out = table.fold == fold
+            unseen[out] = scorer.score(table.trained[out], threads)
+            trees.append(used)
+    every = np.arange(len(table.log))
+    scorer, _ = table.fit(kind, every, seed, threads, int(np.median(trees)))
+    model = _model(kind, scorer, table, every, unseen, rollouts.cap, seed, threads)
+    return replace(model, report=report)
+
+
+def _model(
+    kind: ModelKind,
+    scorer: LengthScorer,
+    table: Table,
+    rows: Array,
+    score: Array,
+    cap: int | None,
+    seed: int,
+    threads: int,
+) -> LengthModel:
+    """Complete a scorer with distributions, from scores of samples [K] (`rows`) whose prompts it had not seen."""
+    log, ended, features = table.log[rows], table.ended[rows], table.trained[rows]
+    prompts = len(np.unique(table.prompt[rows]))
+    spread = None
+    if scorer.booster is not None:
+        residual = log - fit_location(score, log, ended, prompts)
+        spread = fit_spread(features, score, residual, ended, table.columns.task, seed, threads)
     sizes = predict_spread(spread, features, score, threads)
-    distribution = fit_distribution(score, sizes, table.log, rollouts.cap)
+    distribution = fit_distribution(score, sizes, log, ended, prompts)
     names = table.schema.names
-    columns = table.cold[:, [names.index(name) for name in COLUMNS]]
-    unfamiliar = fit_unfamiliar(columns, table.cold[:, table.categorical], table.log)
-    longest = int(rollouts.output_length.max())
-    return LengthModel(kind.name, table.schema, scorer, spread, unfamiliar, distribution, rollouts.cap, longest, report)
+    unfamiliar = fit_unfamiliar(table.cold[rows], names, table.columns, table.prompt[rows], log, ended)
+    longest = int(np.rint(np.exp(log.max())))
+    report = Report(len(rows), prompts, 0, cap, kind.name, "")
+    return LengthModel(
+        kind.name, table.schema, scorer, spread, unfamiliar, distribution, cap, longest, report, NOT_JUDGED
+    )
+
+
+def _rank_new_tasks(rollouts: Rollouts, table: Table, seed: int) -> tuple[Array, Array] | None:
+    """Return expected lengths [N] by fits that took no part of a sample's group of tasks, and the groups [N] (-1: no
+    task); None with fewer than two tasks."""
+    tasks = np.unique(rollouts.task[rollouts.task >= 0])
+    if len(tasks) < 2:
+        return None
+    groups = np.array_split(np.random.default_rng(seed).permutation(tasks), min(FOLDS, len(tasks)))
+    names, columns = table.schema.names, table.columns
+    expected, number = np.zeros(len(table.log)), np.full(len(table.log), -1)
+    for group, members in enumerate(groups):
+        out = np.isin(rollouts.task, members)
+        rest = ~out
+        fitted = fit_unfamiliar(
+            table.cold[rest], names, columns, table.prompt[rest], table.log[rest], table.ended[rest]
+        )
+        features = table.cold[out].copy()
+        features[:, columns.task] = UNKNOWN
+        most = np.log(rollouts.cap or 2 * rollouts.output_length.max())
+        expected[out] = expected_length(np.exp(np.clip(fitted.predict(features, names, columns)[1], 0.0, most)))
+        number[out] = group
+    return expected, number
+
+
+def _warnings(rollouts: Rollouts) -> list[str]:
+    """Return what the samples cannot teach."""
+    found = []
+    tasks = np.unique(rollouts.task)
+    if len(tasks) == 1:
+        what = f"all samples are of one task ({rollouts.tasks[tasks[0]]})" if tasks[0] >= 0 else "no sample has a task"
+        found.append(f"{what}: nothing is known of how other tasks differ")
+    share = float(rollouts.capped.mean())
+    if share > 0.5:
+        found.append(
+            f"{100 * share:.0f} % of the samples reached the length limit: how long they would be is not known"
+        )
+    return found
 
 
 def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
@@ -232,7 +302,7 @@ def _many(unit: Array, length: Array, score: Array) -> Many | None:
 def _counted(rollouts: Rollouts, seed: int) -> Array:
     """Return whether a sample counts for recall and tau [N]: at most `REPEATS` of each prompt in each step of a run.
 
-    The ceiling counts all prompts equally, too; and a prompt with many samples would make figures a matter of luck:
+    A prompt with many samples would make figures a matter of luck:
     either all of its samples are among the longest, or none.
     """
     unit = rollouts.unit
@@ -242,21 +312,6 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
     rank[order] = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
     few: Array = rank < REPEATS
     return few
-
-
-def _figures(score: Array, length: Array, counted: Array) -> Figures:
-    """Return the figures of all folds together [N]: the models of all folds predict the same thing."""
-    score, length = score[counted], length[counted]
-    tau = kendall_tau(np.where(np.isnan(score), -np.inf, score), length)
-    return Figures({f"{x:g}": recall_at(score, length, x) for x in FRACTIONS}, float(tau) if np.isfinite(tau) else None)
-
-
-def _mean(figures: Figures) -> float:
-    return sum(figures.recall.values()) / len(figures.recall)
-
-
-def _named(recall: dict[float, float] | None) -> dict[str, float] | None:
-    return None if recall is None else {f"{fraction:g}": value for fraction, value in recall.items()}
 
 
 def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
@@ -273,7 +328,7 @@ def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
     return rollouts.take(rows, f"{what} {len(rows)} of {len(rollouts)} samples, chosen by prompt")
 
 
-def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
+def _constant(rollouts: Rollouts, seed: int, written_by: tuple[str, ...]) -> tuple[LengthModel, Report]:
     """Return a model that gives every request the distribution of all lengths, and its report."""
     prompts = len(rollouts.texts)
     if len(np.unique(rollouts.output_length)) < 2:
@@ -283,9 +338,8 @@ def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
         why = f"{prompts} distinct {plural}: no split by prompt is possible (at least {MIN_PROMPTS} are needed)"
     note = f"{why}; every request gets the distribution of all lengths"
     log = np.log(rollouts.output_length)
-    distribution = Distribution(
-        np.zeros(1), np.array([np.median(log)]), (np.quantile(log, LEVELS) - np.median(log))[None, :], np.zeros(1)
-    )
+    one = np.ones(len(log))
+    distribution = fit_distribution(0 * one, one, log, ~rollouts.capped, prompts)
     report = Report(
         samples=len(rollouts),
         prompts=prompts,
@@ -297,4 +351,7 @@ def _constant(rollouts: Rollouts, seed: int) -> tuple[LengthModel, Report]:
     )
     longest = int(rollouts.output_length.max())
     schema = fit_schema(rollouts.texts, [], seed)
-    return LengthModel("constant", schema, None, None, None, distribution, rollouts.cap, longest, report), report
+    model = LengthModel(
+        "constant", schema, None, None, None, distribution, rollouts.cap, longest, report, NOT_JUDGED, written_by
+    )
+    return model, report

@@ -60,6 +60,8 @@ class Report:
     """Figures of a training, and what they were measured on.
 
     A ranking's figures are of held-out samples, at most four of each prompt; all folds of a split by prompt together.
+    Those of `candidates` chose the kind. Those of `held_out` and `with_history` are by expected length, on samples that
+    took no part in the choice: it was made again for each fold, without it.
     """
 
     samples: int
@@ -70,12 +72,16 @@ class Report:
     """The kept kind of model; 'constant' when nothing could be learned."""
     criterion: str
     candidates: dict[str, Figures] = field(default_factory=dict)
-    """Figures of each kind on new prompts without any history."""
+    """Figures of each kind on new prompts without any history, by which one was chosen."""
+    held_out: Figures | None = None
+    """Figures on new prompts without any history; None after a refit."""
+    kinds: list[str] = field(default_factory=list)
+    """Kinds that were chosen for the folds of `held_out`."""
+    new_tasks: Figures | None = None
+    """Figures on tasks that were left out of the fit; None with fewer than two tasks."""
     with_history: Figures | None = None
     """Figures of the kept kind with the lengths that had finished earlier; None when the rollouts have no history."""
     baselines: dict[str, Figures] = field(default_factory=dict)
-    ceiling: dict[str, float] | None = None
-    """Recall of ranking by the true expected length (`ranker.ceiling`); None without repeated samples."""
     limit: dict[str, float] = field(default_factory=dict)
     """Recall that no ranking can exceed, as equal lengths (at the cap) are ordered by chance."""
     many: Many | None = None
@@ -100,13 +106,14 @@ class Report:
         Raises:
             KeyError, TypeError: it was not written by `to_json`.
         """
-        history, many = values["with_history"], values.get("many")
+        one = {name: Figures(**values[name]) for name in ("held_out", "with_history", "new_tasks") if values[name]}
+        many = values.get("many")
         return cls(
             **values
+            | one
             | {
                 "candidates": {name: Figures(**f) for name, f in values["candidates"].items()},
                 "baselines": {name: Figures(**f) for name, f in values["baselines"].items()},
-                "with_history": Figures(**history) if history else None,
                 "many": Many(**many) if many else None,
                 "dispatch": [Dispatch.from_json(dispatch) for dispatch in values.get("dispatch", [])],
             }

@@ -1,15 +1,16 @@
-"""Length model for prompts whose wording is unlike all training prompts: a new task, for example.
+"""Length model for requests of which nothing similar was trained on: a new task, or an unknown wording.
 
 Boosted trees know nothing there: they put such a prompt into the leaf of whichever task it happens to resemble, and
 measured on tasks left out of training they ranked worse than chance. What carries over from task to task is that, of
 prompts with the same wording, the longer one and the one with more and greater numbers is the bigger problem. So a
-prompt with too few common words gets
+request of a named task that was not trained on, and a prompt with too few common words, get
 
-    log length = typical + slopes * (sizes - their training mean),      slopes >= 0,
+    log length = prior + slopes * (sizes - their training mean),      slopes >= 0,
 
-where `typical` is the task's recent mean if there is a history of it, and otherwise the training samples' median, and
-the slopes are those *within* the training tasks. Its spread is that of all lengths. A prompt or a group with
-finished samples is left to the trees, which make use of these.
+with the slopes *within* the training tasks, whose effect is bounded. The prior is the distribution of what is left of
+the training samples' log lengths, so its spread includes that between tasks. Where recent lengths of the task are
+known, their mean takes the prior's place, with the spread within a task; earlier samples of the same prompt count as
+in `ranker.shrinkage`. A prompt of unknown wording in a known task that has such samples is left to the trees.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ranker.distribution import LEVELS
+from ranker.features import UNKNOWN
+from ranker.history import earlier_lengths
+from ranker.model_kinds import Columns
 from ranker.segments import Array
+from ranker.shrinkage import Shrunk, fit_shrunk
+from scheduler.cost.survival import end_rate, survival_quantiles
 
 SIZES = ("bytes", "number_log_sum")
 """Columns that measure how big a problem is, independently of its wording."""
-COLUMNS = ("common_share", "prompt_before_mean", "sibling_mean", "task_recent_mean", *SIZES)
+COLUMNS = ("common_share", "task_recent_mean", *SIZES)
 LEAST_SLOPE = 0.1
 """Slope of the log length over the log of the bytes, used where the training tasks show none: ranks by prompt
 length."""
@@ -30,11 +37,14 @@ ORDINARY, MARGIN = 0.01, 0.5
 """A prompt is unfamiliar below `MARGIN` times the share of common words that all but `ORDINARY` of the training prompts
 have. Free text has few common words and sets no bound that another text would miss.
 """
+REACH = 1.5
+"""Bound of the sizes' effect, in standard deviations of all log lengths: beyond, order is kept but hardly any distance.
+"""
 
 
 @dataclass(frozen=True)
 class Unfamiliar:
-    """A linear model of the lengths of unfamiliar prompts."""
+    """A linear model of the lengths of unfamiliar requests."""
 
     bound: float
     """Least share of common words of a familiar prompt."""
@@ -42,38 +52,69 @@ class Unfamiliar:
     """Means of the columns `SIZES` [2]."""
     slopes: Array
     """Slopes of the log length over these columns [2], at least 0."""
-    typical: float
-    """Median log length."""
-    spread: float
-    """Mean distance of a log length from the median."""
+    reach: float
+    """Bound of the effect of sizes on the log length; greater than 0."""
+    prior: Array
+    """Quantiles [Q] of the log length without the effect of its size."""
+    inside: Array
+    """Quantiles [Q] of the same, less its task's mean."""
+    table: Shrunk
+    """Variances of log lengths between and within prompts."""
 
-    def predict(self, columns: Array) -> tuple[Array, Array]:
-        """Return the unfamiliar requests [K] of those with columns `COLUMNS` [N, 6], and their log lengths [K]."""
-        rows = np.flatnonzero((columns[:, 0] < self.bound) & np.isnan(columns[:, 1:3]).all(axis=1))
-        recent = columns[rows, 3].astype(float)
-        typical = np.where(np.isnan(recent), self.typical, recent)
-        log: Array = typical + (columns[rows, 4:] - self.means) @ self.slopes
-        return rows, log
+    def predict(self, features: Array, names: tuple[str, ...], columns: Columns) -> tuple[Array, Array]:
+        """Return the unfamiliar requests [K] of features [N, F], and quantiles of their log lengths [K, Q]."""
+        at = [names.index(name) for name in COLUMNS]
+        mean, count = earlier_lengths(features[:, columns.history])
+        unknown = features[:, columns.task] == UNKNOWN
+        rows = np.flatnonzero(unknown | ((features[:, at[0]] < self.bound) & (count == 0)))
+        recent = features[rows, at[1]].astype(float)
+        effect = self._effect(features[rows][:, at[2:]])
+        told = np.isfinite(recent)
+        middle = float(np.interp(0.5, LEVELS, self.prior))
+        base = np.where(told, recent, middle) + effect
+        located = self.table.given(base, np.log(np.maximum(mean[rows], 1.0)), count[rows])
+        narrow = told | (count[rows] > 0)
+        logs = located[:, None] + np.where(narrow[:, None], self.inside, self.prior - middle)
+        return rows, logs
+
+    def _effect(self, sizes: Array) -> Array:
+        linear = (sizes.astype(float) - self.means) @ self.slopes
+        return np.asarray(self.reach * np.tanh(linear / self.reach))
 
 
-def fit_unfamiliar(columns: Array, task: Array, log: Array) -> Unfamiliar:
-    """Fit on training samples: columns `COLUMNS` [N, 6], tasks [N] (NaN: none), log lengths [N]."""
-    share = columns[:, 0]
+def fit_unfamiliar(
+    features: Array, names: tuple[str, ...], columns: Columns, prompt: Array, log: Array, ended: Array
+) -> Unfamiliar:
+    """Fit on training samples: features [N, F] without history, prompts [N], log lengths [N], whether ended [N]."""
+    at = [names.index(name) for name in COLUMNS]
+    share, sizes = features[:, at[0]], features[:, at[2:]].astype(float)
     known = share[np.isfinite(share)]
     bound = MARGIN * float(np.quantile(known, ORDINARY)) if len(known) else 0.0
-    sizes = columns[:, 4:].astype(float)
-    group = np.unique(np.nan_to_num(task, nan=-1.0), return_inverse=True)[1].reshape(-1)
+    task = np.nan_to_num(features[:, columns.task], nan=-1.0)
+    group = np.unique(task, return_inverse=True)[1].reshape(-1)
     count = np.bincount(group)
 
-    def inside(values: Array) -> Array:
-        centred: Array = values - (np.bincount(group, values) / count)[group]
-        return centred
+    def centred(values: Array) -> Array:
+        return np.asarray(values - (np.bincount(group, values) / count)[group])
 
-    slopes = _not_negative(np.stack([inside(column) for column in sizes.T], axis=1), inside(log))
+    slopes = _not_negative(np.stack([centred(column) for column in sizes.T], axis=1), centred(log))
     if not slopes.any():
         slopes[0] = LEAST_SLOPE
-    typical = float(np.median(log))
-    return Unfamiliar(bound, sizes.mean(axis=0), slopes, typical, max(0.01, float(np.abs(log - typical).mean())))
+    empty = np.zeros(0)
+    table = fit_shrunk(features[:, columns.task], int(task.max()) + 1, prompt, log)
+    plain = Unfamiliar(bound, sizes.mean(axis=0), slopes, max(0.1, REACH * float(log.std())), empty, empty, table)
+    rest = log - plain._effect(sizes)
+    own = rest - (np.bincount(group, rest) / count)[group]
+    rate = end_rate(log, ended, float(log.max()) - np.log(2))
+    return Unfamiliar(
+        bound,
+        plain.means,
+        slopes,
+        plain.reach,
+        survival_quantiles(rest, ended, LEVELS, rate),
+        survival_quantiles(own, ended, LEVELS, rate),
+        table,
+    )
 
 
 def _not_negative(sizes: Array, log: Array) -> Array:

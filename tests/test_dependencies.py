@@ -16,7 +16,9 @@ from tests.waiting import scaled
 
 ROOT = Path(__file__).parents[1]
 SCHEDULER_MAY = {"scheduler", "numpy"}
-RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow"}
+RANKER_MAY = {"ranker", "numpy", "lightgbm", "pyarrow", "scheduler"}
+RANKER_OF_SCHEDULER = ("scheduler.cost.length_forecast", "scheduler.cost.survival")
+"""The ranker and the scheduler share what a length forecast is, and nothing else."""
 HEAVY = {"torch", "vllm", "transformers", "numpy", "pyarrow", "pandas", "matplotlib", "lightgbm", "datasets"}
 HEAVY |= {"ray", "scipy", "pydantic", "yaml", "rich", "psutil", "zmq", "msgpack", "msgspec", "blake3", "pebble"}
 """Packages that would make a start slow; the help of a command needs none of them."""
@@ -57,6 +59,8 @@ def test_scheduler_needs_nothing_but_numpy() -> None:
 
 def test_ranker_needs_nothing_of_the_running_system() -> None:
     assert offenders("ranker", RANKER_MAY) == []
+    shared = [name for path in files("ranker") for name in imports(path) if name.startswith("scheduler")]
+    assert shared and all(name.startswith(RANKER_OF_SCHEDULER) for name in shared)
 
 
 def test_nothing_imports_the_command_line() -> None:

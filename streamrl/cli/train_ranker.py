@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 )
 @click.argument("more", nargs=-1, metavar="[PATH]...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File to write the ranker to.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="Language model that wrote the rollouts (`model.path` of its runs); read from the runs where they say it.",
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1000))
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Threads of LightGBM.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -35,6 +42,7 @@ def command(
     rollouts: tuple[str, ...],
     more: tuple[str, ...],
     out: Path,
+    models: tuple[str, ...],
     seed: int,
     threads: int,
     as_json: bool,
@@ -69,8 +77,11 @@ def command(
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; expected a file's name")
     try:
-        trained = train_and_hold_out(read_rollouts(paths), seed, threads)
+        written_by = models or writers(paths)
+        trained = train_and_hold_out(read_rollouts(paths), seed, threads, written_by)
         report = trained.report
+        if note := _on_writers(written_by):
+            report.messages.append(note)
         if trained.held_out is not None:
             report.dispatch = dispatch_saving(trained.held_out, seed)
         trained.model.save(out)
@@ -93,31 +104,62 @@ def command(
             raise UserError(f"--report {report_path}: cannot be written: {error}") from error
 
 
+def writers(paths: Sequence[str | Path]) -> tuple[str, ...]:
+    """Return the models of the runs whose rollouts are at or below these paths; empty if some rollouts name none."""
+    import yaml
+
+    from streamrl.config.load import RESOLVED_NAME
+
+    found: set[str] = set()
+    for path in map(Path, paths):
+        files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".parquet", ".jsonl")]
+        for folder in {file.parent for file in files}:
+            config = folder.parent / RESOLVED_NAME
+            try:
+                values = yaml.safe_load(config.read_text(encoding="utf-8"))
+                found.add(str(values["run"]["model"]["path"]))
+            except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+                return ()
+    return tuple(sorted(found))
+
+
+def _on_writers(names: tuple[str, ...]) -> str:
+    if not names:
+        return (
+            "it is not known which language model wrote these rollouts (--model NAME): a run trusts this ranker only "
+            "after it has been right there"
+        )
+    if len(names) > 1:
+        return f"rollouts of several models ({', '.join(names)}): a run trusts this ranker only after it has been right"
+    return ""
+
+
 def _show(report: Report, console: Console) -> None:
     """Print the report as tables."""
+    from ranker.evaluate import IN_WORDS
     from streamrl.report.terminal import ruled_table
 
     cap = f", length limit {report.cap}" if report.cap else ""
     console.print(f"{report.samples} samples of {report.prompts} prompts, {report.tasks} tasks{cap}", highlight=False)
-    if report.candidates:
+    if report.held_out is not None:
         titles = ("ranked by", "recall@20 %", "recall@10 %", "recall@5 %", "Kendall tau")
         table = ruled_table("Ranking of prompts not seen in training", titles, titles[:1])
-        for name, figures in report.candidates.items():
-            kept = name == report.kind
-            table.add_row(f"{name} (kept)" if kept else name, *_cells(figures), style="bold" if kept else None)
+        table.add_row("this ranker, on samples that chose nothing", *_cells(report.held_out), style="bold")
         if report.with_history is not None:
-            table.add_row(f"{report.kind}, with earlier lengths", *_cells(report.with_history))
+            table.add_row("the same, with earlier lengths", *_cells(report.with_history))
+        if report.new_tasks is not None:
+            table.add_row("on tasks left out of training", *_cells(report.new_tasks))
+        table.add_section()
+        for name, figures in report.candidates.items():
+            table.add_row(f"choice: {name}{' (kept)' if name == report.kind else ''}", *_cells(figures))
         table.add_section()
         for name, figures in report.baselines.items():
-            table.add_row(name.replace("_", " "), *_cells(figures))
+            table.add_row(IN_WORDS[name], *_cells(figures))
         table.add_section()
-        table.add_row("limit for any ranking (ties)", *_recalls(report.limit), "")
-        if report.ceiling is not None:
-            table.add_section()
-            table.add_row("noise ceiling: the expected length itself", *_recalls(report.ceiling), "")
+        table.add_row("limit for any ranking: ties at the length limit", *_recalls(report.limit), "")
         if report.many is not None:
             table.add_section()
-            for what, recall in (("noise ceiling", report.many.ceiling), (report.kind, report.many.recall)):
+            for what, recall in (("noise ceiling", report.many.ceiling), ("this ranker", report.many.recall)):
                 what = f"{what}, on {report.many.prompts} prompts with many samples"
                 table.add_row(what, *_recalls(recall), "")
         console.print(table)

@@ -65,7 +65,8 @@ class LengthPredictor:
             UserError: the file of `ranker.path` is not a ranker.
         """
         self.run = run
-        self.ranker = OnlineRanker(load_ranker(run), seed=run.seed, window=run.ranker.window)
+        model = load_ranker(run)
+        self.ranker = OnlineRanker(model, seed=run.seed, window=run.ranker.window, written_by=run.model.path)
         self.outcome = OutcomeTrust()
         """Judges forecasts by what dispatch by them would have cost or saved."""
         self.train_tokens_s: float | None = None
@@ -77,6 +78,13 @@ class LengthPredictor:
         """Last change of trust, as shown to the operator."""
         self._reported_trusted = False
         self._report_trust(0)
+        if model is not None and not self.ranker.same_writer:
+            writers = ", ".join(model.written_by) or "a model that its file does not name"
+            self.note = (
+                f"ranker.path: {run.ranker.path} learned from answers of {writers}, and this run's model is "
+                f"{run.model.path}: its predictions are not trusted before they have been right here"
+            )
+            log.warning(self.note)
 
     def restore(self, rows: Iterable[dict[str, Any]]) -> None:
         """Learn from a resumed run's earlier rollouts, oldest first."""
@@ -88,21 +96,23 @@ class LengthPredictor:
         """Set the predictions of a step's groups, in place."""
         if not groups:
             return
+        longest, context = self.run.sampling.max_tokens, self.run.model.max_context
+        limit = np.array([max(1, min(longest, context - len(group.prompt_tokens))) for group in groups])
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
             [group.task for group in groups],
             [group.group_id for group in groups],
-            [sample_ids(group) for group in groups],
             groups[0].step,
+            limit=limit,
         )
         if prediction is None:
             return
-        for group, rank, quantiles in zip(groups, places(prediction.score), prediction.quantiles, strict=True):
-            most = min(self.run.sampling.max_tokens, self.run.model.max_context - len(group.prompt_tokens))
-            forecast = Forecast.from_quantiles(prediction.levels, np.minimum(quantiles, most))
+        forecasts = [Forecast.from_quantiles(prediction.levels, quantiles) for quantiles in prediction.quantiles]
+        for group, forecast, rank in zip(groups, forecasts, places([f.mean for f in forecasts]), strict=True):
             group.predicted_rank, group.predicted_length = float(rank), forecast.mean
             self._forecasts[group.group_id] = forecast
             group.forecast = forecast if self.trusted else None
+            self.ranker.expect(sample_ids(group), forecast.mean)
 
     @property
     def trusted(self) -> bool:

@@ -120,7 +120,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         batch = _requests(lengths, groups, prompts, noise, longest, rng)
         if model is not None:
             tasks = table["task"].to_pylist() if "task" in table.column_names else None
-            predicted = model.predict(table["prompt"].to_pylist(), tasks)
+            predicted = model.predict(table["prompt"].to_pylist(), tasks, limit=max(longest, model.limit))
             batch = [
                 replace(request, forecast=Forecast.from_quantiles(predicted.levels, row))
                 for request, row in zip(batch, predicted.quantiles, strict=True)

@@ -42,11 +42,40 @@ def test_several_runs_make_one_ranker(
     assert streamrl(monkeypatch, "train-ranker", *paths, "--out", out, "--report", tmp_path / "r.html") == 0
     shown = capsys.readouterr().out
     assert "240 samples of" in shown and "4 tasks" in shown
-    for words in ("(kept)", "random", "task mean", "noise ceiling", "limit for any ranking", str(out)):
+    for words in (
+        "(kept)",
+        "random",
+        "mean",
+        "this ranker",
+        "left",
+        "limit",
+        str(out),
+    ):
         assert words in shown
     assert LengthModel.load(out).report.samples == 240
     assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown
-    assert "noise ceiling" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "ties at the length limit" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_the_file_says_which_model_wrote_the_rollouts(
+    tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.lgb"
+
+    def told(*arguments: object) -> tuple[tuple[str, ...], str]:
+        assert streamrl(monkeypatch, "train-ranker", "--rollouts", *arguments, "--out", out) == 0
+        return LengthModel.load(out).written_by, " ".join(capsys.readouterr().out.split())
+
+    written_by, shown = told(runs[0])
+    assert written_by == () and "not known which language model wrote these rollouts" in shown
+    (runs[0].parent / "config.yaml").write_text("run: {model: {path: tiny}}")
+    written_by, shown = told(runs[0])
+    assert written_by == ("tiny",) and "language model wrote" not in shown
+    assert told(*runs)[0] == ()  # the second run does not say
+    (runs[1].parent / "config.yaml").write_text("run: {model: {path: other}}")
+    written_by, shown = told(*runs)
+    assert written_by == ("other", "tiny") and "rollouts of several models (other, tiny)" in shown
+    assert told(*runs, "--model", "mine")[0] == ("mine",)
 
 
 def test_the_report_is_json_on_request(

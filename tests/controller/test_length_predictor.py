@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ranker.data import from_rows
+from ranker.model import Judged
+from ranker.train import refit
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AsyncSchedule
+from streamrl.controller.group_source import sample_ids
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, places
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -138,6 +143,32 @@ def test_refits_can_be_switched_off() -> None:
     play(lengths, 1)
     groups, _ = play(lengths, 2)
     assert groups[0].predicted_rank is None
+
+
+def test_a_ranker_of_another_model_is_named_and_not_trusted_at_first(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": group.prompt, "task": "words", "output_length": member.sample.output_length}
+        for number in range(4)
+        for group in step_of(number)
+        for member in group.members()
+    ]
+    path = tmp_path / "ranker.lgb"
+    right = np.arange(1.0, 101.0)
+    model = replace(refit("log_length", from_rows(rows)), judged=Judged(right, right))
+    for writer, trusted in ((RUN.model.path, True), ("other", False)):
+        replace(model, written_by=(writer,)).save(path)
+        ranker = RUN.ranker.model_copy(update={"path": str(path), "refit_every": 0})
+        lengths = LengthPredictor(RUN.model_copy(update={"ranker": ranker}))
+        assert lengths.ranker.trusted is trusted
+        assert not lengths.state()["trusted"], "no replay has shown yet that it saves time"
+        said = f"learned from answers of other, and this run's model is {RUN.model.path}"
+        assert (said in lengths.note) is not trusted
+        groups = step_of(9)
+        lengths.predict(groups)
+        # what is judged is what dispatch gets
+        assert lengths.ranker._waiting[sample_ids(groups[0])[0]] == groups[0].predicted_length
+    play(lengths, 10)
+    assert lengths.ranker.trusted  # it has been right here
 
 
 def test_a_file_that_is_no_ranker_is_refused(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_a_ranker_that_is_wrong_here_is_not_used_before_it_is_tried_nor_after(tm
     rows = [{"prompt": text, "output_length": 5 * len(text) + n} for text in sums for n in range(4)]
     (tmp_path / "past.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train = ["-m", "streamrl.cli.main", "train-ranker", "--rollouts", "past.jsonl", "--out", "ranker.lgb"]
+    train += ["--model", str(tmp_path / "model")]
     assert warm.run([sys.executable, *train], scaled(200), cwd=tmp_path).returncode == 0
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "answer": "e"}) for text in sums))
     batch = {"prompts_per_step": 12, "samples_per_prompt": 3, "micro_batch_tokens": 512}

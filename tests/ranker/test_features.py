@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ranker.data import from_rows
-from ranker.features import featurise, fit_schema
+from ranker.features import UNKNOWN, featurise, fit_schema
 from ranker.history import HISTORY, LiveHistory, Seen, simulate
 from ranker.rare import RARE, fit_rare_words
 from ranker.segments import runs
@@ -94,11 +94,13 @@ def test_a_batch_gives_what_single_prompts_give() -> None:
         np.testing.assert_allclose(together[i], featurise(schema, [prompt])[0], rtol=1e-4, atol=1e-5)
 
 
-def test_unknown_tasks_and_missing_columns_are_nan() -> None:
+def test_missing_columns_are_nan_and_unknown_tasks_are_marked() -> None:
     schema = fit_schema(["a", "b"], ["t", "u"], 0)
     columns = featurise(schema, ["a"] * 3, ["u", "other", None], [0.5, 1.5, float("nan")])
     task = columns[:, schema.names.index("task")]
-    assert task[0] == 1 and np.isnan(task[1:]).all()
+    assert task[0] == 1 and task[1] == UNKNOWN and np.isnan(task[2])
+    without = fit_schema(["a", "b"], [], 0)  # trained without names of tasks: a name says nothing
+    assert np.isnan(featurise(without, ["a"], ["other"])[0, without.names.index("task")])
     assert columns[1, schema.names.index("difficulty")] == 1.5
     assert np.isnan(columns[:, schema.history]).all()
 
@@ -124,7 +126,7 @@ def test_siblings_count_once_they_have_ended_before_the_start() -> None:
     seen = simulate(from_rows([row(10, 0, 5), row(30, 0, 9), row(90, 6, 20), row(50, 10, 30)]))[:, 4:7]
     assert np.isnan(seen[:2]).all()
     np.testing.assert_allclose(seen[2], [math.log(10), math.log(10), 1], rtol=1e-6)
-    np.testing.assert_allclose(seen[3], [math.log(300) / 2, math.log(30), 2], rtol=1e-6)
+    np.testing.assert_allclose(seen[3], [math.log(20), math.log(30), 2], rtol=1e-6)
 
 
 def test_live_history_gives_what_training_simulates() -> None:

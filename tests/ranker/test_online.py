@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ranker.data import from_rows
 from ranker.errors import RankerError
+from ranker.model import Judged
 from ranker.online import OnlineRanker
+from ranker.train import refit
 from tests.ranker.synthetic import small_reasoner
 
 
@@ -20,7 +24,9 @@ def play(ranker: OnlineRanker, rows: list[dict[str, Any]], step: int, shuffle: b
     ids = [f"{step}.{n}" for n in range(len(rows))]
     groups = [f"{step}.{row['group_id']}" for row in rows]
     prompts, tasks = [row["prompt"] for row in rows], [row["task"] for row in rows]
-    ranker.predict(prompts, tasks, groups, [[i] for i in ids], step)
+    prediction = ranker.predict(prompts, tasks, groups, step)
+    for sample, expected in zip(ids, prediction.mean if prediction else (), strict=bool(prediction)):
+        ranker.expect([sample], float(expected))
     ranker.observe(
         [
             row | {"sample_id": sample, "output_length": int(length), "step": step, "group_id": group}
@@ -68,11 +74,34 @@ def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
     rows = small_reasoner(60, 2, 0).rows
     play(ranker, rows, 1)
     ranker.refit()
-    ranker.predict(["1 + 1"], sample_ids=[["a"]], step=2)
-    first = ranker._waiting["a"]
-    ranker.predict(["Sort 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"], sample_ids=[["a"]], step=2)
-    assert ranker._waiting["a"] == first
+    expected = np.arange(1.0, 31.0)
+    for n, length in enumerate(expected):
+        ranker.expect([f"a{n}"], float(length))
+        ranker.expect([f"a{n}"], 1000.0 - length)  # once it runs, something else is expected
+    finished = [
+        {"prompt": "p", "sample_id": f"a{n}", "output_length": int(length)} for n, length in enumerate(expected)
+    ]
+    ranker.observe(finished[:20])
     assert ranker.end_step() is None  # too few to measure
+    ranker.observe(finished[20:])
+    measured = ranker.end_step()
+    assert measured is not None and measured.recall_at_20 == measured.kendall_tau == 1.0 and measured.samples == 30
+
+
+@pytest.mark.parametrize(
+    ("written_by", "held_out", "trusted"),
+    [("m", 1, True), ("m", -1, False), ("other", 1, False), (None, 1, False)],
+    ids=["held out right", "held out wrong", "another model", "unnamed model"],
+)
+def test_a_file_is_trusted_by_its_held_out_samples_and_by_the_same_model_only(
+    written_by: str | None, held_out: int, trusted: bool
+) -> None:
+    model = refit("log_length", from_rows(small_reasoner(40, 2, 0).rows), written_by=("m",))
+    length = np.arange(1.0, 101.0)
+    assert not OnlineRanker(model, written_by="m").trusted  # a refit has no held-out samples
+    model = replace(model, judged=Judged(held_out * length, length))
+    assert OnlineRanker(model, written_by=written_by).trusted is trusted
+    assert not OnlineRanker(replace(model, written_by=("m", "n")), written_by="m").trusted
 
 
 def test_the_same_calls_give_the_same_answers() -> None:
