@@ -30,6 +30,7 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.site_connections import connect_inside
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
@@ -88,7 +89,8 @@ class AgentsProcess:
             self.link.state = self._state
             self.link.on_new_hub = self._new_service
             self.context.say(waiting_for([f"service-{self.context.site}"]))
-            await self.link.connect(self.context.addresses.services[self.context.site], run.deadlines.startup_s)
+            address, service = self.context.addresses.services[self.context.site], f"service-{self.context.site}"
+            await connect_inside(self.context, self.link, service, address)
             self.context.say(READY)
             try:
                 async with asyncio.TaskGroup() as tasks:
