@@ -25,7 +25,7 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
-from streamrl.rollouts.trajectory import RowExtent, Trajectory
+from streamrl.rollouts.trajectory import RowExtent, Trajectory, kept_of
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -190,13 +190,14 @@ def _turn(message: TurnDone, arrays: Arrays) -> GeneratedTurn:
 def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:
     """Convert a finished episode: its rows' tokens follow one another."""
     rows, void = [row for row in episode.rows if row.sampled.any()], episode.void
+    messages, steps = kept_of(episode.messages, episode.steps)
     trajectory = Trajectory(
         rows=[RowExtent(tokens=len(row.tokens), prompt=row.prompt_length) for row in rows],
         reward=episode.reward,
         void_cause=void.cause if void else None,
         void_text=void.text if void else "",
-        messages=episode.messages,
-        steps=episode.steps,
+        messages=messages,
+        steps=steps,
     )
     answers = [one for one in episode.messages if one.get("role") == "assistant"]
     message = EpisodeDone(

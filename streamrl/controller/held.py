@@ -18,6 +18,7 @@ from streamrl.controller.weight_canary import HISTORY
 from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
+from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD
 from streamrl.rollouts.types import Sample
 from streamrl.transport.wire import MAX_NAME
 
@@ -90,7 +91,7 @@ class SiteOwn:
             return f"names {sample.instance!r:.99} in pool {sample.pool!r:.99} of site {sample.site!r:.99}"
         if sample.finish_reason not in ("stop", "length") or not all(map(is_time, times)):
             return "has an unknown end, or a time that is none"
-        if (wrong := self._wrong_with_length(sample)) is not None:
+        if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
             return wrong
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.limits.vocabulary or 2**31)):
             return "has tokens outside the vocabulary"
@@ -178,3 +179,15 @@ def _can_work(one: SimulatedInstance) -> bool:
         and all(0 < seconds < SLOWEST_STEP_S for seconds in curve.seconds)
         and all(0 <= rate < SLOWEST_STEP_S for rate in rates)
     )
+
+
+def _wrong_with_told(sample: Sample) -> str | None:
+    """Return what makes unusable what an episode tells of itself, or None."""
+    told = sample.trajectory
+    if told is None:
+        return None
+    if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_STEPS or told.told_bytes > MOST_TOLD:
+        return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
+    if not all(is_time(time) for step in told.steps for time in (step.started, step.finished)):
+        return "has a step at a time that is none"
+    return None

@@ -9,6 +9,12 @@ import msgspec
 
 from streamrl.rollouts.void import Void, VoidCause
 
+MOST_STEPS = 1_000
+"""Steps of an episode that are kept, the first ones."""
+MOST_TOLD = 4_000_000
+"""Most bytes, as JSON, of the conversation and the steps of an episode."""
+MOST_OF_A_MESSAGE = 10_000
+"""Characters that are kept of each message of a conversation that is too long."""
 NOT_SAMPLED = -1
 """Weight version of a token that no policy has sampled: of a prompt, a tool's result, a template."""
 
@@ -65,6 +71,24 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("an episode has either a reward or a cause for which it is void")
 
     @property
+    def told_bytes(self) -> int:
+        """Bytes of the conversation and the steps as JSON."""
+        return len(msgspec.json.encode((self.messages, self.steps)))
+
+    @property
     def void(self) -> Void | None:
         """Why there is no reward; None: there is one."""
         return None if self.void_cause is None else Void(self.void_cause, self.void_text)
+
+
+def kept_of(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> tuple[list[dict[str, Any]], list[EpisodeStep]]:
+    """Return what is kept of an episode's conversation and steps, for people; its tokens are all kept elsewhere."""
+    steps = steps[:MOST_STEPS]
+    if len(msgspec.json.encode((messages, steps))) <= MOST_TOLD:
+        return messages, steps
+    short = [
+        {"role": str(one.get("role")), "content": str(one.get("content") or "")[:MOST_OF_A_MESSAGE]}
+        for one in messages[:MOST_STEPS]
+    ]
+    bare = [msgspec.structs.replace(step, detail="") for step in steps]
+    return (short, bare) if len(msgspec.json.encode((short, bare))) <= MOST_TOLD else ([], bare)

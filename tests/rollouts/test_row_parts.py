@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +15,7 @@ from ranker.data import read_rollouts
 from streamrl.rollouts.micro_batch import from_wire, split_into_micro_batches, to_wire, train_groups
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.row_parts import episode_rows, sample_of_row
-from streamrl.rollouts.trajectory import NOT_SAMPLED, EpisodeStep, RowExtent, Trajectory
+from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, NOT_SAMPLED, EpisodeStep, RowExtent, Trajectory, kept_of
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import VoidCause
 from tests.rollouts.test_rollouts import make_sample
@@ -130,6 +131,21 @@ def test_rows_that_cannot_be_are_refused() -> None:
         trajectory([OTHER], reward=1.0, cause=VoidCause.TOOL)
     with pytest.raises(ValueError, match="finite"):
         trajectory([OTHER], reward=float("nan"))
+
+
+def test_of_a_long_conversation_as_much_is_kept_as_a_message_carries() -> None:
+    steps = [EpisodeStep("tool", "read", 1.0, 2.0, "x" * 2000)] * 10_000
+    messages = [{"role": "user", "content": "hi"}]
+    assert kept_of(messages, steps[:3]) == (messages, steps[:3])
+    assert kept_of(messages, steps) == (messages, steps[:MOST_STEPS])
+    short, bare = kept_of([{"role": "tool", "content": "y" * MOST_TOLD, "name": "z"}], steps)
+    assert len(short[0]["content"]) == 10_000 and len(bare) == MOST_STEPS and bare[0].detail == ""
+    told = telling(short, bare)
+    assert told.told_bytes <= MOST_TOLD
+
+
+def telling(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> Trajectory:
+    return Trajectory(rows=[], reward=0.0, messages=messages, steps=steps)
 
 
 def test_each_row_of_an_episode_is_a_row_of_its_file_and_the_conversation_is_in_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""What makes an agent's episode unusable, whoever sends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.controller.held import SampleLimits, SiteOwn
+from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, EpisodeStep
+from streamrl.rollouts.types import Sample
+from tests.rollouts.test_row_parts import FORK, TWO_TURNS, episode
+
+OWN = SiteOwn("here", {"regular": 2}, SampleLimits(most_tokens=2, most_context=7, vocabulary=50))
+SAMPLE = replace(episode("g.0", [TWO_TURNS, FORK]), group_id="g")
+
+
+def telling(**changes: object) -> Sample:
+    assert SAMPLE.trajectory is not None
+    return replace(SAMPLE, trajectory=msgspec.structs.replace(SAMPLE.trajectory, **changes))
+
+
+def test_an_episode_may_be_as_long_as_the_context_in_each_of_its_rows() -> None:
+    assert OWN.wrong_with_sample(SAMPLE, newest=3) is None
+    short = replace(OWN, limits=replace(OWN.limits, most_context=6))
+    assert "has 7 tokens, at most 6" in str(short.wrong_with_sample(SAMPLE, newest=3))
+
+
+def test_only_sampled_tokens_need_a_version_that_exists() -> None:
+    assert "versions outside 0..2" in str(OWN.wrong_with_sample(SAMPLE, newest=2))
+    other = np.where(SAMPLE.token_versions == -1, -1, -2).astype(np.int32)
+    assert "versions outside" in str(OWN.wrong_with_sample(replace(SAMPLE, token_versions=other), newest=3))
+
+
+def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> None:
+    assert SAMPLE.trajectory is not None
+    nobody = replace(SAMPLE, instance="", pool="")
+    empty = replace(
+        nobody,
+        completion_tokens=SAMPLE.completion_tokens[:0],
+        logprobs=SAMPLE.logprobs[:0],
+        token_versions=SAMPLE.token_versions[:0],
+        trajectory=msgspec.structs.replace(SAMPLE.trajectory, rows=[]),
+    )
+    assert OWN.wrong_with_sample(empty, newest=3) is None
+    assert "names ''" in str(OWN.wrong_with_sample(nobody, newest=3))
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"steps": [EpisodeStep("tool", "add", 1.0, 2.0)] * (MOST_STEPS + 1)}, "tells 1001 steps"),
+        ({"messages": [{"role": "user", "content": "x" * MOST_TOLD}]}, "bytes"),
+        ({"steps": [EpisodeStep("tool", "add", 1.0, float("inf"))]}, "a time that is none"),
+        ({"steps": [EpisodeStep("tool", "add", float("nan"), 2.0)]}, "a time that is none"),
+    ],
+)
+def test_an_episode_that_tells_too_much_or_nonsense_is_refused(told: dict[str, object], why: str) -> None:
+    assert why in str(OWN.wrong_with_sample(telling(**told), newest=3))
