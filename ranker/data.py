@@ -231,7 +231,8 @@ def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
             rows = [name for name in ROW_IDS if name in schema.names]
             for batch in parquet.iter_batches(batch_size=65536, columns=[*names, *rows]):
                 if rows == list(ROW_IDS):
-                    batch = batch.filter(pc.equal(*(batch.column(name) for name in ROW_IDS)))
+                    same = pc.equal(*(batch.column(name) for name in ROW_IDS))
+                    batch = batch.filter(pc.fill_null(same, True))
                 read = {name: _cast(file, name, batch.column(name)).to_pylist() for name in names}
                 yield {name: read.get(name) for name in COLUMNS}
     except (OSError, pa.ArrowException) as error:

@@ -28,7 +28,7 @@ from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reconnect import Recovery
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.refused_steps import RefusedSteps
-from streamrl.controller.reward_client import Judged, Rewarders
+from streamrl.controller.reward_client import JudgedSample, Rewarders
 from streamrl.controller.schedule_tuner import Setup, make_choice
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
@@ -525,7 +525,7 @@ class Controller:
             delivery.ack()
         await self._refuse_samples(wrong)
         now = time.time()
-        judged: list[Judged] = []
+        judged: list[JudgedSample] = []
         for peer, sample in ((one.peer, one.sample) for one in usable):
             if self.evaluator.generates(sample.sample_id):
                 group = self.evaluator.received(sample)
@@ -541,7 +541,7 @@ class Controller:
             if (trajectory := sample.trajectory) is None:
                 await self.rewarders.ask(group, sample.sample_id, sample.text)
             else:  # the agent has said what it is worth
-                judged.append(Judged(sample.sample_id, trajectory.reward, trajectory.void))
+                judged.append(JudgedSample(sample.sample_id, trajectory.reward, trajectory.void))
         if arrivals:
             self.waits.end("samples")
         self._record_rewards(judged)
@@ -606,7 +606,7 @@ class Controller:
         for delivery in deliveries:
             answer: ScoreAnswer = delivery.body
             if self.rewarders.answered(delivery.peer, answer.sample_id):
-                judged.append(Judged(answer.sample_id, answer.reward, answer.void, answer.traceback))
+                judged.append(JudgedSample(answer.sample_id, answer.reward, answer.void, answer.traceback))
             else:
                 self._refuse(delivery.peer, "not its own", f"the reward of sample {answer.sample_id!r:.99}")
         try:
@@ -615,7 +615,7 @@ class Controller:
             for delivery in deliveries:
                 delivery.ack()
 
-    def _record_rewards(self, judged: list[Judged]) -> None:
+    def _record_rewards(self, judged: list[JudgedSample]) -> None:
         """Record rewards, also void ones, in one transaction; groups that have all of theirs are complete.
 
         Raises:

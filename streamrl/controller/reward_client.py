@@ -14,7 +14,7 @@ from streamrl.transport.endpoint import Hub
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedSample:
     """A sample's reward, as a verifier or an agent gave it."""
 
     sample_id: str

@@ -70,7 +70,7 @@ def first_rows(table: pa.Table) -> pa.Table:
     """Return the rows of a table of rollouts that are the first, and mostly the only ones, of their samples."""
     if not set(ROW_IDS) <= set(table.column_names):
         return table
-    return table.filter(pc.equal(*(table[name] for name in ROW_IDS)))
+    return table.filter(pc.fill_null(pc.equal(*(table[name] for name in ROW_IDS)), True))
 
 
 class RolloutStore:

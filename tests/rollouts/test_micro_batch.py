@@ -39,7 +39,7 @@ def lengths(parts: list[list[TrainGroup]]) -> list[list[tuple[str, int, list[int
 
 def test_a_group_counts_its_prompt_once() -> None:
     one = group("a", 3, 4, 5, 0)
-    assert one.tokens == 12 and one.completion_tokens == 9
+    assert one.tokens == 12 and one.loss_tokens == 9
 
 
 def test_a_group_has_its_reference_if_every_completion_with_tokens_has() -> None:
@@ -158,14 +158,16 @@ def test_the_wire_form_written_out_and_back() -> None:
         "groups": [["a", 2, [3, 2]], ["b", 1, [1]]],
         "advantages": [0.0, 1.0, 0.0],
         "has_reference": [False, True, True],
+        "has_mask": [False, False, False],
     }
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "prompts": [0, 1, 0],
         "completions": [0, 1, 2, 0, 1, 0],
         "logprobs": [-0.5] * 6,
         "reference_logprobs": [-3.0, -4.0, -7.0],
+        "masks": [],
     }
-    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", "float32", "float32"]
+    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", "float32", "float32", "uint8"]
     back = from_wire(body, arrays)
     assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
     again = to_wire(back)
@@ -209,5 +211,5 @@ def test_a_body_that_is_none_is_refused(change: Any) -> None:
 def test_arrays_that_do_not_add_up_are_refused(name: str) -> None:
     body, arrays = to_wire(referenced())
     one_more(name)(body, arrays)
-    with pytest.raises(ValueError, match="do not add up"):
+    with pytest.raises(ValueError, match="do not add up|are not those of its tokens"):
         from_wire(body, arrays)
