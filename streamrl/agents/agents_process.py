@@ -54,9 +54,6 @@ class AgentsProcess:
         """Turns that the service owes, by id."""
         self._episodes: set[asyncio.Task[None]] = set()
         """Tasks of the open episodes."""
-        self._deadlines = {task.key: task.deadlines for task in context.run.agent_tasks}
-        self._tasks: dict[str, str] = {}
-        """Key of the task of each open episode, by sample id."""
 
     async def run(self) -> None:
         """Lead episodes until the process is stopped.
@@ -116,13 +113,9 @@ class AgentsProcess:
 
     async def _lead(self, order: RunEpisode) -> None:
         """Have an agent lead an episode, and report what became of it."""
-        self._tasks[order.sample_id] = order.task
-        try:
-            episode = await self.host.run(
-                EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
-            )
-        finally:
-            del self._tasks[order.sample_id]
+        episode = await self.host.run(
+            EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
+        )
         self.ended += 1
         if episode.void is not None:
             self.void[episode.void.cause] += 1
@@ -163,7 +156,7 @@ class AgentsProcess:
 
     def _wait(self, wait: EpisodeWait) -> dict[str, Any]:
         """Return what an episode waits for, as other waits of a process are told."""
-        limits, known = self._deadlines[self._tasks[wait.sample_id]], self.workers.waiting().get(wait.sample_id)
+        limits, known = self.workers.tasks[wait.order.task].deadlines, self.workers.waiting().get(wait.order.sample_id)
         what, limit_s = {
             "model": (f"the model to answer turn {wait.name}", limits.call_s),
             "tool": (f"tool {wait.name}", limits.tool_s),
@@ -173,7 +166,7 @@ class AgentsProcess:
             what, limit_s = f"tool {known.name}", limits.tool_s
         return {
             "owner": self.context.name,
-            "waiting_for": f"episode {wait.sample_id}: {what}",
+            "waiting_for": f"episode {wait.order.sample_id}: {what}",
             "since": wait.since,
             "limit_s": limit_s,
         }

@@ -51,7 +51,7 @@ CUT = "cut by the token limit"
 class EpisodeWait:
     """What an open episode waits for."""
 
-    sample_id: str
+    order: EpisodeOrder
     kind: Literal["model", "tool", "agent"]
     """'model': a turn is being generated; 'tool': the last answer called tools; 'agent': anything else."""
     name: str
@@ -77,16 +77,16 @@ class OpenSession:
 
     def wait(self) -> EpisodeWait:
         """Return what the episode waits for."""
-        sample_id = self.session.order.sample_id
+        order = self.session.order
         if running := [turn for turn, task in self.tasks.items() if not task.done()]:
             oldest = min(running, key=lambda turn: turn.started)
-            return EpisodeWait(sample_id, "model", oldest.order.turn_id, oldest.started)
+            return EpisodeWait(order, "model", oldest.order.turn_id, oldest.started)
         done = [turn for turn in self.session.turns if turn.finished is not None]
         if not done:
-            return EpisodeWait(sample_id, "agent", "", self.opened)
+            return EpisodeWait(order, "agent", "", self.opened)
         last = max(done, key=lambda turn: turn.finished or 0.0)
         tools = [call["function"]["name"] for call in last.answer.get("tool_calls", ())]
-        return EpisodeWait(sample_id, "tool" if tools else "agent", ", ".join(tools), last.finished or 0.0)
+        return EpisodeWait(order, "tool" if tools else "agent", ", ".join(tools), last.finished or 0.0)
 
 
 class ChatEndpoint:

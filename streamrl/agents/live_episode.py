@@ -31,15 +31,20 @@ class LiveEpisode:
     """One episode; use it from one event loop."""
 
     def __init__(
-        self, order: EpisodeOrder, limits: EpisodeDeadlines, tell: Callable[[str, str, float], object] | None = None
+        self,
+        order: EpisodeOrder,
+        limits: EpisodeDeadlines,
+        tell: Callable[[str, float], object] | None = None,
+        api_key: str = "",
     ) -> None:
         """
         Args:
             order: the episode's order.
             limits: its deadlines.
-            tell: called with sample id, the tools that it waits for ('': none), and since when.
+            tell: called with the tools that it waits for ('': none), and since when.
+            api_key: key of its session.
         """
-        self.order, self.limits = order, limits
+        self.order, self.limits, self.api_key = order, limits, api_key
         self.steps: list[EpisodeStep] = []
         self.void: Void | None = None
         """The deadline that has expired first; None: none has."""
@@ -126,4 +131,4 @@ class LiveEpisode:
     def _say(self) -> None:
         if self._tell is not None:
             since = min((since for _, since in self._tools.values()), default=time.time())
-            self._tell(self.order.sample_id, ", ".join(name for name, _ in self._tools.values()), since)
+            self._tell(", ".join(name for name, _ in self._tools.values()), since)

@@ -25,6 +25,7 @@ import traceback
 import weakref
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ class AgentWorker:
         match frame:
             case Play():
                 playing = self._loop.create_task(self._play(frame))
-                self._playing[frame.order.sample_id] = playing
-            case GiveUp() if frame.sample_id in self._playing:
-                self._playing[frame.sample_id].cancel()
+                self._playing[frame.api_key] = playing
+            case GiveUp() if frame.api_key in self._playing:
+                self._playing[frame.api_key].cancel()
 
     def _watch(self, blocked_s: float) -> None:
         """Tell the owner that this process lives, and once, that an agent blocks the event loop."""
@@ -150,11 +151,11 @@ class AgentWorker:
             traceback.print_stack(frame)
             code = frame.f_code
             where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-        return Blocked(sample_id=episode.order.sample_id if episode else "", where=where, seconds=seconds)
+        return Blocked(api_key=episode.api_key if episode else "", where=where, seconds=seconds)
 
     async def _play(self, play: Play) -> None:
         order, task = play.order, self.tasks[play.order.task]
-        episode = LiveEpisode(order, task.deadlines, self._tell)
+        episode = LiveEpisode(order, task.deadlines, partial(self._tell, play.api_key), play.api_key)
         client = AgentClient(episode, play.base_url, play.api_key, self._pool)
         agent = self.agents[order.task]
         assert agent is not None
@@ -169,10 +170,8 @@ class AgentWorker:
         episode.end()
         outcome = playing.result() if episode.void is None else EpisodeOutcome(None, episode.void)
         spoiled = await self._clean_up(episode)
-        del self._playing[order.sample_id]
-        self.pipe.send(
-            Played(sample_id=order.sample_id, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled)
-        )
+        del self._playing[play.api_key]
+        self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))
         with contextlib.suppress(Exception):
             await client.close()
 
@@ -191,8 +190,8 @@ class AgentWorker:
                 await asyncio.sleep(min(rest, PULSE_S))
         return ""
 
-    def _tell(self, sample_id: str, tools: str, since: float) -> None:
-        self.pipe.send(Doing(sample_id=sample_id, tools=tools, since=since))
+    def _tell(self, api_key: str, tools: str, since: float) -> None:
+        self.pipe.send(Doing(api_key=api_key, tools=tools, since=since))
 
 
 async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:

@@ -38,12 +38,13 @@ class Play(_Frame, frozen=True, kw_only=True):
     order: EpisodeOrder
     base_url: str
     api_key: str
+    """Key of its session, by which all other frames name it: an episode that is played again has another."""
 
 
 class GiveUp(_Frame, frozen=True, kw_only=True):
     """End an episode without an outcome: nobody waits for it any more."""
 
-    sample_id: str
+    api_key: str
 
 
 class Ready(_Frame, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class WorkerAlive(_Frame, frozen=True, kw_only=True):
 class Doing(_Frame, frozen=True, kw_only=True):
     """The tools that an episode waits for from now on."""
 
-    sample_id: str
+    api_key: str
     tools: str
     """Their names; '': none."""
     since: float
@@ -69,7 +70,7 @@ class Doing(_Frame, frozen=True, kw_only=True):
 class Played(_Frame, frozen=True, kw_only=True):
     """The outcome of an episode."""
 
-    sample_id: str
+    api_key: str
     outcome: EpisodeOutcome
     spoiled: str
     """Why the worker should get no further episodes: it keeps threads or coroutines that do not end; '': it should."""
@@ -78,8 +79,8 @@ class Played(_Frame, frozen=True, kw_only=True):
 class Blocked(_Frame, frozen=True, kw_only=True):
     """An agent has not awaited anything for too long, so no episode of the worker goes on."""
 
-    sample_id: str
-    """Its episode; '': unknown."""
+    api_key: str
+    """Key of its episode's session; '': unknown."""
     where: str
     """Where its code is: 'agents.py:12 in run'."""
     seconds: float

@@ -38,6 +38,7 @@ LAST_WORDS_S = 1.0
 class AgentWait:
     """The tools that an episode waits for, as its worker knows them."""
 
+    sample_id: str
     name: str
     since: float
     """Unix seconds."""
@@ -54,8 +55,10 @@ class WorkerProcess:
         self.ready, self.no_more, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.problem = self.how = ""
         self.silent_s = 0.0
-        self.playing: dict[str, asyncio.Future[EpisodeOutcome]] = {}
+        self.playing: dict[str, tuple[Play, asyncio.Future[EpisodeOutcome]]] = {}
+        """Episodes that it plays, by the key of their session."""
         self.doing: dict[str, AgentWait] = {}
+        """Tools that some of them wait for, likewise."""
         self._suspects = suspects
         self.cause = VoidCause.CRASH
         self._blocked: Blocked | None = None
@@ -85,20 +88,20 @@ class WorkerProcess:
 
     async def play(self, play: Play) -> EpisodeOutcome:
         """Play an episode to its end, which may be that of the worker."""
-        sample_id = play.order.sample_id
         if self.ended:
             return void_outcome(VoidCause.CRASH, f"the agent worker did not start: {self.problem or self.how}")
-        future = self.playing[sample_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EpisodeOutcome] = asyncio.get_running_loop().create_future()
+        self.playing[play.api_key] = play, future
         self.idle.clear()
         self.send(play)
         try:
             return await future
         except asyncio.CancelledError:
-            self.send(GiveUp(sample_id=sample_id))
+            self.send(GiveUp(api_key=play.api_key))
             raise
         finally:
-            self.playing.pop(sample_id, None)
-            self.doing.pop(sample_id, None)
+            self.playing.pop(play.api_key, None)
+            self.doing.pop(play.api_key, None)
             if not self.playing:
                 self.idle.set()
 
@@ -127,9 +130,9 @@ class WorkerProcess:
         self._output.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        for sample_id, future in list(self.playing.items()):
+        for play, future in list(self.playing.values()):
             if not future.done():
-                future.set_result(self._outcome_of_death(sample_id))
+                future.set_result(self._outcome_of_death(play))
         for event in (self.ready, self.no_more):
             event.set()
 
@@ -139,25 +142,26 @@ class WorkerProcess:
                 self.problem = frame.problem
                 self.ready.set()
             case Doing():
-                if frame.tools:
-                    self.doing[frame.sample_id] = AgentWait(frame.tools, frame.since)
+                if frame.tools and frame.api_key in self.playing:
+                    play, _ = self.playing[frame.api_key]
+                    self.doing[frame.api_key] = AgentWait(play.order.sample_id, frame.tools, frame.since)
                 else:
-                    self.doing.pop(frame.sample_id, None)
+                    self.doing.pop(frame.api_key, None)
             case Played():
                 if frame.spoiled:
                     self.how = frame.spoiled
                     self.no_more.set()
-                if (future := self.playing.get(frame.sample_id)) is not None and not future.done():
+                if frame.api_key in self.playing and not (future := self.playing[frame.api_key][1]).done():
                     future.set_result(frame.outcome)
             case Blocked():
                 self._blocked = frame
                 self.kill(f"blocked for {frame.seconds:.0f} s at {frame.where}", VoidCause.TIMEOUT)
 
-    def _outcome_of_death(self, sample_id: str) -> EpisodeOutcome:
+    def _outcome_of_death(self, play: Play) -> EpisodeOutcome:
         """Return the outcome of an episode whose worker has ended: final only if it is known to be the cause."""
         blocked = self._blocked
-        if blocked is not None and blocked.sample_id:
-            if blocked.sample_id == sample_id:
+        if blocked is not None and blocked.api_key:
+            if blocked.api_key == play.api_key:
                 text = f"the agent awaited nothing for {blocked.seconds:.0f} s, at {blocked.where}"
                 return void_outcome(VoidCause.TIMEOUT, text)
             return void_outcome(
@@ -165,7 +169,7 @@ class WorkerProcess:
             )
         if len(self.playing) == 1:
             return void_outcome(self.cause, f"the agent's process ended: {self.how}")
-        self._suspects.add(sample_id)
+        self._suspects.add(play.order.sample_id)
         text = f"the agent worker, with {len(self.playing)} episodes, ended: {self.how}"
         return void_outcome(self.cause, text, again=True)
 

@@ -133,7 +133,7 @@ class EpisodeWorkers:
 
     def waiting(self) -> dict[str, AgentWait]:
         """Return the tools that open episodes wait for, by sample id; agents that are programs do not say."""
-        return {sample_id: wait for worker in self._workers for sample_id, wait in worker.doing.items()}
+        return {wait.sample_id: wait for worker in self._workers for wait in worker.doing.values()}
 
     async def close(self) -> None:
         """End all workers at once, even those that hang; every waiting `run` returns a void outcome."""

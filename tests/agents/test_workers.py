@@ -95,6 +95,10 @@ async def run(task, client):
             await asyncio.sleep(0)
             return 1.0
         case "waits for ever": await mark_when_cancelled("waits")
+        case "waits the first time":
+            if os.path.exists("begun"): return 2.0
+            open("begun", "w").close()
+            await mark_when_cancelled("given up")
         case "block": time.sleep(1000)
         case "hang in C": sum(itertools.repeat(0))
         case "exit": os._exit(3)
@@ -318,6 +322,20 @@ def test_what_an_agent_leaves_behind_is_cancelled_and_so_is_an_episode_that_nobo
             assert (await play(owner, None, order("mapping"))).reward == 2.0  # so the other has begun
             forgotten.cancel()
             await until(lambda: Path("waits").exists(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_is_given_up_and_begun_again_at_once_gets_the_outcome_of_the_second() -> None:
+    async def scenario() -> None:
+        async with started() as owner:
+            first = play(owner, None, order("waits the first time"))
+            await until(lambda: Path("begun").exists(), 10)
+            first.cancel()
+            await asyncio.sleep(0)
+            again = await owner.run(order("waits the first time"), "http://127.0.0.1:9/v1", "another key")
+            assert (again.reward, again.void) == (2.0, None)
+            await until(lambda: Path("given up").exists(), 10)
 
     asyncio.run(scenario())
 
