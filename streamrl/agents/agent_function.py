@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
-from streamrl.tasks.user_functions import NotThere, import_function, why_not_callable
+from streamrl.tasks.user_functions import import_function, require_callable
 
 
 class AgentFunction(Protocol):
@@ -40,14 +40,10 @@ def load_agent(task: AgentTask) -> AgentFunction | None:
         return None
     assert task.run is not None
     whose = f"task {task.key!r}: run {task.run!r}"
-    try:
-        function = import_function(task.run)
-    except NotThere as error:
-        raise UserError(f"{whose}: {error}") from error
+    function = import_function(task.run, whose)
     called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
     if inspect.isclass(function) or not inspect.iscoroutinefunction(called):
         raise UserError(f"{whose} must be a coroutine: async def f(task, client)")
-    if why_not := why_not_callable(function, {}, None):
-        raise UserError(f"{whose} must be callable as f(task, client): {why_not}")
+    require_callable(function, whose, "f(task, client)", {}, None)
     found: AgentFunction = function
     return found

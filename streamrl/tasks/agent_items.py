@@ -6,7 +6,6 @@ and reports; whatever else it has is the agent's.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.files import load_records, plain
-from streamrl.tasks.user_functions import NotThere, import_function, why_not_callable
+from streamrl.tasks.user_functions import import_ordinary
 
 CACHED = 64
 """Items kept: an item is asked for its text and for the rest."""
@@ -77,15 +76,7 @@ class _NoItem(Exception):
 def _items_function(task: AgentTask) -> Callable[[int, int], Any]:
     assert task.items is not None
     whose = f"task {task.key!r}: items {task.items!r}"
-    try:
-        function = import_function(task.items)
-    except NotThere as error:
-        raise UserError(f"{whose}: {error}") from error
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{whose} must be an ordinary function")
-    if why_not := why_not_callable(function, 0, 0):
-        raise UserError(f"{whose} must be callable as f(index, seed): {why_not}")
-    found: Callable[[int, int], Any] = function
+    found: Callable[[int, int], Any] = import_ordinary(task.items, whose, "f(index, seed)", 0, 0)
     return found
 
 

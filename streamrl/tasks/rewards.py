@@ -5,7 +5,6 @@ They run inside a reward worker (see `reward_pool`), because they may hang or cr
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import reprlib
@@ -19,7 +18,7 @@ from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.sandbox import passes
 from streamrl.tasks.source import ITEMS
-from streamrl.tasks.user_functions import NotThere, import_function, why_not_callable
+from streamrl.tasks.user_functions import import_ordinary
 from streamrl.tasks.void_reward import VoidReward
 
 PYTHON_TESTS = "python_tests"
@@ -145,13 +144,11 @@ def load_function(spec: str, whose: str) -> RewardFunction:
     Raises:
         UserError: it cannot be imported, or cannot be called as a `RewardFunction`.
     """
-    try:
-        function: Any = import_function(spec, "'math_verify', 'exact_match', 'python_tests' or 'module:function'")
-    except NotThere as error:
-        raise UserError(f"{whose}: reward {spec!r}: {error}") from error
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{whose}: reward {spec!r} must be an ordinary function")
-    if why_not := why_not_callable(function, "", prompt="", answer=None):
-        raise UserError(f"{whose}: reward {spec!r} must be callable as f(completion, *, prompt, answer): {why_not}")
-    found: RewardFunction = function
+    form, expected = (
+        "f(completion, *, prompt, answer)",
+        "'math_verify', 'exact_match', 'python_tests' or 'module:function'",
+    )
+    found: RewardFunction = import_ordinary(
+        spec, f"{whose}: reward {spec!r}", form, "", expected=expected, prompt="", answer=None
+    )
     return found

@@ -8,24 +8,23 @@ import os
 import sys
 from typing import Any
 
-
-class NotThere(Exception):
-    """A name of a run file that cannot be imported, with the reason."""
+from streamrl.errors import UserError
 
 
-def import_function(spec: str, expected: str = "'module:function'") -> Any:
+def import_function(spec: str, whose: str, expected: str = "'module:function'") -> Any:
     """Import 'module:function', also from the current folder.
 
     Args:
         spec: what the run file names.
-        expected: what it may name.
+        whose: beginning of an error, up to and with the name.
+        expected: what the run file may name.
 
     Raises:
-        NotThere: it is not of this form, or cannot be imported.
+        UserError: it is not of this form, or cannot be imported.
     """
     module_name, colon, name = spec.partition(":")
     if not (colon and module_name and name):
-        raise NotThere(f"expected {expected}")
+        raise UserError(f"{whose}: expected {expected}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -33,14 +32,34 @@ def import_function(spec: str, expected: str = "'module:function'") -> Any:
         for part in name.split("."):
             function = getattr(function, part)
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise NotThere(f"cannot be imported: {type(error).__name__}: {error}") from error
+        raise UserError(f"{whose}: cannot be imported: {type(error).__name__}: {error}") from error
     return function
 
 
-def why_not_callable(function: Any, *args: Any, **named: Any) -> str:
-    """Return why a function cannot be called with arguments like these; '': it can."""
+def import_ordinary(
+    spec: str, whose: str, form: str, *args: Any, expected: str = "'module:function'", **named: Any
+) -> Any:
+    """Import a function that is no coroutine; arguments as for `import_function` and `require_callable`."""
+    function = import_function(spec, whose, expected)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise UserError(f"{whose} must be an ordinary function")
+    require_callable(function, whose, form, *args, **named)
+    return function
+
+
+def require_callable(function: Any, whose: str, form: str, *args: Any, **named: Any) -> None:
+    """Check that a function can be called with arguments like these.
+
+    Args:
+        function: what was imported.
+        whose: beginning of an error.
+        form: the call in words, such as 'f(index, seed)'.
+        args: positional arguments; named ones follow.
+
+    Raises:
+        UserError: it cannot.
+    """
     try:
         inspect.signature(function).bind(*args, **named)
     except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+        raise UserError(f"{whose} must be callable as {form}: {error}") from error
