@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -217,8 +217,16 @@ def _missing(file: Path, there: Iterable[str]) -> None:
             raise RankerError(f"{file}: no column '{name}'; expected 'prompt' and 'output_length', found: {shown}")
 
 
+Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
 ROW_IDS = ("sample_id", "trajectory_id")
 """Columns that are equal in a sample's first row; an episode's further rows repeat its length."""
+
+
+def first_rows(rows: Rows) -> Rows:
+    """Return the rows that are the first, and mostly the only ones, of their samples."""
+    if not set(ROW_IDS) <= set(rows.schema.names):
+        return rows
+    return rows.filter(pc.fill_null(pc.equal(*(rows.column(name) for name in ROW_IDS)), True))
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
@@ -228,11 +236,8 @@ def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
             schema = parquet.schema_arrow
             _missing(file, schema.names)
             names = [name for name in COLUMNS if name in schema.names]
-            rows = [name for name in ROW_IDS if name in schema.names]
-            for batch in parquet.iter_batches(batch_size=65536, columns=[*names, *rows]):
-                if rows == list(ROW_IDS):
-                    same = pc.equal(*(batch.column(name) for name in ROW_IDS))
-                    batch = batch.filter(pc.fill_null(same, True))
+            ids = [name for name in ROW_IDS if name in schema.names]
+            for batch in map(first_rows, parquet.iter_batches(batch_size=65536, columns=[*names, *ids])):
                 read = {name: _cast(file, name, batch.column(name)).to_pylist() for name in names}
                 yield {name: read.get(name) for name in COLUMNS}
     except (OSError, pa.ArrowException) as error:

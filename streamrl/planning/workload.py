@@ -7,8 +7,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ranker.data import first_rows
 from streamrl.errors import UserError
-from streamrl.rollouts.rollout_store import first_rows
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ranker.data import ROW_IDS
+from ranker.data import ROW_IDS, first_rows
 from streamrl.atomic_files import replacing
 from streamrl.errors import RunFailed
 from streamrl.rollouts.row_parts import episode_rows
@@ -64,13 +63,6 @@ steps as JSON, in its first row.
 
 `reward` is null where it is void: `void_cause` and `reward_error` say why, and `advantage` and `t_trained` are null.
 """
-
-
-def first_rows(table: pa.Table) -> pa.Table:
-    """Return the rows of a table of rollouts that are the first, and mostly the only ones, of their samples."""
-    if not set(ROW_IDS) <= set(table.column_names):
-        return table
-    return table.filter(pc.fill_null(pc.equal(*(table[name] for name in ROW_IDS)), True))
 
 
 class RolloutStore:
