@@ -53,13 +53,13 @@ from streamrl.weights.version_store import WeightStore
 OUT = HERE / "results"
 WAYS = {False: "without keys", True: "with keys"}
 TOKENS = 1000
-"""Of a sample."""
+"""Tokens of a sample."""
 SAMPLES = 2000
-"""Of one turn."""
+"""Samples of one turn."""
 CHUNK_BYTES = 4 * 2**20
 """Default of `weights.chunk_mb`."""
 TRANSFER_BYTES = 128 * 2**20
-"""Of one turn of bytes, and of a version."""
+"""Bytes of one turn that sends bytes, and of a version."""
 PUBLISHER_CREDITS = 16
 LIMIT_S = 300.0
 

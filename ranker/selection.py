@@ -69,11 +69,11 @@ class CrossScores:
     """Scores of a kind by models that saw neither a sample's fold nor fold f [FOLDS, N]; NaN where these are one."""
 
     cold: Array
-    """Without history."""
+    """Scores without history."""
     warm: Array
-    """With history."""
+    """Scores with history."""
     trained: Array
-    """With the history partly hidden."""
+    """Scores with the history partly hidden."""
     trees: int
     """Median of the models' trees."""
 

@@ -52,7 +52,7 @@ PLAN_TESTS = (
     "--deselect=tests/scheduler/test_dispatch_objective.py::test_a_slow_trainer_is_not_starved_by_longest_first",
     "--deselect=tests/scheduler/test_dispatch_objective.py::test_the_saving_is_of_what_the_schedule_waits_for",
 )
-"""Without tests of seconds."""
+"""Arguments that leave out tests of seconds."""
 TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/losses.py": ("tests/training/test_losses.py",),
     "streamrl/training/corrections.py": ("tests/training/test_corrections.py",),

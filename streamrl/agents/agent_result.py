@@ -28,7 +28,7 @@ def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
         raise VoidReward(text=f"the agent returned a mapping without `reward`: {reprlib.repr(dict(found))}")
     if len(found) > MOST_METRICS:
         raise VoidReward(text=f"the agent returned {len(found)} numbers, at most {MOST_METRICS} are recorded")
-    metrics = {str(name)[:100]: _finite(f"{name!r}", value) for name, value in found.items() if name != "reward"}
+    metrics = {str(name)[:MOST_NAME]: _finite(f"{name!r}", value) for name, value in found.items() if name != "reward"}
     return _finite("the reward", found["reward"]), metrics
 
 

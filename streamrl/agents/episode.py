@@ -50,7 +50,7 @@ class TurnOrder:
     """All tokens before the turn, those of earlier turns included, shape [P]."""
     seed: int
     temperature: float | None
-    """As in `EpisodeOrder`."""
+    """Temperature of the turn, as in `EpisodeOrder`."""
 
 
 @dataclass(frozen=True)

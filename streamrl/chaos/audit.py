@@ -50,7 +50,7 @@ class RolloutRow:
     trained: bool
     """False: its group was dropped, or its reward is void."""
     output_length: int
-    """As the run says, less the sampled tokens of the episode's other rows."""
+    """Number that the run states, less the sampled tokens of the episode's other rows."""
     tokens: IntArray
     """Sampled tokens, shape [C]; likewise the others."""
     logprobs: FloatArray
