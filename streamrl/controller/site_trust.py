@@ -13,14 +13,16 @@ never excluded. A site stays excluded until the controller is restarted.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of, samples_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.site_services import GivenWork, Services
+from streamrl.controller.step_times import StepTimes
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Park
 
@@ -69,19 +71,22 @@ class SiteTrust:
         self,
         services: Services,
         pool: GroupPool,
-        evaluator: Callable[[], Evaluator],
-        rounds: Callable[[], NoRounds],
+        evaluator: Evaluator,
+        rounds: NoRounds,
+        times: StepTimes,
         seed: int,
     ) -> None:
         """
         Args:
             services: the generation services.
             pool: groups of training.
-            evaluator: returns the run's evaluator.
-            rounds: returns the run's rounds.
+            evaluator: groups of evaluations.
+            rounds: the run's rounds.
+            times: times of the current step.
             seed: the run's.
         """
-        self.services, self.pool, self._evaluator, self._rounds, self._seed = services, pool, evaluator, rounds, seed
+        self.services, self.pool, self._evaluator, self._rounds = services, pool, evaluator, rounds
+        self._times, self._seed = times, seed
         self._failed: defaultdict[str, list[str]] = defaultdict(list)
         """Services that delivered an unusable sample, by sample; samples that arrived since are left out."""
         self._delivered: Counter[str] = Counter()
@@ -109,7 +114,7 @@ class SiteTrust:
                 f"the last one, from {service}, {why}"
             )
         group_id = group_of(sample_id)
-        work = open_work([sample_id], {sample_id: group_id}, self.pool, self._evaluator(), self._seed)
+        work = open_work([sample_id], {sample_id: group_id}, self.pool, self._evaluator, self._seed)
         for one in work:
             self.services.take_back(sample_id, group_id)
             await self._give([one], avoid=failed)
@@ -129,14 +134,15 @@ class SiteTrust:
             return False
         log.error("%s is not used any more: %s", service, why)
         work = open_work(
-            self.services.exclude(service, why), self.services.alone, self.pool, self._evaluator(), self._seed
+            self.services.exclude(service, why), self.services.alone, self.pool, self._evaluator, self._seed
         )
         await self._give(work)
+        if not self.services.updating:  # it may have been the last one that was loading weights
+            self._times.weights_served(time.time())
         return True
 
     async def _give(self, work: list[GivenWork], avoid: Collection[str] = ()) -> None:
-        rounds = self._rounds()
-        await self.services.give(work, rounds.budget, avoid)
-        resting = {draw[0] for one in work for draw in one.draws} & set(rounds.resting_samples())
+        await self.services.give(work, self._rounds.budget, avoid)
+        resting = {draw[0] for one in work for draw in one.draws} & set(self._rounds.resting_samples())
         if resting:
             await self.services.tell(Park(sample_ids=sorted(resting)))

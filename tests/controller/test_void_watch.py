@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from streamrl.config.run import RunConfig
-from streamrl.controller.controller import Controller
+from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.void_watch import FEWEST, VoidWatch
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.rollouts.void import Void, VoidCause
@@ -82,14 +83,11 @@ def test_a_small_batch_is_judged_over_as_many_rewards_as_tell_something() -> Non
 
 def test_void_rewards_of_an_evaluation_end_no_run() -> None:
     watched, scored, done = watch(), list[str](), list[int]()
-    controller = SimpleNamespace(
-        rewarders=SimpleNamespace(answered=lambda *_: True),
-        evaluator=SimpleNamespace(awaits=lambda _: True, scored=lambda sample_id, *_: scored.append(sample_id)),
-        void_watch=watched,
-    )
+    parts = {part.name: cast(Any, None) for part in fields(SampleIntake)}
+    evaluator = SimpleNamespace(awaits=lambda _: True, scored=lambda sample_id, *_: scored.append(sample_id))
+    parts |= {"rewarders": SimpleNamespace(answered=lambda *_: True), "evaluator": evaluator, "void_watch": watched}
     answers = [ScoreAnswer(f"e-{n}", None, 0.1, VoidCause.TIMEOUT, "timed out") for n in range(200)]
     deliveries = [SimpleNamespace(peer="r", body=one, ack=lambda: done.append(1)) for one in answers]
-    controller._record_rewards = lambda judged: Controller._record_rewards(cast(Controller, controller), judged)
-    Controller._rewards(cast(Controller, controller), cast(list[Delivery], deliveries))
+    SampleIntake(**parts).rewards(cast(list[Delivery], deliveries))
     assert len(scored) == len(done) == 200
     assert play(watched, [LATE] * (FEWEST - 1)) is None  # it has counted none so far

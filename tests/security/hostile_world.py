@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec import inspect
@@ -19,9 +19,10 @@ from scheduler.sites.site_dispatch import SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
-from streamrl.controller.group_source import samples_of
+from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.group_source import GroupSource, samples_of
 from streamrl.generation.site.sample_batches import pack_samples
-from streamrl.protocol.controller_rewards import ScoreAnswer, ScoreRequest
+from streamrl.protocol.controller_rewards import ScoreRequest
 from streamrl.protocol.controller_site import (
     SampleBatch,
 )
@@ -73,9 +74,8 @@ def two_sites(tmp_path: Path, sent: Sent, **changes: Any) -> Iterator[Controller
         context = RoleContext("controller", "home", tmp_path, CLUSTER, run, Addresses("", "", {}), False)
         one = Controller(context)
         made.append(one)
-        one.evaluator = SimpleNamespace(  # type: ignore[assignment]  # no evaluation is in flight
-            awaits=lambda _: False, generates=lambda _: False, unfinished=0, open_groups=dict
-        )
+        none = SimpleNamespace(awaits=lambda _: False, generates=lambda _: False, unfinished=0, open_groups=dict)
+        one._build(cast(GroupSource, None), cast(Evaluator, none))  # no evaluation is in flight
         one.hub.send = sent.send  # type: ignore[method-assign]
         for name, site in SITES.items():
             one.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
@@ -138,11 +138,7 @@ def hear(controller: Controller, *deliveries: Delivery) -> dict[str, dict[str, i
     """Let the controller handle deliveries as its loop does; return what it has refused."""
 
     async def handle() -> None:
-        await controller._samples([one for one in deliveries if isinstance(one.body, SampleBatch)])
-        controller._rewards([one for one in deliveries if isinstance(one.body, ScoreAnswer)])
-        for one in deliveries:
-            if not isinstance(one.body, SampleBatch | ScoreAnswer):
-                await controller._handle(one)
+        await controller._handle_all(list(deliveries))
 
     asyncio.run(handle())
     return controller.hub.refused()

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from streamrl.controller.controller import Controller
 from streamrl.controller.pool_sizes import MOST_COMING
+from streamrl.controller.site_claims import check_heartbeat
 from streamrl.controller.site_trust import open_work
 from streamrl.controller.weight_canary import Measured
 from streamrl.errors import RunFailed
@@ -74,12 +75,15 @@ def test_what_cannot_be_read_at_all_excludes_its_site_and_others_do_its_work(
 
 
 def test_a_site_most_of_whose_samples_cannot_be_used_is_excluded_and_shown(controller: Controller) -> None:
+    publish(controller, 0)
+    hear(controller, ready("service-home", 0))
     for number in range(2, 10):
         issue(controller, number, "far")
     for number in range(2, 9):
         hear(controller, batch("service-far", sample("far", number, **NAN)))
-    assert not controller.services.excluded
+    assert not controller.services.excluded and controller.times.started is None
     hear(controller, batch("service-far", sample("far", 9, **NAN)))
+    assert controller.times.started is not None  # nobody that is used has yet to load the first weights
     assert controller.services.excluded == {"service-far": "8 of its 8 samples cannot be used"}
     assert all(
         controller.services.holds("service-home", f"p{n}-0.{k:03d}", f"p{n}-0") for n in range(10) for k in (0, 1)
@@ -170,7 +174,7 @@ def test_a_canary_that_differs_excludes_its_site_and_that_of_the_trainers_site_e
         def play() -> None:
             if measured_first == "instance":
                 hear(controller, differs)
-            asyncio.run(controller._judge_canaries(controller.canary.trainer_measured(0, measured)))
+            asyncio.run(controller.guard.judge_canaries(controller.canary.trainer_measured(0, measured)))
             if measured_first == "trainer":
                 hear(controller, differs)
 
@@ -227,10 +231,10 @@ def test_instances_that_come_and_go_for_ever_are_not_remembered_for_ever(control
 @pytest.mark.parametrize("name", ["trainer-0", "controller", "home-regular-0", "far-regular-1", "far-regular-0\n"])
 def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str) -> None:
     far = Speaker("service-far", "service", "far")
-    controller._check_state(far, {"instances": {"far-regular-0": {"state": "busy"}}})
+    check_heartbeat(controller.own, far, {"instances": {"far-regular-0": {"state": "busy"}}})
     for speaker in (far, Speaker("rewards-far", "rewards", "far")):
         with pytest.raises(MalformedMessage, match=r"of site far|has instances"):
-            controller._check_state(speaker, {"instances": {name: {}}})
+            check_heartbeat(controller.own, speaker, {"instances": {name: {}}})
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str
 )
 def test_numbers_and_lists_of_a_heartbeat_have_an_end(controller: Controller, state: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match="state of service"):
-        controller._check_state(Speaker("service-far", "service", "far"), state)
+        check_heartbeat(controller.own, Speaker("service-far", "service", "far"), state)
 
 
 FLOOD = 100_000

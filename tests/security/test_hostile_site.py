@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.controller.controller import Controller
+from streamrl.controller.site_claims import check_heartbeat
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
@@ -187,7 +188,7 @@ def test_what_other_hubs_refused_is_shown_with_the_process_that_refused_it(contr
         "rewards-home": {"refused": {"malformed": {"hub": 2}}},
     }
     for name, state in states.items():
-        controller._check_state(Speaker(name, "trainer"), state)
+        check_heartbeat(controller.own, Speaker(name, "trainer"), state)
         controller.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
             name=name, session="s", state=state, last_seen=0.0, meta={}
         )

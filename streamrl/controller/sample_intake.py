@@ -1,0 +1,165 @@
+"""The way of a sample through the controller, from its arrival to its group being complete.
+
+arrival -> checked -> ledger -> acknowledged -> reward asked for -> reward -> ledger -> group complete
+             \\-> refused, generated again                 (an agent has said its own)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from streamrl.controller.arrivals import Arrival, arrived
+from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.live_rounds import NoRounds
+from streamrl.controller.pool_sizes import Scaling
+from streamrl.controller.reward_client import JudgedSample, Rewarders
+from streamrl.controller.site_claims import SiteClaims
+from streamrl.controller.site_services import Services
+from streamrl.controller.site_trust import SiteTrust
+from streamrl.controller.step_times import StepTimes
+from streamrl.controller.void_watch import VoidWatch
+from streamrl.errors import RunFailed
+from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.length_audit import LengthAudit
+from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery
+from streamrl.transport.refusals import RefusalCause, Refusals
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SampleIntake:
+    """The taker of samples and of their rewards."""
+
+    claims: SiteClaims
+    trust: SiteTrust
+    refusals: Refusals
+    services: Services
+    rewarders: Rewarders
+    evaluator: Evaluator
+    pool: GroupPool
+    rounds: NoRounds
+    ledger: Ledger
+    audit: LengthAudit
+    times: StepTimes
+    scaling: Scaling
+    waits: WaitRegistry
+    void_watch: VoidWatch
+    complete: Callable[[Group], None]
+    """Called with each group that has all of its rewards."""
+
+    async def samples(self, deliveries: Sequence[Delivery], newest: int) -> None:
+        """Commit finished samples, acknowledge them and request their rewards; have unusable ones generated again.
+
+        Args:
+            deliveries: messages of samples.
+            newest: the newest version that exists.
+        """
+        read, unreadable = arrived(deliveries)
+        wrong = [(one.peer, one.sample_id, one.error) for one in unreadable]
+        usable: list[Arrival] = []
+        for arrival in read:
+            why = self.claims.wrong_with_sample(arrival.peer, arrival.sample, newest)
+            if why is None:
+                usable.append(arrival)
+            else:
+                wrong.append((arrival.peer, arrival.sample.sample_id, why))
+        arrivals = [(one.sample, one.content) for one in usable]
+        contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
+        new = self.ledger.finish(contents) if contents else set()
+        for delivery in deliveries:
+            delivery.ack()
+        await self._refuse(wrong)
+        now = time.time()
+        judged: list[JudgedSample] = []
+        for peer, sample in ((one.peer, one.sample) for one in usable):
+            if self.evaluator.generates(sample.sample_id):
+                group = self.evaluator.received(sample)
+            elif sample.sample_id in new:
+                group = self._received(sample, now)
+            else:
+                log.debug("ignoring sample %s, which has arrived before", sample.sample_id)
+                continue
+            self.trust.usable(peer, sample.sample_id)
+            self.services.finished(sample.sample_id, group.group_id, sample.output_length)
+            self.scaling.sample_came(sample, now)
+            self.times.generating.append((sample.instance, sample.t_dispatched, sample.t_finished))
+            if (trajectory := sample.trajectory) is None:
+                await self.rewarders.ask(group, sample.sample_id, sample.text)
+            else:  # the agent has said what it is worth
+                judged.append(JudgedSample(sample.sample_id, trajectory.reward, trajectory.void))
+        if arrivals:
+            self.waits.end("samples")
+        self._record(judged)
+
+    async def _refuse(self, wrong: Sequence[tuple[str, str | None, str]]) -> None:
+        """Refuse samples, as (service, sample, why); those that the service's site owes are generated again.
+
+        A batch of which not even the samples are known comes from no service that works: its site is not used any more.
+        """
+        for peer, sample_id, why in wrong:
+            owed = sample_id is not None and self.claims.owes(peer, sample_id)
+            cause: RefusalCause = "unreadable" if owed or sample_id is None else "not its own"
+            self.refusals.count(cause, peer, f"sample {sample_id!r:.99} {why}")
+            if owed and sample_id is not None:
+                await self.trust.give_again(peer, sample_id, why)
+            elif sample_id is None:
+                await self.trust.exclude(peer, f"a batch of samples cannot be read: {why:.200}")
+
+    def _received(self, sample: Sample, now: float) -> Group:
+        """Record a finished sample that will be trained on; return its group."""
+        group = self.pool.finish(sample, now)
+        self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
+        self.rounds.finished(group.group_id)
+        return group
+
+    def rewards(self, deliveries: Sequence[Delivery]) -> None:
+        """Record the answers of the rewards processes.
+
+        Raises:
+            RunFailed: too many rewards of samples to train on are void.
+        """
+        judged = []
+        for delivery in deliveries:
+            answer: ScoreAnswer = delivery.body
+            if self.rewarders.answered(delivery.peer, answer.sample_id):
+                judged.append(JudgedSample(answer.sample_id, answer.reward, answer.void, answer.traceback))
+            else:
+                self.refusals.count("not its own", delivery.peer, f"the reward of sample {answer.sample_id!r:.99}")
+        try:
+            self._record(judged)
+        finally:
+            for delivery in deliveries:
+                delivery.ack()
+
+    def _record(self, judged: Sequence[JudgedSample]) -> None:
+        """Record rewards, also void ones, in one transaction.
+
+        Raises:
+            RunFailed: as `rewards`.
+        """
+        scored: list[Scored] = []
+        problems = []
+        for one in judged:
+            if self.evaluator.awaits(one.sample_id):
+                self.evaluator.scored(one.sample_id, one.reward, time.time())  # its row counts void ones
+            elif one.sample_id in self.pool.received:
+                member, group = self.pool.score(one.sample_id, one.reward, one.void)
+                scored.append(member)
+                problems.append(self.void_watch.record(group.task, one.void, one.traceback))
+                if group.complete:
+                    self.complete(group)
+            else:
+                log.debug("ignoring the reward of sample %s, which is not awaited", one.sample_id)
+        if scored:
+            self.ledger.score(scored)
+            self.waits.end("rewards")
+        for problem in filter(None, problems):
+            raise RunFailed(problem)

@@ -1,0 +1,259 @@
+"""The training side of the loop: what the trainer does next, and what follows from its answers.
+
+    complete groups -> batch -> micro-batches -> optimizer step -> metrics -> publish -> canary
+                                                    \\-> refused: examined, tried again (`refused_steps.py`)
+
+The trainer gets one command at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from streamrl.config.run import RunConfig
+from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.group_source import GroupSource
+from streamrl.controller.issuer import Issuer
+from streamrl.controller.length_predictor import LengthPredictor, StepLengths
+from streamrl.controller.mismatch_guard import MismatchGuard
+from streamrl.controller.pool_sizes import Scaling
+from streamrl.controller.reference_prefetch import Preparation
+from streamrl.controller.refused_steps import RefusedSteps
+from streamrl.controller.schedule_tuner import FixedSchedule, Setup
+from streamrl.controller.site_services import Services
+from streamrl.controller.step_batch import StepBatch
+from streamrl.controller.step_recorder import Recorder
+from streamrl.controller.step_times import StepTimes
+from streamrl.controller.telemetry import Telemetry
+from streamrl.controller.trainer_client import Trainers
+from streamrl.controller.weight_canary import Measured, WeightCanary
+from streamrl.protocol.controller_trainer import (
+    Answer,
+    CanaryDone,
+    CheckpointDone,
+    ExamineDone,
+    MeasureCanary,
+    MoveToCores,
+    OptimizerStep,
+    PrepareDone,
+    Publish,
+    PublishDone,
+    SaveCheckpoint,
+    StepDone,
+    TrainDone,
+)
+from streamrl.rollouts.types import Group
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Delivery
+
+
+@dataclass
+class TrainingSteps:
+    """The optimizer steps of a run: those done, the current one, and what is due after it."""
+
+    run: RunConfig
+    trainers: Trainers
+    services: Services
+    issuer: Issuer
+    pool: GroupPool
+    groups: GroupSource
+    evaluator: Evaluator
+    lengths: LengthPredictor
+    scaling: Scaling
+    recorder: Recorder
+    telemetry: Telemetry
+    times: StepTimes
+    waits: WaitRegistry
+    refusals: RefusedSteps
+    canary: WeightCanary
+    guard: MismatchGuard
+
+    step: int = 0
+    """Number of optimizer steps done."""
+    batch: StepBatch = field(init=False)
+    """Batch of the current step."""
+    choice: FixedSchedule = field(init=False, default_factory=FixedSchedule)
+    """Choice of the schedule (`schedule: auto`)."""
+    checkpoint_wanted: bool = False
+    """Whether a person has requested a checkpoint after the current step."""
+    _publish_due: bool = True
+    _checkpoint_due: bool = False
+    _canary_due: bool = False
+    _cores_due: tuple[int, ...] = ()
+    """CPU cores that the trainer has yet to move to; (): none."""
+    _preparation: Preparation = field(init=False, default_factory=Preparation)
+    _learning: asyncio.Task[StepLengths] | None = None
+    """Task that learns from the output lengths of the current step; started once the step has all its groups."""
+
+    def __post_init__(self) -> None:
+        self.batch = StepBatch(self.run, self.step + 1)
+
+    def resume_at(self, step: int) -> None:
+        """Continue after `step` optimizer steps."""
+        self.step, self.batch = step, StepBatch(self.run, step + 1)
+
+    async def begin(self, choice: FixedSchedule) -> None:
+        """Begin the first step, with the choice of the schedule."""
+        self.choice = choice
+        await self._change_to(choice.first_setup)
+        self.telemetry.watch(self.batch, self.pool)
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are trained, and what follows the last one is done."""
+        due = self._publish_due or self._checkpoint_due or self._canary_due or self.awaited_canaries()
+        return self.step == self.run.steps and not due and not self.trainers.busy
+
+    def awaited_canaries(self) -> list[str]:
+        """Return the instances that have yet to measure the run's last version; [] before the last step is done."""
+        if self.step < self.run.steps:
+            return []
+        return self.canary.missing(self.services.version, self.services.instances())
+
+    def complete(self, group: Group) -> None:
+        """Let a complete group wait to be taken into a step, or drop it if another one takes its place."""
+        if self.batch.replaces(group):
+            self.batch.dropped.append(self.pool.drop(group.group_id))
+            self.issuer.rounds.dropped(group.group_id)
+        else:
+            self.issuer.rounds.completed(group.group_id)
+
+    # -- commands
+
+    async def drive(self) -> None:
+        """Give the trainer its next command, if it is idle and there is one."""
+        if self.trainers.busy:
+            return
+        if self._canary_due:
+            await self.trainers.ask(MeasureCanary())
+        elif self._cores_due:
+            cores, self._cores_due = self._cores_due, ()
+            await self.trainers.ask(MoveToCores(cores=list(cores)))
+        elif self._publish_due and self._may_publish():
+            await self.trainers.ask(Publish())
+        elif self._checkpoint_due:
+            taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
+            untrained = [*taken, *self.pool.groups.values()]
+            state = {"prompts": self.groups.state(untrained)}
+            pending = list(self.evaluator.pending)
+            await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=pending))
+        elif self.refusals.examining:
+            await self.trainers.examine(self.refusals.next())
+        elif self.batch.trained:
+            batch = self.batch
+            skip = batch.off_policy or batch.given_up
+            await self.trainers.ask(OptimizerStep(step=self.step, normalizer=batch.normalizer, skip=skip))
+        else:
+            await self._take_groups()
+            await self._feed_trainer()
+
+    def _may_publish(self) -> bool:
+        """Return whether sites can take new weights.
+
+        In a run with evaluations every version must first be served everywhere, since it may have to be evaluated.
+        """
+        return self.services.can_take_version if self.run.evaluation is None else not self.services.updating
+
+    async def _take_groups(self) -> None:
+        """Move complete groups from the pool into the step's batch, as far as the schedule allows."""
+        while (group := self.issuer.next_group(self.step, self.batch.count)) is not None:
+            if self.issuer.schedule.exclusive and not await self._devices_are_free():
+                return
+            self.batch.take(self.pool.take())
+            self.issuer.taken(group.group_id)
+            if self.batch.full:
+                groups = [*self.batch.groups.values(), *self.batch.dropped]
+                self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
+
+    async def _devices_are_free(self) -> bool:
+        """Return whether generation has left the devices to the trainer (colocated); request it once nothing runs."""
+        generating = self.pool.running + self.evaluator.unfinished
+        return generating == 0 and not self.services.updating and await self.services.leave_devices()
+
+    async def _feed_trainer(self) -> None:
+        """Send the trainer its next micro-batch, if one is ready; else let it work ahead for waiting groups."""
+        limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
+        if (micro := self.batch.next_micro_batch(*limits)) is not None:
+            await self.trainers.train(*micro)
+        elif not self.issuer.schedule.exclusive and (ahead := self._preparation.next(self.batch, self.pool, *limits)):
+            await self.trainers.prepare(ahead)
+
+    # -- answers
+
+    async def answered(self, answers: list[Delivery]) -> None:
+        """Handle the answers of all ranks to a command; rank 0's comes first.
+
+        Raises:
+            RunFailed: the step was refused once too often, or trainer and instances differ and the run is to stop then.
+        """
+        first: Answer = answers[0].body
+        self.times.trainer.append((answers[0].kind.removesuffix("_done"), first.started, first.finished))
+        match first:
+            case PrepareDone():
+                self._preparation.done([answer.arrays["reference_logprobs"] for answer in answers])
+            case TrainDone():
+                self.batch.micro_batch_done([answer.body.stats for answer in answers])
+            case StepDone(refused=None):
+                await self._step_done(first)
+            case StepDone(refused=cause):
+                assert cause is not None
+                self.refusals.refused(self.batch, cause)
+            case ExamineDone():
+                self.batch = self.refusals.examined(self.batch, [answer.body.not_finite for answer in answers])
+                self.telemetry.watch(self.batch, self.pool)
+            case PublishDone():
+                self._publish_due, self._canary_due = False, True
+                if await self.services.spread(first):
+                    self.times.weights_served(time.time())
+            case CanaryDone():
+                self._canary_due = False
+                measured = Measured(first.dtype, answers[0].arrays["logprobs"])
+                await self.guard.judge_canaries(self.canary.trainer_measured(first.number, measured))
+            case CheckpointDone():
+                self._checkpoint_due = False
+
+    async def _step_done(self, result: StepDone) -> None:
+        """Record a finished optimizer step (rollouts, ledger, metrics, trace) and begin the next batch."""
+        limit_s = self.run.deadlines.training_s
+        async with self.waits.deadline(f"the ranker to learn from step {self.step + 1}", limit_s):
+            assert self._learning is not None
+            lengths = await self._learning
+        self.step += 1
+        batch = self.batch
+        self.times.running = self.services.busy_since()
+        publishes = self.issuer.schedule.publishes(self.step, self.run.steps)
+        times = self.recorder.step_done(
+            batch,
+            result,
+            lengths,
+            publishes,
+            self.services.traffic(),
+            self.groups.too_long,
+            self.issuer.rounds.count_deferred(),
+            self.canary.bound,
+        )
+        if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
+            self.guard.judge(f"step {self.step}: {warning}")
+        self.batch = StepBatch(self.run, self.step + 1)
+        self.telemetry.watch(self.batch, self.pool)
+        self._publish_due = self._publish_due or publishes
+        last = self.step == self.run.steps
+        evaluated = publishes and self.evaluator.due(self.step)
+        regular = self.step % self.run.checkpoint.every == 0
+        self._checkpoint_due = last or evaluated or regular or self.checkpoint_wanted
+        self.checkpoint_wanted = False
+        self.services.train_tokens_s = self.lengths.step_trained(list(batch.groups.values()), times.learn_s)
+        await self.scaling.step_done(batch, times)
+        await self._change_to(await self.choice.step_done(self.step, batch, times, self.times.ended_trainer))
+
+    async def _change_to(self, setup: Setup | None) -> None:
+        """Change the schedule and the split of the devices from the next step on; None leaves them unchanged."""
+        if setup is not None:
+            self.issuer.change_to(setup)
+            self._cores_due = setup.trainer_cores
+            self.telemetry.schedule = f"auto: {setup.label}"
+            await self.services.use(setup.instances)
+        self.telemetry.schedule_note = self.choice.note
