@@ -123,7 +123,7 @@ class Controller:
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
-        self.telemetry.watch_processes(self.scaling.roles, self.services.remote, self.scaling.status)
+        self.telemetry.watch_processes(self.scaling.roles, self.services.heartbeats.remote, self.scaling.status)
         self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
@@ -323,7 +323,7 @@ class Controller:
         running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
-            ("samples", running, self.config.longest_silence_s, self.services.since_token),
+            ("samples", running, self.config.longest_silence_s, self.services.heartbeats.since_token),
             ("rewards", len(self.pool.received), rewards_s, never),
             ("canaries", len(self.training.awaited_canaries()), self.limits.weights_s, never),
         ):

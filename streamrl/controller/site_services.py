@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from scheduler.sites.relay_tree import RelayPath, relay_tree
 from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import SampleDraw
+from streamrl.controller.site_heartbeats import SiteHeartbeats
 from streamrl.controller.step_times import Traffic
+from streamrl.controller.version_spread import VersionSpread
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import (
     Finish,
@@ -49,10 +46,6 @@ WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
 """Names of waits; those for weights and for a return are followed by the service's name."""
 RETURN_S = 300.0
 """Seconds for the service of the trainer's site to restart."""
-MEASURED_BYTES = 500_000
-"""Smallest transfer of weights from which the bandwidth of its path is measured, bytes."""
-HISTORY = 10
-"""Number of versions for which the controller remembers that a site has served them."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 BYTES_PER_TOKEN = 12.0
@@ -81,23 +74,7 @@ class Services:
         self._weights_s = self._update_s = run.deadlines.weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
-        self._serving = dict.fromkeys(sites, -1)
-        """Newest version that every instance of a site serves."""
-        self._served: dict[str, deque[int]] = {name: deque(maxlen=HISTORY) for name in sites}
-        """Newest versions that a site has served, by service; its relay has the deltas from any of them."""
-        self._paths = {
-            frozenset(link.between): RelayPath(link.bytes_per_s * link.weight_share, link.rtt_s)
-            for link in cluster.links
-        }
-        """Paths between sites: as declared, then as measured."""
-        self._version_bytes = 0.0
-        """Bytes of the last transfer of weights that was large enough to be measured."""
-        self._in_flight: dict[str, int] = {}
-        """Version in flight to a site's instances, by service."""
-        self._queued: dict[str, LoadWeights] = {}
-        """Announcement that a site gets after the version in flight, by service."""
-        self._newest: LoadWeights | None = None
-        """Announcement of the newest version."""
+        self._versions = VersionSpread(self._sites, cluster)
         self._fleets: dict[str, list[dict[str, Any]]] = {}
         """Instances of each service's site, as the service last reported them."""
         self._using: list[str] | None = None
@@ -108,6 +85,8 @@ class Services:
         """Services that are no longer used (`site_trust.py`), and why."""
         self.alone: dict[str, str] = {}
         """Samples that were given again, with their groups: they are work of their own."""
+        self.heartbeats = SiteHeartbeats(hub, self._sites, cluster, self.excluded)
+        """What the services tell of themselves."""
         self._asleep: set[str] = set()
         """Services whose instances have left their devices to the trainer."""
         self._traffic = Traffic()
@@ -118,7 +97,7 @@ class Services:
     @property
     def version(self) -> int:
         """Newest version such that every instance of every site serves it or a newer one; -1: none yet."""
-        return min(self._serving[name] for name in self.used)
+        return self._versions.version(self.used)
 
     @property
     def used(self) -> list[str]:
@@ -128,12 +107,12 @@ class Services:
     @property
     def updating(self) -> bool:
         """Whether weights are in flight to any site."""
-        return bool(self._in_flight)
+        return bool(self._versions.in_flight)
 
     @property
     def can_take_version(self) -> bool:
         """Whether at least one site could take a new version at once."""
-        return len(self._in_flight) < len(self.used)
+        return len(self._versions.in_flight) < len(self.used)
 
     def joined(self, wrong: Callable[[str, object], str | None] = lambda name, fleet: None) -> dict[str, str]:
         """Record the instances of all services, which have just connected.
@@ -166,9 +145,7 @@ class Services:
         self.excluded[name] = why
         for wait in (f"{WEIGHTS} {name}", f"{RETURN} {name}"):
             self._waits.end(wait)
-        for known in (self._in_flight, self._queued):
-            known.pop(name, None)
-        self._served[name].clear()
+        self._versions.drop(name)
         self._asleep.discard(name)
         if name not in self._fleets:
             return []
@@ -194,13 +171,10 @@ class Services:
             return []
         self._waits.end(f"{RETURN} {name}")
         self._waits.end(f"{WEIGHTS} {name}")
-        self._in_flight.pop(name, None)
-        self._served[name].clear()
         self._asleep.discard(name)
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # else its next report counts
             self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
-        if self._newest is not None:
-            self._queued[name] = self._newest
+        if self._versions.restarted(name):
             await self._announce(name)
         if self._using is not None:
             await self._send(name, Use(instances=self._using))
@@ -261,7 +235,7 @@ class Services:
 
     def awaits_weights(self, name: str) -> bool:
         """Return whether weights are in flight to a service's instances."""
-        return name in self._in_flight
+        return name in self._versions.in_flight
 
     def awaits_sleep(self) -> bool:
         """Return whether instances were told to leave their devices."""
@@ -336,45 +310,29 @@ class Services:
         """
         if not made.content_hash:
             self._count(made.bytes * len(self.used), None, 0.0)
-            self._serving = dict.fromkeys(self.names, made.number)
+            self._versions.delivered(made.number)
             self._asleep.clear()
             return True
-        self._newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
-        for name in self.used:
-            if self._serving[name] < made.number:
-                self._queued[name] = self._newest
-                if name not in self._in_flight:
-                    await self._announce(name)
-        return not self._in_flight
+        newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
+        for name in self._versions.made(newest, self.used):
+            await self._announce(name)
+        return not self.updating
 
     async def _announce(self, name: str) -> None:
-        made = msgspec.structs.replace(self._queued.pop(name), source=self._source(name))
-        self._in_flight[name] = made.number
+        made = self._versions.start(name, [peer for peer in self.used if self._passes_weights_on(peer)])
         # a remote site that is disconnected gets its weights when it reconnects
         limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
         # where running requests end before an update, it waits for as long as they produce tokens
-        progress = self.since_token if self._update_s > self._weights_s else never
+        progress = self.heartbeats.since_token if self._update_s > self._weights_s else never
         self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s, progress)
         await self._send(name, made)
 
-    def _source(self, name: str) -> str | None:
-        """Return the site whose relay a service gets its next weights from; None: the trainer's."""
-        site, holds = self._sites[name], self._serving[name]
-        able = {
-            other
-            for peer, other in self._sites.items()
-            if other in self._cluster.relays_for(site)
-            and peer not in self.excluded
-            and peer in self._hub.peers
-            and self._hub.peers[peer].meta.get("passes_weights_on")
-            and self._hub.silent_for(peer) < ABSENT_AFTER_S
-            and holds in self._served[peer]
-        }
-        if not able:
-            return None
-        root = self._cluster.trainer_site
-        parents = relay_tree(root, self._cluster.remote_sites, self._paths, able, self._version_bytes)
-        return None if parents[site] == root else parents[site]
+    def _passes_weights_on(self, name: str) -> bool:
+        """Return whether a service is there, and its relay serves other sites."""
+        peer = self._hub.peers.get(name)
+        if peer is None or not peer.meta.get("passes_weights_on"):
+            return False
+        return self._hub.silent_for(name) < ABSENT_AFTER_S
 
     async def ready(self, name: str, report: WeightsReady) -> bool:
         """Record that a service's instances serve the version that was in flight to them, or a newer one.
@@ -382,27 +340,16 @@ class Services:
         Returns:
             Whether every site now serves the newest version.
         """
-        if name not in self._in_flight:
-            return not self._in_flight  # report of a process that has been replaced since
+        if not self.awaits_weights(name):
+            return not self.updating  # report of a process that has been replaced since
         self._waits.end(f"{WEIGHTS} {name}")
-        source = report.source or self._cluster.trainer_site
-        link = self._cluster.link_between(self._sites[name], source)
+        link = self._cluster.link_between(self._sites[name], report.source or self._cluster.trainer_site)
         usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
         self._count(report.bytes, report.fetched - report.started, usd)
-        ends = frozenset((self._sites[name], source))
-        if report.bytes >= MEASURED_BYTES and report.transfer_s > 0 and ends in self._paths:
-            self._paths[ends] = RelayPath(report.bytes / report.transfer_s, self._paths[ends].rtt_s)
-            self._version_bytes = report.bytes
-        del self._in_flight[name]
-        self._serving[name] = report.number
-        self._served[name].append(report.number)
         self._asleep.discard(name)  # loading weights wakes instances up
-        if (queued := self._queued.get(name)) is not None:
-            if queued.number > report.number:
-                await self._announce(name)
-            else:
-                del self._queued[name]
-        return not self._in_flight
+        if self._versions.ready(name, report):
+            await self._announce(name)
+        return not self.updating
 
     async def finish(self, state: str, error: str | None) -> None:
         """Tell remote sites that the run is over and how it ended, as far as they acknowledge it within `FINISH_S`."""
@@ -453,41 +400,3 @@ class Services:
     def instances(self) -> set[str]:
         """Return the names of all instances, as their services last reported them."""
         return {instance.name for instance in self.fleet()}
-
-    def remote(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
-        found = {}
-        for name, site in self._sites.items():
-            peer = self._hub.peers.get(name)
-            if site not in self._cluster.remote_sites or peer is None:
-                continue
-            state, uplink = peer.state, peer.state.get("uplink", {})
-            rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
-            found[site] = {
-                "silent_s": self._hub.silent_for(name),
-                "rtt_ms": None if rtt_s is None else rtt_s * 1e3,
-                "clock_offset_s": state.get("clock_offset_s"),
-                "samples_waiting": uplink.get("backlog_samples", 0),
-                "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
-                "congested": bool(state.get("congested")),
-                "weights_refetched": state.get("weights_refetched", 0),
-                "excluded": self.excluded.get(name, ""),
-            }
-        return found
-
-    def busy_since(self) -> dict[str, float]:
-        """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
-        return {name: state["busy_since"] for _, name, state in self._instances() if state.get("busy_since")}
-
-    def since_token(self) -> float:
-        """Return the seconds since an instance has last produced a token, by the last heartbeats; inf: none is busy."""
-        busy = ((service, state) for service, _, state in self._instances() if state.get("running"))
-        ages = (state.get("stalled_s", 0.0) + self._hub.silent_for(service) for service, state in busy)
-        return min(ages, default=math.inf)
-
-    def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield (service, instance, state in the last heartbeat) of the connected services that are used."""
-        for service in self.used:
-            if (peer := self._hub.peers.get(service)) is not None:
-                for name, state in peer.state.get("instances", {}).items():
-                    yield service, name, state

@@ -223,7 +223,7 @@ class TrainingSteps:
             lengths = await self._learning
         self.step += 1
         batch = self.batch
-        self.times.running = self.services.busy_since()
+        self.times.running = self.services.heartbeats.busy_since()
         publishes = self.issuer.schedule.publishes(self.step, self.run.steps)
         times = self.recorder.step_done(
             batch,

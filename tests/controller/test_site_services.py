@@ -285,7 +285,7 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
         "weights_refetched": 1,
     }
     wire.silent["service-far"] = 12.0
-    assert services.remote() == {
+    assert services.heartbeats.remote() == {
         "far": {
             "silent_s": 12.0,
             "rtt_ms": pytest.approx(31.0),
@@ -302,10 +302,10 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
 def test_the_latest_token_is_that_of_any_busy_instance_and_as_old_as_the_heartbeat_that_told_of_it(
     wire: Wire, services: Services
 ) -> None:
-    assert services.since_token() == math.inf
+    assert services.heartbeats.since_token() == math.inf
     wire.peers["service-home"].state = {"instances": {"a": {"running": 1, "stalled_s": 40.0}, "b": {"running": 0}}}
     wire.peers["service-far"].state = {"instances": {"c": {"running": 2, "stalled_s": 1.0}}}
     wire.silent = {"service-home": 2.0, "service-far": 30.0}
-    assert services.since_token() == 31.0
+    assert services.heartbeats.since_token() == 31.0
     wire.silent["service-far"] = 300.0  # nobody knows what happens there
-    assert services.since_token() == 42.0
+    assert services.heartbeats.since_token() == 42.0

@@ -150,7 +150,7 @@ CANARY = np.zeros(3, np.float32)
     ids=kind_of,
 )
 def test_a_site_speaks_for_itself_alone(controller: Controller, message: TypedMessage) -> None:
-    controller.services._in_flight["service-far"] = 0
+    controller.services._versions.in_flight["service-far"] = 0
     before = controller.services.version, controller.services.instances()
     assert hear(controller, said("service-far", message, logprobs=CANARY)) == {"not its own": {"service-far": 1}}
     assert (controller.services.version, controller.services.instances()) == before

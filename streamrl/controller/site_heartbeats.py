@@ -1,0 +1,62 @@
+"""What the services' last heartbeats tell: links, busy instances, tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.transport.endpoint import Hub
+
+
+class SiteHeartbeats:
+    """The last heartbeats of all services."""
+
+    def __init__(self, hub: Hub, sites: Mapping[str, str], cluster: ClusterConfig, excluded: Mapping[str, str]) -> None:
+        """
+        Args:
+            hub: the hub that the services are connected to.
+            sites: site of each service, by the service's name.
+            cluster: the cluster.
+            excluded: services that are not used any more, and why.
+        """
+        self._hub, self._sites, self._cluster, self._excluded = hub, sites, cluster, excluded
+
+    def remote(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
+        found = {}
+        for name, site in self._sites.items():
+            peer = self._hub.peers.get(name)
+            if site not in self._cluster.remote_sites or peer is None:
+                continue
+            state, uplink = peer.state, peer.state.get("uplink", {})
+            rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
+            found[site] = {
+                "silent_s": self._hub.silent_for(name),
+                "rtt_ms": None if rtt_s is None else rtt_s * 1e3,
+                "clock_offset_s": state.get("clock_offset_s"),
+                "samples_waiting": uplink.get("backlog_samples", 0),
+                "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
+                "congested": bool(state.get("congested")),
+                "weights_refetched": state.get("weights_refetched", 0),
+                "excluded": self._excluded.get(name, ""),
+            }
+        return found
+
+    def busy_since(self) -> dict[str, float]:
+        """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""
+        return {name: state["busy_since"] for _, name, state in self._instances() if state.get("busy_since")}
+
+    def since_token(self) -> float:
+        """Return the seconds since an instance has last produced a token, by the last heartbeats; inf: none is busy."""
+        busy = ((service, state) for service, _, state in self._instances() if state.get("running"))
+        ages = (state.get("stalled_s", 0.0) + self._hub.silent_for(service) for service, state in busy)
+        return min(ages, default=math.inf)
+
+    def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield (service, instance, state in the last heartbeat) of the connected services that are used."""
+        for service in self._sites:
+            if service not in self._excluded and (peer := self._hub.peers.get(service)) is not None:
+                for name, state in peer.state.get("instances", {}).items():
+                    yield service, name, state
