@@ -2,6 +2,8 @@
 
 It is registered with transformers' attention interface, so any decoder model that uses it (Llama, Qwen, Mistral, ...)
 runs packed without a patch. The cost is sum_i C_i (P + C_i) per group instead of the (P + sum C_i)^2 of one masked row.
+Short rows on a CPU take `plain_attention.py`, all others the kernels of `merged_attention.py`. What these cannot do
+(soft caps, values of another width than keys, fp32 on CUDA) goes by the formula, in chunks.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
 from streamrl.training.packing import GroupLayout
 from streamrl.training.plain_attention import PlainAttention, ScoreRule, seen_prefix, visible
 
@@ -25,7 +27,7 @@ PLAIN_SCORES = 2**23
 """Most attention scores of a group (32 MB in fp32, for a moment) for which a CPU uses `PlainAttention`."""
 
 CHUNK_SCORES = 2**25
-"""Most scores (128 MB in fp32) that the formula for soft caps and sinks keeps at once for a long sequence."""
+"""Most scores (128 MB in fp32) that the formula keeps at once for a long sequence."""
 
 RowLengths = tuple[int, ...]
 
@@ -83,22 +85,26 @@ def shared_prefix_attention(
     ):
         plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)
         return plain.transpose(0, 1)[None], None
+    if softcap is None and has_kernel(q, v):
+        pieces = pieces_of(layout, rule.window, query.device)
+        merged: torch.Tensor = MergedAttention.apply(*(x.transpose(0, 1) for x in (q, k, v)), s_aux, pieces, rule.scale)
+        return merged[None], None
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
         answers = slice(prompt.stop, group.stop)
         # a prompt is treated as a completion without a prompt
         alone = q[:, prompt], k[:, prompt], v[:, prompt]
-        outputs.append(_prefix_attention(*alone, s_aux, 0, (group.prompt_length,), rule))
+        outputs.append(_by_chunks(*alone, s_aux, 0, (group.prompt_length,), rule))
         if group.completion_lengths:
             prefix = seen_prefix(group.prompt_length, rule.window)
             whole = slice(answers.start - prefix, answers.stop)
             parts = q[:, answers], k[:, whole], v[:, whole]
-            outputs.append(_prefix_attention(*parts, s_aux, prefix, group.completion_lengths, rule))
+            outputs.append(_by_chunks(*parts, s_aux, prefix, group.completion_lengths, rule))
     return torch.cat(outputs)[None], None
 
 
-def _prefix_attention(
+def _by_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -107,7 +113,7 @@ def _prefix_attention(
     lengths: RowLengths,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Compute the attention of consecutive sequences that share a prefix.
+    """Compute the attention of consecutive sequences that share a prefix by its formula (`_in_chunks`).
 
     Args:
         query: [H, T, D], T = sum(lengths).
@@ -123,10 +129,7 @@ def _prefix_attention(
     """
     padded = Padded.apply(query, 0, lengths), Padded.apply(key, prefix, lengths), Padded.apply(value, prefix, lengths)
     seen = visible(prefix, max(lengths), query.device, rule.window)
-    if sinks is None and rule.softcap is None:
-        out = F.scaled_dot_product_attention(*padded, attn_mask=seen, scale=rule.scale, enable_gqa=True)
-    else:  # torch's kernels know neither
-        out = _in_chunks(*padded, sinks, seen, rule)
+    out = _in_chunks(*padded, sinks, seen, rule)
     rows: torch.Tensor = Unpadded.apply(out, lengths)
     return rows.transpose(0, 1)
 
@@ -139,7 +142,7 @@ def _in_chunks(
     seen: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Compute attention with a soft cap or sinks by its formula, a chunk of queries at a time.
+    """Compute attention by its formula, a chunk of queries at a time: for soft caps, and tensors that no kernel takes.
 
     The backward pass computes each chunk's scores again, so no more than one chunk's are ever kept.
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.training import attention
 from streamrl.training.attention import shared_prefix_attention
+from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
 from streamrl.training.packing import GroupLayout
 
 LAYOUT = (GroupLayout(0, 9, (6, 1, 11)), GroupLayout(27, 1, (4,)), GroupLayout(32, 5, ()))
 ROW = 37
-HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
+HEADS, GROUPS, WIDTH = 4, 2, 8
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scaling": 0.7},
@@ -41,14 +43,18 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, r
     return (weights / total @ v).transpose(0, 1)
 
 
-@pytest.mark.parametrize("plain_scores", [attention.PLAIN_SCORES, 0], ids=["plain", "general"])
+@pytest.mark.parametrize(
+    ("plain_scores", "value_width"),
+    [(attention.PLAIN_SCORES, 6), (0, WIDTH), (0, 6)],
+    ids=["plain", "kernels", "formula"],
+)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_shared_prefixes_windows_caps_and_sinks_give_what_lone_sequences_give(
-    rule: dict[str, Any], plain_scores: int, monkeypatch: pytest.MonkeyPatch
+    rule: dict[str, Any], plain_scores: int, value_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "CHUNK_SCORES", 300)  # several chunks even here
     torch.manual_seed(0)
-    shapes = (HEADS, ROW, WIDTH), (GROUPS, ROW, WIDTH), (GROUPS, ROW, VALUE_WIDTH), (HEADS,)
+    shapes = (HEADS, ROW, WIDTH), (GROUPS, ROW, WIDTH), (GROUPS, ROW, value_width), (HEADS,)
     q, k, v, s_aux = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     sinks = s_aux if rule.get("sinks") else None
     options = {key: value for key, value in rule.items() if key != "sinks"}
@@ -73,6 +79,72 @@ def test_shared_prefixes_windows_caps_and_sinks_give_what_lone_sequences_give(
     ours, theirs = (torch.autograd.grad((out * weights).sum(), used) for out in (packed, expected))
     for name, one, other in zip(("query", "key", "value", "sinks"), ours, theirs, strict=False):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Sizes(TorchDispatchMode):
+    """Records the size of the largest tensor that an operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in found if isinstance(found, tuple) else (found,):
+            if isinstance(made, torch.Tensor):
+                self.largest = max(self.largest, made.numel())
+        return found
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_a_gpu_keeps_no_scores_and_pads_nothing(window: int | None) -> None:
+    layout = (GroupLayout(0, 2048, (16_000, 10, 10, 10)), GroupLayout(18_078, 100, ()), GroupLayout(18_178, 9, (5,)))
+    row, device = layout[-1].stop, torch.device("meta")
+    q, k, v = (
+        torch.empty(row, heads, 128, dtype=torch.bfloat16, device=device, requires_grad=True) for heads in (28, 4, 4)
+    )
+    with Sizes() as sizes:
+        MergedAttention.apply(q, k, v, None, pieces_of(layout, window, device), 1.0).sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape and sizes.largest == q.numel()
+
+
+def test_the_pieces_have_just_the_pairs_that_attention_needs() -> None:
+    pairs = 0
+    for piece in pieces_of(LAYOUT, None, torch.device("cpu")):
+        products = sum(q * k for q, k in zip(piece.query_lengths, piece.key_lengths, strict=True))
+        pairs += products if piece.causal else 2 * products
+    groups = [(one.prompt_length, one.completion_lengths) for one in LAYOUT]
+    assert pairs == sum(p * p + sum(c * c + 2 * p * c for c in many) for p, many in groups)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 5}, {"sinks": True}], ids=str)
+def test_merging_in_half_precision_costs_no_more_than_the_kernel(rule: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    exact = [torch.randn(ROW, heads, WIDTH, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS)]
+    sinks = torch.randn(HEADS, dtype=torch.float64) if rule.get("sinks") else None
+    pieces = pieces_of(LAYOUT, rule.get("window"), torch.device("cpu"))
+    weights = torch.randn(ROW, HEADS, WIDTH, dtype=torch.float64)
+
+    def outputs(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in exact]
+        out = MergedAttention.apply(*leaves, None if sinks is None else sinks.to(dtype), pieces, 0.3)
+        return [out.double(), *(x.double() for x in torch.autograd.grad(out, leaves, weights.to(dtype)))]
+
+    for half, whole in zip(outputs(torch.bfloat16), outputs(torch.float64), strict=True):
+        assert (half - whole).norm() / whole.norm() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "value_width", "taken"),
+    [
+        ("cpu", torch.float32, 7, 7, True),
+        ("cpu", torch.float32, 8, 6, False),
+        ("meta", torch.bfloat16, 64, 64, False),
+    ],
+)
+def test_a_kernel_takes_only_what_it_can_compute(
+    device: str, dtype: torch.dtype, width: int, value_width: int, taken: bool
+) -> None:
+    query, value = (torch.empty(3, 2, n, dtype=dtype, device=device) for n in (width, value_width))
+    assert has_kernel(query, value) == taken
 
 
 def test_an_attention_that_the_layout_cannot_express_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config
 
 from streamrl.errors import UserError
-from streamrl.training import packing_choice, packing_proof
+from streamrl.training import merged_attention, packing_choice, packing_proof
 from streamrl.training.packing_choice import PackingProof, PackingWay, choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
 from streamrl.training.packing_proof import prove
@@ -114,6 +114,7 @@ def test_a_proof_in_which_a_way_could_not_run_is_kept_too(tmp_path: Path, monkey
 
 def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: v.sum() + 0 * q)
+    monkeypatch.setattr(merged_attention, "_share", lambda lse, total: torch.ones_like(lse).T[..., None])
     proof = prove(FAMILIES["Llama"]())
     wrong = {way.attention for way in proof.ways if way.differs}
     assert wrong == {"streamrl_shared_prefix_long", "sdpa"}

@@ -1,0 +1,297 @@
+"""Attention over packed groups by flash kernels: no scores in memory, no padding, each prompt's keys read in place.
+
+A completion's attention is two softmaxes over disjoint keys, its prompt's and its own. Each is one call of a kernel for
+sequences of different lengths, and the results are merged by their log-sum-exp (arXiv 2205.14135, section 3):
+
+    lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+The backward pass calls each kernel's own with the merged `out` and `lse`: with S = exp(s - lse) and D = rowsum(dO out),
+dS = S (dP - D) holds for any subset of the keys. An attention sink is one more key with a value of 0.
+
+    kernel      device                                         used where
+    CPU         torch's flash attention, sequence by sequence  rows too long for `plain_attention.py`
+    CUDA        torch's flash attention for varying lengths    fp16 and bf16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from streamrl.training.packing import GroupLayout
+from streamrl.training.plain_attention import seen_prefix, visible
+
+MOST_HEAD_WIDTH = 256
+"""Largest D that flash attention on CUDA takes."""
+HEAD_WIDTH_STEP = 8
+"""D must be a multiple of this on CUDA."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sequences of queries, each with the keys that it attends to: one call of a kernel.
+
+    Queries and keys are aligned at their ends: the last query of a causal sequence sees all its keys.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_rows: torch.Tensor | None
+    """Row of each query, int64; None: all rows in their order."""
+    key_rows: torch.Tensor | None
+    """Row of each key, likewise; a row may occur several times."""
+    causal: bool
+    window: int | None = None
+    """Positions that a query sees, its own included; None: all."""
+
+    @cached_property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ends of the sequences of queries and of keys, with a 0 in front, [n + 1] int32 each, on the rows' device."""
+        device = None if self.query_rows is None else self.query_rows.device
+        return tuple(  # type: ignore[return-value]  # two
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            for lengths in (self.query_lengths, self.key_lengths)
+        )
+
+
+@lru_cache(maxsize=16)
+def pieces_of(layout: tuple[GroupLayout, ...], window: int | None, device: torch.device) -> tuple[Piece, ...]:
+    """Return the pieces that together are the attention of a packed row; the first one has all queries.
+
+    With a window, the part of a prompt that a completion sees is short, and is given to each completion.
+
+    Args:
+        layout: layout of the row.
+        window: see `ScoreRule`.
+        device: where the rows' indices are needed.
+    """
+    if window is not None:
+        return (_windowed(layout, window, device),)
+    lengths = tuple(length for group in layout for length in (group.prompt_length, *group.completion_lengths))
+    own = Piece(lengths, lengths, None, None, causal=True)
+    with_answers = [group for group in layout if group.completion_lengths]
+    if not with_answers:
+        return (own,)
+    answers = [range(group.start + group.prompt_length, group.stop) for group in with_answers]
+    prompts = [range(group.start, group.start + group.prompt_length) for group in with_answers]
+    shared = Piece(
+        tuple(map(len, answers)), tuple(map(len, prompts)), _rows(answers, device), _rows(prompts, device), causal=False
+    )
+    return own, shared
+
+
+def _windowed(layout: tuple[GroupLayout, ...], window: int, device: torch.device) -> Piece:
+    queries: list[int] = []
+    keys: list[range] = []
+    key_lengths: list[int] = []
+    for group in layout:
+        end = group.start + group.prompt_length
+        tail = range(end - seen_prefix(group.prompt_length, window), end)
+        sequences = [(range(group.start, end), range(0))]
+        starts = accumulate(group.completion_lengths, initial=end)
+        sequences += [(range(at, at + n), tail) for at, n in zip(starts, group.completion_lengths, strict=False)]
+        for own, prefix in sequences:
+            queries.append(len(own))
+            key_lengths.append(len(prefix) + len(own))
+            keys += [prefix, own]
+    return Piece(tuple(queries), tuple(key_lengths), None, _rows(keys, device), causal=True, window=window)
+
+
+def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(one.start, one.stop, device=device) for one in ranges])
+
+
+def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a flash kernel takes these tensors, [..., D] and [..., D_v]."""
+    width = query.shape[-1]
+    if width != value.shape[-1]:
+        return False
+    if query.device.type == "cpu":
+        return True
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and half and width <= MOST_HEAD_WIDTH and width % HEAD_WIDTH_STEP == 0
+
+
+class MergedAttention(torch.autograd.Function):
+    """Attention of a packed row, merged from its pieces (formulas above)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        pieces: tuple[Piece, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        """Compute query [T, H, D]; key, value [T, H_kv, D]; sinks [H] -> [T, H, D]."""
+        out, lse = _forward(query, key, value, pieces[0], scale)
+        if len(pieces) > 1 or sinks is not None:
+            out = out.to(lse.dtype)  # merged in fp32
+        for piece in pieces[1:]:
+            part, part_lse = _forward(query, key, value, piece, scale)
+            rows = piece.query_rows
+            assert rows is not None
+            before = lse[:, rows]
+            total = torch.logaddexp(before, part_lse)
+            merged = out[rows] * _share(before, total) + part * _share(part_lse, total)
+            out.index_copy_(0, rows, merged)
+            lse.index_copy_(1, rows, total)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = out * _share(lse, total), total
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.about = pieces, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        pieces, scale = ctx.about
+        grad = grads[0].contiguous()
+        sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)]
+        for piece in pieces:
+            parts = _backward(grad, query, key, value, out, lse, piece, scale)
+            for total, part, rows in zip(sums, parts, (piece.query_rows, piece.key_rows, piece.key_rows), strict=True):
+                if rows is None:
+                    total += part
+                else:
+                    total.index_add_(0, rows, part.to(total.dtype))
+        grad_sinks = None
+        if sinks is not None:
+            inner = (grad * out).sum(-1, dtype=lse.dtype).T  # [H, T]
+            grad_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * inner).sum(1).to(sinks.dtype)
+        return *(total.to(query.dtype) for total in sums), grad_sinks, None, None
+
+
+def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return the share of a part in the merged softmax: twice [H, n] -> [n, H, 1]."""
+    return torch.exp(lse - total).T[..., None]
+
+
+def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
+    return x if rows is None else x.index_select(dim, rows)
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a piece's output, [n, H, D], and log-sum-exps, [H, n] (fp32, or fp64 as the inputs)."""
+    q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
+    if query.device.type == "cpu":
+        return _cpu_forward(q, k, v, piece, scale)
+    ends = piece.bounds
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, ends[0].to(q.device), ends[1].to(q.device)),
+        *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, False),
+        scale=scale,
+        window_size_left=None if piece.window is None else piece.window - 1,
+        window_size_right=None if piece.window is None else 0,
+    )
+    return out, lse
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    piece: Piece,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of a piece's queries, keys and values from the merged `out` and `lse`."""
+    q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
+    g, o, total = _taken(grad, piece.query_rows), _taken(out, piece.query_rows), _taken(lse, piece.query_rows, 1)
+    if query.device.type == "cpu":
+        return _cpu_backward(g, q, k, v, o, total, piece, scale)
+    ends = piece.bounds
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+        *(g, q, k, v, o, total.contiguous(), ends[0].to(q.device), ends[1].to(q.device)),
+        *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, state, state.new_empty(0)),
+        scale=scale,
+        window_size_left=None if piece.window is None else piece.window - 1,
+        window_size_right=None if piece.window is None else 0,
+    )
+    return found
+
+
+# -- the CPU's kernel, sequence by sequence
+
+
+def _cpu_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, per_key = torch.empty_like(query), query.shape[1] // key.shape[1]
+    lse_type = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.empty(query.shape[1], len(query), dtype=lse_type)
+    for queries, keys, causal, mask in _sequences(piece, query):
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_by_heads(query[queries], key[keys], value[keys], per_key), 0.0, causal, attn_mask=mask, scale=scale
+        )
+        out[queries] = part.flatten(0, 1).transpose(0, 1)
+        lse[:, queries] = part_lse.flatten(0, 1)
+    return out, lse
+
+
+def _cpu_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    piece: Piece,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kv_heads, per_key = key.shape[1], query.shape[1] // key.shape[1]
+    grad_key, grad_value = (torch.empty(x.shape, dtype=lse.dtype) for x in (key, value))
+    grads = torch.empty_like(query), grad_key, grad_value
+    for queries, keys, causal, mask in _sequences(piece, query):
+        q, k, v = _by_heads(query[queries], key[keys], value[keys], per_key)
+        g, o = (x[queries].transpose(0, 1).unflatten(0, (kv_heads, per_key)) for x in (grad, out))
+        total = lse[:, queries].unflatten(0, (kv_heads, per_key)).contiguous()
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, total, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        grads[0][queries] = parts[0].flatten(0, 1).transpose(0, 1)
+        for target, part in zip(grads[1:], parts[1:], strict=True):
+            target[keys] = part.sum(1, dtype=lse.dtype).transpose(0, 1)
+    return grads
+
+
+def _sequences(piece: Piece, like: torch.Tensor) -> list[tuple[slice, slice, bool, torch.Tensor | None]]:
+    """Return each sequence's queries and keys, whether the kernel's causal mask serves, and the mask where it does not.
+
+    The kernel aligns queries and keys at their beginnings.
+    """
+    found = []
+    queries = keys = 0
+    for many, seen in zip(piece.query_lengths, piece.key_lengths, strict=True):
+        plain = many == seen and (piece.window is None or piece.window >= seen)
+        mask = None
+        if piece.causal and not plain:
+            hidden = ~visible(seen - many, many, like.device, piece.window)
+            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+        found.append((slice(queries, queries + many), slice(keys, keys + seen), piece.causal and plain, mask))
+        queries, keys = queries + many, keys + seen
+    return found
+
+
+def _by_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, per_key: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """View [C, H, D] and twice [K, H_kv, D] as [H_kv, g, C, D] and twice [H_kv, g, K, D], without a copy."""
+    q = query.transpose(0, 1).unflatten(0, (key.shape[1], per_key))
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, per_key, -1, -1) for x in (key, value))
+    return q, k, v
