@@ -3,6 +3,7 @@
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
+# make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make docs    write docs/reference/ from the code
@@ -20,7 +21,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants lint style types audit docs lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants test-gpu lint style types audit docs lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -64,6 +65,9 @@ test-quick: $(STAMP)
 
 test-stress: $(STAMP)
 	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
+
+test-gpu:
+	"$(PYTHON)" -m pytest -rs tests/gpu
 
 # the library that makes the mutants is in a folder of its own, and no requirement of the project
 test-mutants: $(STAMP) build/cosmic-ray

@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from streamrl.errors import RunFailed, UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--full", is_flag=True, help="Compare trainer and vLLM with the model's real weights.")
-def command(model: str, full: bool) -> None:
-    """Check that a model is trained right, before a run depends on it.
+@click.option("--hardware", is_flag=True, help="Check this machine instead of a model.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --hardware: write the figures to this JSON file as well.",
+)
+def command(model: str | None, full: bool, hardware: bool, out: Path | None) -> None:
+    """Check that a model is trained right, or what this machine can do, before a run depends on it.
 
     MODEL is what `model.path` of a run file may be, or a folder with only a config.json: its architecture is built
     small and random. Shared prompts are compared with lone sequences, the trainer with vLLM, and new weights with a
     fresh engine. Exit code 1: it is refused.
 
+    --hardware measures devices, matrix products, memory, links between GPUs, attention (its error and its speed), the
+    trainer and the coding of weights by the code that a run uses, and ends with a whole run of a tiny model. It takes
+    two to ten minutes. Exit code 1: a stage failed.
+
     \b
-    Example:
+    Examples:
       streamrl verify smollm2-135m
+      streamrl verify --hardware --out hardware.json
     """
+    if hardware == (model is not None) or (out is not None and not hardware):
+        raise click.UsageError("expected a MODEL, or --hardware (with --out, if wanted)")
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")
     from rich.console import Console
 
+    if hardware:
+        _hardware(Console(), out)
+        return
+    assert model is not None
     from streamrl.machine.model_files import resolve_model
     from streamrl.verify.findings import reasons_against, table_of
     from streamrl.verify.model_checks import verify
@@ -40,3 +61,15 @@ def command(model: str, full: bool) -> None:
     Console().print(table_of(model, findings))
     if reasons := reasons_against(findings):
         raise RunFailed(f"{model} is refused: " + "; ".join(reasons))
+
+
+def _hardware(console: Console, out: Path | None) -> None:
+    from streamrl.verify.hardware_kit import check_hardware, table_of, write_json
+
+    results = check_hardware(lambda text: click.echo(text, err=True))
+    console.print(table_of(results))
+    if out is not None:
+        write_json(out, results)
+        click.echo(f"written: {out}")
+    if failed := [result.stage for result in results if result.error]:
+        raise RunFailed(f"failed: {', '.join(failed)}")

@@ -1,0 +1,117 @@
+"""The trainer's stage of `streamrl verify --hardware`: real optimizer steps on a random model of a chosen shape."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from scheduler.cost.hardware import peak_tflops
+from streamrl.config.run import RunConfig
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.packing_choice import Packing
+from streamrl.training.trainer import Trainer
+from streamrl.verify.hardware_measurement import Measurement, Size
+
+PROMPT_SHARE = 0.1
+"""Part of a context that is prompt."""
+SAMPLES = 4
+"""Completions of a prompt; the longest fills the context, the others are a quarter of it."""
+STEPS = 3
+"""Steps that are measured, after one that is not."""
+
+
+def train(size: Size, device: torch.device) -> Iterator[Measurement]:
+    """Yield tokens/s, the share of the device's peak and the peak memory of whole steps, for each context.
+
+    Args:
+        size: shape of the model and contexts.
+        device: where it is trained.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        model = _save(size, Path(folder, "model"), max(size.contexts))
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        run = RunConfig.model_validate(
+            {
+                "model": {"path": str(model), "dtype": dtype, "max_context": max(size.contexts)},
+                "sampling": {"max_tokens": max(size.contexts) // 2},
+                "optimizer": {"gradient_checkpointing": device.type == "cuda"},
+            }
+        )
+        one = Trainer(run, str(model), device, packing=Packing("shared", SHARED_PREFIX, "for its speed"))
+        for number, context in enumerate(size.contexts):
+            yield from _steps(one, _group(context, size.vocabulary), context, device, number * (STEPS + 1))
+        dist.destroy_process_group()
+
+
+def _steps(one: Trainer, group: TrainGroup, context: int, device: torch.device, first: int) -> Iterator[Measurement]:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    gc.collect()
+    best, stats = float("inf"), None
+    for step in range(first, first + STEPS + 1):
+        began = time.perf_counter()
+        stats = one.accumulate([group], is_last=True)
+        one.step(step, float(group.loss_tokens))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if step > first:
+            best = min(best, time.perf_counter() - began)
+    assert stats is not None
+    peak = peak_tflops(torch.cuda.get_device_name(0), 1) if device.type == "cuda" else None
+    rate = stats.flops / best / 1e12
+    share = f", {rate / peak:.0%} of the data sheet's peak (MFU)" if peak else ""
+    yield Measurement(
+        f"trainer, {context} tokens",
+        stats.row_tokens / best,
+        "tokens/s",
+        f"{rate:.3g} TFLOP/s{share}; {stats.row_tokens} tokens of a prompt with {SAMPLES} completions",
+    )
+    used = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _resident()
+    yield Measurement(f"trainer, {context} tokens, memory", used, "GiB", "peak")
+
+
+def _resident() -> float:
+    """Return the most memory that this process has used, GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _save(size: Size, folder: Path, context: int) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def _group(context: int, vocabulary: int) -> TrainGroup:
+    rng = np.random.default_rng(0)
+    prompt = int(context * PROMPT_SHARE)
+    lengths = [context - prompt, *[(context - prompt) // 4] * (SAMPLES - 1)]
+
+    def tokens(count: int) -> np.ndarray:
+        return rng.integers(0, vocabulary, count).astype(np.int32)
+
+    sequences = [
+        TrainSequence(tokens(length), np.full(length, -np.log(vocabulary), np.float32), float(number - 1.5))
+        for number, length in enumerate(lengths)
+    ]
+    return TrainGroup("group", tokens(prompt), sequences)
