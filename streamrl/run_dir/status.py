@@ -6,6 +6,7 @@ is replaced atomically, so a reader never sees half of it.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
@@ -247,7 +248,7 @@ def read_status(run_dir: Path) -> RunStatus:
     """
     path = run_dir / layout.STATUS
     try:
-        return RunStatus.model_validate_json(path.read_bytes())
+        return _parse_status(path.read_bytes())
     except FileNotFoundError:
         pass
     except NotADirectoryError as error:
@@ -259,6 +260,22 @@ def read_status(run_dir: Path) -> RunStatus:
     if not run_dir.exists():
         raise UserError(f"no such run folder: {run_dir}{_known_runs(run_dir.parent)}")
     raise UserError(f"{run_dir} holds no run (no {layout.STATUS} in it){_known_runs(run_dir)}")
+
+
+def _parse_status(content: bytes) -> RunStatus:
+    """Return a status without keys of another version, in its newest metrics too, as in `read_metrics`.
+
+    Raises:
+        ValidationError: it is no status.
+    """
+    try:
+        return RunStatus.model_validate_json(content)
+    except ValidationError as error:
+        if {(one["type"], one["loc"][:1]) for one in error.errors()} != {("extra_forbidden", ("latest",))}:
+            raise
+    values = json.loads(content)
+    values["latest"] = {key: item for key, item in values["latest"].items() if key in MetricsRow.model_fields}
+    return RunStatus.model_validate(values)
 
 
 def _known_runs(parent: Path) -> str:
