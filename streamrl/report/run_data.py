@@ -6,7 +6,6 @@ Every part may be missing; `RunData.notes` collects what could not be read, for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
 from streamrl.report.conversation import conversation_text
-from streamrl.report.live_view import latest_checkpoint
+from streamrl.report.run_decoder import Decoder, find_decoder
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -213,39 +212,9 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
     return texts
 
 
-def _decoder(data: RunData) -> Callable[[list[int]], str] | None:
-    """Return a function from token ids to text with the run's tokenizer, or None if this machine has none.
-
-    The `tokenizers` package suffices; every transformers installation has it, and it loads fast.
-    """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        data.notes.append("Completions are shown as token counts only: the tokenizers package is not installed.")
-        return None
-    for folder in (latest_checkpoint(data.run_dir), _model_folder(data.config_text)):
-        if folder is not None and (path := folder / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
-    data.notes.append("Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder.")
-    return None
-
-
-def _model_folder(config_text: str | None) -> Path | None:
-    """Return the model's folder on this machine by the configuration: a path, or a Hugging Face id in the cache."""
-    import yaml
-
-    try:
-        config = yaml.safe_load(config_text or "")
-        model = config.get("run", config)["model"]["path"]
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
-        return None
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, "tokenizer.json")
-    except (ImportError, ValueError):
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+def _decoder(data: RunData) -> Decoder | None:
+    """Return the run's decoder; without one, say so in the notes."""
+    decoder, why_not = find_decoder(data.run_dir, data.config_text)
+    if decoder is None:
+        data.notes.append(why_not)
+    return decoder

@@ -47,7 +47,7 @@ class StepRow(Row):
 AnyRow = TypeVar("AnyRow", bound=StepRow)
 
 
-def _parse(model: type[AnyRow], line: bytes) -> AnyRow | None:
+def parse_row(model: type[AnyRow], line: bytes) -> AnyRow | None:
     """Return the row of one line, without keys of a newer version; None for a cut or foreign line."""
     try:
         values = json.loads(line)
@@ -62,7 +62,7 @@ def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    return [row for line in lines if (row := _parse(model, line)) is not None]
+    return [row for line in lines if (row := parse_row(model, line)) is not None]
 
 
 def _encode(row: StepRow) -> bytes:
