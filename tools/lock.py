@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("cpu", "ray", "tasks", "peer", "dev")
+EXTRAS = ("cpu", "dashboard", "ray", "tasks", "peer", "dev")
 LEFT_OUT = {
     "torchvision": "comes as a CUDA build that breaks `import transformers`; no image model is trained here",
     "torchaudio": "as torchvision",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
+@click.option("--dashboard", is_flag=True, help="show the run in a browser, too, while it runs; prints the address")
 def command(
     cluster_file: Path | None,
     run_file: Path | None,
@@ -42,12 +44,14 @@ def command(
     emulate: bool,
     runs_dir: Path,
     plain: bool,
+    dashboard: bool,
 ) -> None:
     """Run a cluster: start, supervise and watch all processes of a run.
 
     \b
     Examples:
       streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml
+      streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml --dashboard
       streamrl launch --cluster cluster_configs/local.yaml --set optimizer.lr=1e-5 --dry-run
       streamrl launch --resume runs/demo --steps 40
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --dry-run
@@ -57,9 +61,12 @@ def command(
     if not dry_run:
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
+    from streamrl.dashboard.web_server import beside_run, check_installed
     from streamrl.launcher.emulated_cluster import emulated
     from streamrl.run_dir.layout import new_folder
 
+    if dashboard:
+        check_installed()
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     if resume_dir is not None:
@@ -90,7 +97,10 @@ def command(
         click.echo(f"packs groups: {_packing(run)}")
     from streamrl.launcher import supervisor
 
-    supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
+    with ExitStack() as beside:
+        if dashboard:
+            click.echo(f"dashboard at {beside.enter_context(beside_run(run_dir))} until the run ends")
+        supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
 
 
 def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -> None:

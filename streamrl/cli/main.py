@@ -26,6 +26,7 @@ COMMANDS = {
     "checkpoint": "Have a running job write a checkpoint.",
     "replay": "Compute a refused optimizer step again, and show what was not finite.",
     "report": "Write the report of a run.",
+    "dashboard": "Show runs in a browser, live: state, curves, timeline, samples.",
     "status": "Show the state and progress of a run.",
     "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",
     "chaos": "Inject faults into a live run, and check that no sample is lost.",

@@ -1,0 +1,105 @@
+"""Read what has been appended to a file since the last look, and notice when the file began anew.
+
+Files of a run only grow, except when the run is resumed from an older checkpoint: then a file is replaced by a shorter
+one, or cut. Both are noticed, and the file is read from its start again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Generic
+
+from streamrl.run_dir.jsonl import AnyRow, parse_row
+
+READ_AT_ONCE = 64 << 20
+"""Most bytes that are read at one look, so that a huge file does not fill the memory."""
+
+
+class AppendedLines:
+    """The complete lines of a file, each returned once; a last line without its end waits until it has one."""
+
+    def __init__(self, path: Path, last_line: bytes = b"") -> None:
+        """Take the file, and the line that closes it, if it has one: a writer that goes on removes it."""
+        self.path = path
+        self._last_line = last_line
+        self._offset = 0
+        self._inode: int | None = None
+
+    def read(self) -> tuple[bool, list[bytes]]:
+        """Return whether the file began anew (or is gone), and the lines since the last look.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                size, inode = stat.st_size, stat.st_ino
+                anew = self._inode is not None and (inode != self._inode or size < self._offset)
+                if anew:
+                    self._offset = 0
+                self._inode = inode
+                file.seek(self._offset)
+                content = file.read(min(size - self._offset, READ_AT_ONCE))
+        except FileNotFoundError:
+            anew, self._inode, self._offset = self._inode is not None, None, 0
+            return anew, []
+        end = content.rfind(b"\n") + 1
+        if not end and len(content) == READ_AT_ONCE:  # one line longer than all that is read: it is none of ours
+            end = len(content)
+        elif self._last_line and content[:end].splitlines()[-1:] == [self._last_line]:
+            end = content.rfind(self._last_line)
+        self._offset += end
+        return anew, content[:end].splitlines()
+
+    def read_all(self) -> tuple[bool, list[bytes]]:
+        """Return the same up to the end of the file, however much it is."""
+        anew, lines = self.read()
+        while (more := self.read())[1]:
+            anew, lines = (True, more[1]) if more[0] else (anew, lines + more[1])
+        return anew, lines
+
+
+class AppendedRows(Generic[AnyRow]):
+    """All rows of a JSONL file, of which each look parses only the new ones.
+
+    `generation` counts how often the file began anew; so a reader that has seen the first n rows of a generation needs
+    only those behind them.
+    """
+
+    def __init__(self, path: Path, model: type[AnyRow]) -> None:
+        self._lines, self._model = AppendedLines(path), model
+        self.generation = 0
+        self.rows: list[AnyRow] = []
+
+    def look(self) -> list[AnyRow]:
+        """Read what is new and return all rows; unreadable lines are skipped."""
+        anew, lines = self._lines.read_all()
+        if anew:
+            self.generation += 1
+            self.rows = []
+        self.rows += [row for line in lines if (row := parse_row(self._model, line)) is not None]
+        return self.rows
+
+    def since(self, cursor: str) -> tuple[list[AnyRow], bool]:
+        """Return the rows that a reader with this cursor has not seen, and whether it must forget those it has."""
+        generation, _, seen = cursor.partition(".")
+        if generation == str(self.generation) and seen.isdecimal() and int(seen) <= len(self.rows):
+            return self.rows[int(seen) :], False
+        return list(self.rows), True
+
+    @property
+    def cursor(self) -> str:
+        """What a reader that has all rows gives to `since` next time."""
+        return f"{self.generation}.{len(self.rows)}"
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of one line of `trace.json`; None for its brackets, and for a line that is no event."""
+    try:
+        value = json.loads(line.strip().rstrip(b","))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

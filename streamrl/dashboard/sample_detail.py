@@ -1,0 +1,201 @@
+"""One sample, or all samples of a group, with texts, tokens and the reason why a sample was not trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from streamrl.dashboard.sample_table import SampleFilter, SampleTable
+from streamrl.report.run_decoder import Decoder
+from streamrl.rollouts.trajectory import NOT_SAMPLED
+
+MOST_TOKENS = 4_000
+"""Tokens of a row that are sent unless all are asked for."""
+MOST_CHARACTERS = 20_000
+"""Characters of each text in a group's view, and of each message of a conversation."""
+MOST_MEMBERS = 64
+"""Samples of a group that are shown side by side."""
+BATCH = 64
+"""Rows that are decoded at once when a file is read for one sample."""
+
+
+def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]:
+    """Return all rows of a sample: the one with this number, and those of the same episode that follow it.
+
+    Only the row groups that have them are read, a few rows at a time.
+
+    Raises:
+        OSError, pa.ArrowException: the file cannot be read, or is gone.
+    """
+    found: list[dict[str, Any]] = []
+    with pq.ParquetFile(path) as file:
+        begin, groups = 0, list[int]()
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            if groups or begin + rows > first:
+                groups.append(number)
+            else:
+                begin += rows
+        for batch in file.iter_batches(batch_size=BATCH, row_groups=groups):
+            skip = max(0, first - begin)
+            begin += len(batch)
+            for record in batch.slice(skip).to_pylist() if skip < len(batch) else ():
+                if found and record.get("trajectory_id") != found[0].get("trajectory_id", sample_id):
+                    return found
+                found.append(record)
+                if record.get("trajectory_id") is None:  # an older file: one row is one sample
+                    return found
+    return found
+
+
+def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool) -> dict[str, Any] | None:
+    """Return a sample with its tokens or its conversation, ready for JSON; None: there is no such sample.
+
+    Args:
+        table: the run's samples, looked at before.
+        sample_id: its id.
+        decode: from token ids to text; None: ids are all there is.
+        everything: all tokens, not only the first `MOST_TOKENS` of a row.
+
+    Raises:
+        OSError, pa.ArrowException: its file cannot be read.
+    """
+    index = table.find(sample_id)
+    if index is None:
+        return None
+    records = read_rows_at(*table.place(index), sample_id)
+    if not records:
+        return None
+    first = records[0]
+    light = table.light(index)
+    told, odd = _conversation(first.get("conversation"))
+    return light | {
+        "prompt": _text(first, "prompt", decode),
+        "completion": _text(first, "completion", decode),
+        "messages": told.get("messages") if told else None,
+        "steps": told.get("steps") if told else None,
+        "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
+        "why": why_not_trained(light, table.siblings(light)),
+        "notes": [odd] if odd else [],
+    }
+
+
+def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dict[str, Any] | None:
+    """Return the samples of a group with their texts, ready for JSON; None: there is no such group.
+
+    Raises:
+        OSError, pa.ArrowException: a file cannot be read.
+    """
+    chosen = table.select(SampleFilter(group_id=group_id, sort="step", descending=False))[:MOST_MEMBERS]
+    if not len(chosen):
+        return None
+    members = []
+    prompt: str | None = None
+    for index in map(int, chosen):
+        light = table.light(index)
+        first = (read_rows_at(*table.place(index), light["sample_id"]) or [{}])[0]
+        prompt = prompt or _text(first, "prompt", decode)
+        told, _ = _conversation(first.get("conversation"))
+        text = _last_answer(told) if told else _text(first, "completion", decode)
+        members.append(light | {"text": text, "why": why_not_trained(light, table.siblings(light))})
+    return {"group_id": group_id, "prompt": prompt, "members": members}
+
+
+def token_columns(record: dict[str, Any], decode: Decoder | None, most: int | None) -> dict[str, Any]:
+    """Return what is known of each completion token of a row, as columns of equal length.
+
+    `sampled` is false for tokens that no policy drew (a tool's result, a template); they carry no loss.
+    """
+    ids = list(record.get("completion_tokens") or ())
+    total = len(ids)
+    ids = ids[:most]
+    count = len(ids)
+    versions = _column(record.get("weight_versions"), count, total)
+    mask = _column(record.get("mask"), count, total)
+    return {
+        "row_id": record.get("sample_id"),
+        "prompt_tokens": len(record.get("prompt_tokens") or ()),
+        "total": total,
+        "ids": ids,
+        "texts": None if decode is None else [decode([one]) for one in ids],
+        "logprobs": _column(record.get("logprobs"), count, total),
+        "versions": [None if one == NOT_SAMPLED else one for one in versions],
+        "sampled": [one is not False for one in mask],
+    }
+
+
+def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:
+    """Return `count` values: an older file has one for all tokens, or none."""
+    if values is None or (len(values) != total and len(values) != 1):
+        return [None] * count
+    return [values[0]] * count if len(values) == 1 else list(values[:count])
+
+
+def why_not_trained(sample: dict[str, Any], rewards: Sequence[float | None]) -> str:
+    """Say why a sample was not trained, or what made its gradient zero; '' if it was trained as usual.
+
+    Args:
+        sample: its columns, `outcome` among them.
+        rewards: those of all samples of its group, None where void.
+    """
+    survivors = [reward for reward in rewards if reward is not None]
+    equal = len(survivors) > 1 and len(set(survivors)) == 1
+    match sample["outcome"]:
+        case "void":
+            cause = sample.get("void_cause") or "no reward"
+            return f"void ({cause}): {sample.get('reward_error') or 'no message'}"
+        case "dropped" if len(survivors) < 2:
+            return "dropped: too few samples of its group have a reward, so another group took its place"
+        case "dropped" if equal:
+            return "dropped: all rewards of its group are equal, so another group took its place"
+        case "dropped":
+            return "dropped: the loss or the gradient of its group was not finite"
+        case _ if equal:
+            return "trained, but all rewards of its group are equal: its gradient is zero"
+    return ""
+
+
+def _conversation(text: str | None) -> tuple[dict[str, Any] | None, str]:
+    """Return an episode's messages and steps, long messages cut, and what is odd about them."""
+    if not text:
+        return None, ""
+    try:
+        told = json.loads(text)
+        messages = [
+            {
+                "role": str(one["role"]),
+                "content": _content(one.get("content"))[:MOST_CHARACTERS],
+                "calls": [
+                    f"{call['function']['name']}({call['function']['arguments']})"
+                    for call in one.get("tool_calls") or ()
+                ],
+            }
+            for one in told["messages"]
+        ]
+        steps = [
+            {key: step.get(key) for key in ("kind", "name", "started", "finished", "detail", "tokens")}
+            for step in told["steps"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, "The conversation of this sample cannot be read."
+    return {"messages": messages, "steps": steps}, ""
+
+
+def _content(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _last_answer(told: dict[str, Any]) -> str | None:
+    answers = [one for one in told["messages"] if one["role"] == "assistant"]
+    return "\n".join([answers[-1]["content"], *answers[-1]["calls"]]).strip() if answers else None
+
+
+def _text(record: dict[str, Any], name: str, decode: Decoder | None) -> str | None:
+    if record.get(name) is not None:
+        return str(record[name])[:MOST_CHARACTERS]
+    tokens = record.get(f"{name}_tokens")
+    return None if tokens is None or decode is None else decode(list(tokens)[:MOST_TOKENS])

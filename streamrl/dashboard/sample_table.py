@@ -1,0 +1,254 @@
+"""All samples of a run as a table that is filtered, sorted and read a page at a time.
+
+Only the light columns of the Parquet files are held, about 200 bytes per sample; texts and tokens are read for the
+samples that are looked at (`sample_detail.py`). A file is read once, and again if it was replaced (a resumed run).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ranker.data import first_rows
+from streamrl.errors import UserError
+from streamrl.rollouts.rollout_store import SCHEMA
+
+HEAVY = ("prompt", "completion", "prompt_tokens", "completion_tokens", "logprobs", "mask", "conversation")
+LIGHT = tuple(name for name in SCHEMA.names if name not in (*HEAVY, "weight_versions"))
+FILE, ROW = "_file", "_row"
+"""Columns of the table that say where a sample is: number of its file, and of its row in it."""
+PLACE = (pa.field(FILE, pa.int32()), pa.field(ROW, pa.int32()))
+LISTED: tuple[str, ...] = (
+    "sample_id",
+    "group_id",
+    "task",
+    "step",
+    "reward",
+    "advantage",
+    "output_length",
+    "finish_reason",
+)
+LISTED += ("route", "void_cause", "predicted_length")
+"""Columns of the list of samples; the outcome is added."""
+SORTS = ("step", "task", "reward", "advantage", "output_length", "predicted_length")
+OUTCOMES = ("trained", "void", "dropped")
+MOST_PAGE = 500
+MOST_POINTS = 4_000
+"""Most samples in the picture of predicted against actual lengths."""
+KEPT_SELECTIONS = 16
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Which samples are listed; None: any."""
+
+    task: str | None = None
+    finish_reason: str | None = None
+    route: str | None = None
+    outcome: str | None = None
+    """'trained', 'void' (its reward is void) or 'dropped' (its whole group was never trained)."""
+    group_id: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    length_min: float | None = None
+    length_max: float | None = None
+    step_min: float | None = None
+    step_max: float | None = None
+    sort: str = "step"
+    descending: bool = True
+
+    @classmethod
+    def parse(cls, query: dict[str, str]) -> SampleFilter:
+        """Return the filter of a page's query; keys of other things are ignored, empty values are None.
+
+        Raises:
+            UserError: a value is not what its key takes.
+        """
+        values: dict[str, Any] = {}
+        for one in fields(cls):
+            text = query.get(one.name, "")
+            if not text:
+                continue
+            if one.name == "descending":
+                values[one.name] = text == "true"
+            elif one.name.endswith(("_min", "_max")):
+                try:
+                    values[one.name] = float(text)
+                except ValueError as error:
+                    raise UserError(f"{one.name}: expected a number, got {text!r}") from error
+            else:
+                values[one.name] = text
+        for name, known in (("sort", SORTS), ("outcome", OUTCOMES)):
+            if name in values and values[name] not in known:
+                raise UserError(f"{name}: expected one of {', '.join(known)}, got {values[name]!r}")
+        return cls(**values)
+
+
+class SampleTable:
+    """The samples in the `rollouts/` folder of one run, which may still grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self._files: dict[Path, tuple[tuple[int, int, int], pa.Table]] = {}
+        self._paths: list[Path] = []
+        self._table = _empty()
+        self._selections: OrderedDict[SampleFilter, npt.NDArray[np.int64]] = OrderedDict()
+
+    def look(self) -> pa.Table:
+        """Read new and replaced files, forget deleted ones, and return the table."""
+        found: dict[Path, tuple[tuple[int, int, int], pa.Table]] = {}
+        notes = []
+        changed = False
+        for path in sorted(self.folder.glob("step_*.parquet")):
+            try:
+                stat = path.stat()
+                mark = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                if (known := self._files.get(path)) is None or known[0] != mark:
+                    changed = True
+                    known = mark, _light(path)
+                found[path] = known
+            except FileNotFoundError:
+                continue  # deleted by a resumed run since the listing
+            except (pa.ArrowException, OSError) as error:
+                notes.append(f"{path.name} could not be read and is left out: {error}.")
+        self.notes = notes
+        if changed or found.keys() != self._files.keys():
+            self._files, self._paths = found, list(found)
+            numbered = [
+                table.append_column(PLACE[0], pa.array(np.full(len(table), number, np.int32)))
+                for number, (_, table) in enumerate(found.values())
+            ]
+            self._table = pa.concat_tables(numbered).combine_chunks() if numbered else _empty()
+            self._selections.clear()
+        return self._table
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """Return the file of a sample, and the number of its first row there."""
+        row = self._table.slice(index, 1).to_pylist()[0]
+        return self._paths[row[FILE]], row[ROW]
+
+    def find(self, sample_id: str) -> int | None:
+        """Return where a sample is in the table; the later one if it was written twice."""
+        found = pc.indices_nonzero(pc.equal(self._table["sample_id"], sample_id))
+        return found[-1].as_py() if len(found) else None
+
+    def light(self, index: int) -> dict[str, Any]:
+        """Return the light columns of a sample, and its outcome."""
+        row = self._table.slice(index, 1)
+        values: dict[str, Any] = row.select(list(LIGHT)).to_pylist()[0]
+        return values | {"outcome": OUTCOMES[int(outcomes(row)[0])]}
+
+    def siblings(self, sample: dict[str, Any]) -> list[float | None]:
+        """Return the rewards of all samples of a sample's group, None where void."""
+        rewards: list[float | None] = (
+            self._table["reward"].take(pa.array(self.select(SampleFilter(group_id=sample["group_id"])))).to_pylist()
+        )
+        return rewards
+
+    def select(self, wanted: SampleFilter) -> npt.NDArray[np.int64]:
+        """Return the indices of the samples that a filter keeps, sorted as it says; nulls come last."""
+        if (known := self._selections.get(wanted)) is not None:
+            self._selections.move_to_end(wanted)
+            return known
+        table = self._table
+        mask = np.ones(len(table), bool)
+        for name in ("task", "finish_reason", "route", "group_id"):
+            if (value := getattr(wanted, name)) is not None:
+                mask &= _true(pc.equal(table[name], value))
+        for name, column in (("reward", "reward"), ("length", "output_length"), ("step", "step")):
+            if (least := getattr(wanted, f"{name}_min")) is not None:
+                mask &= _true(pc.greater_equal(table[column].cast(pa.float64()), least))
+            if (most := getattr(wanted, f"{name}_max")) is not None:
+                mask &= _true(pc.less_equal(table[column].cast(pa.float64()), most))
+        if wanted.outcome is not None:
+            mask &= outcomes(table) == OUTCOMES.index(wanted.outcome)
+        order = pc.sort_indices(
+            table.select([wanted.sort]),
+            sort_keys=[(wanted.sort, "descending" if wanted.descending else "ascending")],
+        ).to_numpy()
+        chosen = order[mask[order]].astype(np.int64)
+        self._selections[wanted] = chosen
+        if len(self._selections) > KEPT_SELECTIONS:
+            self._selections.popitem(last=False)
+        return chosen
+
+    def page(self, wanted: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
+        """Return some of the samples that a filter keeps, as columns, with their number."""
+        chosen = self.select(wanted)
+        some = chosen[max(0, offset) : max(0, offset) + min(limit, MOST_PAGE)]
+        rows = self._table.take(pa.array(some))
+        columns = {name: rows[name].to_pylist() for name in LISTED}
+        columns["outcome"] = [OUTCOMES[one] for one in outcomes(rows)]
+        return {"total": len(chosen), "all": len(self._table), "offset": offset, "columns": columns}
+
+    def choices(self) -> dict[str, list[str]]:
+        """Return the values that occur of each column that is filtered by name."""
+        names = ("task", "finish_reason", "route")
+        found = {name: pc.unique(self._table[name]).drop_null().to_pylist() for name in names}
+        return {name: sorted(values) for name, values in found.items()}
+
+    def lengths(self) -> dict[str, Any]:
+        """Return predicted and actual lengths with routes, of samples evenly spread over the run."""
+        table = self._table
+        known = np.flatnonzero(_true(pc.is_valid(table["predicted_length"])))
+        if len(known) > MOST_POINTS:
+            known = known[np.linspace(0, len(known) - 1, MOST_POINTS).astype(np.int64)]
+        rows = table.take(pa.array(known))
+        names = ("sample_id", "predicted_length", "output_length", "route", "step")
+        return {"of": len(table), "columns": {name: rows[name].to_pylist() for name in names}}
+
+
+def outcomes(table: pa.Table) -> npt.NDArray[np.int8]:
+    """Return the outcome of each sample as its place in `OUTCOMES`.
+
+    Of an older file without `void_cause`, a sample without a reward counts as void.
+    """
+    trained = _true(pc.is_valid(table["t_trained"]))
+    void = _true(pc.or_(pc.is_valid(table["void_cause"]), pc.is_null(table["reward"])))
+    return np.where(void, 1, np.where(trained, 0, 2)).astype(np.int8)
+
+
+def _true(mask: Any) -> npt.NDArray[np.bool_]:
+    values: npt.NDArray[np.bool_] = pc.fill_null(mask, False).to_numpy(zero_copy_only=False)
+    return values
+
+
+def _empty() -> pa.Table:
+    schema = pa.schema([*(SCHEMA.field(name) for name in LIGHT), PLACE[1], PLACE[0]])
+    return schema.empty_table()
+
+
+def _light(path: Path) -> pa.Table:
+    """Return the light columns of the first rows of a file's samples, with the rows' numbers.
+
+    Columns that an older file lacks are null; its `sample_id` may be missing, too, and is then the place of the row.
+
+    Raises:
+        pa.ArrowException, OSError: it cannot be read.
+    """
+    with pq.ParquetFile(path) as file:
+        there = set(file.schema_arrow.names)
+        names = [name for name in LIGHT if name in there]
+        table = file.read(columns=names)
+    table = table.append_column(PLACE[1], pa.array(np.arange(len(table), dtype=np.int32)))
+    count = len(table)
+    if "sample_id" not in names:
+        table = table.append_column("sample_id", pa.array([f"{path.stem}:{row}" for row in range(count)]))
+    table = first_rows(table)
+    columns = [
+        table[name].cast(SCHEMA.field(name).type)
+        if name in table.schema.names
+        else pa.nulls(len(table), SCHEMA.field(name).type)
+        for name in LIGHT
+    ]
+    schema = pa.schema([*(SCHEMA.field(name) for name in LIGHT), PLACE[1]])
+    return pa.Table.from_arrays([*columns, table[ROW]], schema=schema)

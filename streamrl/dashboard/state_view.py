@@ -1,0 +1,167 @@
+"""What a run's folder says of its current state: processes, sites, waits, progress, what was refused.
+
+Everything here reads files only; no process is asked. A part that is missing or cannot be read is left out, and said in
+`notes`, so that a copied or an old folder shows what it has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.load import RESOLVED_NAME
+from streamrl.errors import UserError
+from streamrl.report.panels import BAD_STATES, stale_message
+from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, read_started
+from streamrl.run_dir.jsonl import finite
+from streamrl.run_dir.site_status import SiteStatus, read_site
+from streamrl.run_dir.start_stages import Stage, read_stages
+from streamrl.run_dir.status import RunStatus, read_status
+
+MARKS = (layout.STATUS, layout.METRICS, layout.SITE_STATUS, RESOLVED_NAME, layout.ADDRESSES, layout.START_STAGES)
+"""Files and folders of which each makes its folder a run's."""
+MOST_TEXT = 4_000
+"""Characters of last words and errors that are shown."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder is a run's, or a site's."""
+    return any((folder / name).exists() for name in MARKS)
+
+
+def state_view(folder: Path, now: float) -> dict[str, Any]:
+    """Return the run's current state, ready for JSON.
+
+    Args:
+        folder: the run's folder.
+        now: unix seconds.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    notes: list[str] = []
+    status = _status(folder, notes)
+    stages = _stages(folder)
+    started = _started(folder, notes)
+    sites = {site: told for site, path in layout.site_folders(folder).items() if (told := _site(path))}
+    live = status is not None and not status.final and status.stale_for(now) is None
+    seen = now if status is None or live else status.updated_at  # times of a run that has ended stand still
+    view: dict[str, Any] = {
+        "name": folder.name,
+        "folder": str(folder),
+        "now": now,
+        "state": _state_word(folder, status, sites, stages),
+        "live": live,
+        "trouble": [text for text in (status and status.error, status and stale_message(status, now)) if text],
+        "processes": _processes(status, stages, started, seen),
+        "sites": _sites(status, sites, now),
+        "waits": [] if status is None else [_wait(one.model_dump(), seen) for one in status.waits],
+        "refused": {} if status is None else status.refused,
+        "notes": notes,
+    }
+    if status is not None:
+        shown = ("step", "steps", "started_at", "updated_at", "eta_s", "schedule", "schedule_note", "model", "hardware")
+        view |= {key: getattr(status, key) for key in shown}
+        view |= {
+            "progress": status.progress.model_dump(),
+            "ranker": status.ranker.model_dump(),
+            "scaling": status.scaling.model_dump(),
+            "verified": status.verified.words,
+            "mismatch": status.verified.mismatch,
+            "types": status.types,
+        }
+    clean: dict[str, Any] = finite(view)
+    return clean
+
+
+def _status(folder: Path, notes: list[str]) -> RunStatus | None:
+    try:
+        return read_status(folder)
+    except (UserError, OSError) as error:
+        if (folder / layout.STATUS).exists():
+            notes.append(f"The run's state is unknown: {error}.")
+        elif not (folder / layout.SITE_STATUS).exists() and not (folder / layout.START_STAGES).exists():
+            notes.append(f"There is no {layout.STATUS}, so only what the other files say is shown.")
+        return None
+
+
+def _stages(folder: Path) -> dict[str, Stage]:
+    try:
+        return read_stages(folder)
+    except OSError:
+        return {}
+
+
+def _started(folder: Path, notes: list[str]) -> dict[str, StartedProcess]:
+    found: dict[str, StartedProcess] = {}
+    for path in layout.site_folders(folder).values():
+        try:
+            found |= {one.name: one for one in read_started(path)}
+        except (OSError, ValueError, TypeError) as error:
+            notes.append(f"{path.name}/{layout.PROCESSES} cannot be read: {error}.")
+    return found
+
+
+def _site(folder: Path) -> SiteStatus | None:
+    try:
+        return read_site(folder)
+    except OSError:
+        return None
+
+
+def _state_word(folder: Path, status: RunStatus | None, sites: dict[str, SiteStatus], stages: dict[str, Stage]) -> str:
+    if status is not None:
+        return status.state
+    if "" in sites:
+        return sites[""].state
+    begun = (folder / layout.STATUS).exists() or (folder / layout.METRICS).exists()
+    return "starting" if stages and not begun else "unknown"
+
+
+def _processes(
+    status: RunStatus | None, stages: dict[str, Stage], started: dict[str, StartedProcess], now: float
+) -> list[dict[str, Any]]:
+    """Return every process that a file names, in the order of `status.json`, then of the launcher."""
+    roles = status.roles if status is not None else {}
+    found = []
+    for name in dict.fromkeys([*roles, *started, *stages]):
+        role, process, stage = roles.get(name), started.get(name), stages.get(name)
+        row: dict[str, Any] = {"name": name, "role": process.role if process else "", "state": "", "detail": ""}
+        if role is not None:
+            row |= role.model_dump(exclude={"dtype_why", "packing_why"})
+        if stage is not None and not stage.ready and (role is None or role.state in ("starting", "loading")):
+            row |= {"state": "starting", "detail": stage.text, "since": stage.since}
+        if process is not None and process.exit_code is not None:
+            row |= {"state": "ended", "exit_code": process.exit_code, "last_words": process.last_words[:MOST_TEXT]}
+        if not row["state"]:
+            row["state"] = "ready" if stage is not None and stage.ready else "started"
+        since = row.get("since")
+        row["for_s"] = None if since is None else max(0.0, now - since)
+        row["bad"] = row["state"] in BAD_STATES or bool(row.get("exit_code"))
+        found.append(row)
+    return found
+
+
+def _sites(status: RunStatus | None, sites: dict[str, SiteStatus], now: float) -> list[dict[str, Any]]:
+    """Return the sites behind links: as the controller sees them, else as their own folders say."""
+    remote = status.sites if status is not None else {}
+    found = [{"name": name, **one.model_dump(), "away": one.away} for name, one in remote.items()]
+    found += [
+        {
+            "name": one.site,
+            **one.model_dump(exclude={"site"}),
+            "away": one.away,
+            "age_s": max(0.0, now - one.updated_at),
+        }
+        for one in sites.values()
+        if one.site not in remote
+    ]
+    return found
+
+
+def _wait(wait: dict[str, Any], now: float) -> dict[str, Any]:
+    waited = max(0.0, now - wait["since"])
+    return wait | {"waited_s": waited, "share": min(1.0, waited / wait["limit_s"]) if wait["limit_s"] else None}

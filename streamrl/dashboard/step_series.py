@@ -1,0 +1,81 @@
+"""The figures of all steps as columns, so that a page asks for the new ones only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.dashboard.appended_lines import AppendedRows
+from streamrl.run_dir import layout
+from streamrl.run_dir.evaluations import EvaluationRow
+from streamrl.run_dir.metrics import MetricsRow
+
+BY_NAME = ("void_rate_by_cause", "reward_by_task", "output_length_by_task")
+"""Figures that are one number per cause or task."""
+WARNINGS = ("step_refused", "mismatch_warning", "length_bias_warning")
+"""Texts of a row that are shown with their step."""
+SHOWN = tuple(
+    name for name in MetricsRow.model_fields if name not in (*BY_NAME, *WARNINGS, "length_audit", "step", "time")
+)
+"""Figures that are one number, or true or false, per step."""
+
+
+def describe_figures() -> dict[str, str]:
+    """Return each figure's description in `metrics.jsonl`, for headings."""
+    return {name: MetricsRow.model_fields[name].description or name for name in SHOWN}
+
+
+class StepSeries:
+    """The rows of `metrics.jsonl` and `evaluations.jsonl` of one run, which may still grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._steps = AppendedRows(folder / layout.METRICS, MetricsRow)
+        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
+
+    def look(self) -> list[MetricsRow]:
+        """Read what is new and return all steps."""
+        self._evaluations.look()
+        return self._steps.look()
+
+    def since(self, cursor: str) -> dict[str, Any]:
+        """Return what a page has not seen yet, as columns, ready for JSON.
+
+        Args:
+            cursor: the answer's `cursor` of last time; empty for all.
+        """
+        rows = self.look()
+        new, reset = self._steps.since(cursor)
+        return {
+            "cursor": self._steps.cursor,
+            "reset": reset,
+            "step": [row.step for row in new],
+            "time": [row.time for row in new],
+            "figures": {name: [getattr(row, name) for row in new] for name in SHOWN},
+            "by_name": {name: _columns([getattr(row, name) for row in new]) for name in BY_NAME},
+            "warnings": [
+                {"step": row.step, "text": f"{name.replace('_', ' ')}: {text}"}
+                for row in new
+                for name in WARNINGS
+                if (text := getattr(row, name))
+            ],
+            "usd": sum(row.usd or 0.0 for row in rows) if any(row.usd is not None for row in rows) else None,
+            "evaluations": [_evaluation(row) for row in self._evaluations.rows],
+        }
+
+
+def _columns(rows: Sequence[dict[str, float | None]]) -> dict[str, list[float | None]]:
+    """Return one column per name; None where a row lacks it."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _evaluation(row: EvaluationRow) -> dict[str, Any]:
+    overall = row.overall
+    return {
+        "step": row.step,
+        "reward": overall.reward,
+        "pass_at": overall.pass_at,
+        "length": overall.length_mean,
+        "void": overall.rewards_void,
+    }

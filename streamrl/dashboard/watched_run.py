@@ -1,0 +1,125 @@
+"""The runs that a dashboard shows: found in the folders it was given, and read when a page asks.
+
+A page names a run by an id that was made here, never by a path. So nothing outside of these folders can be read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.load import RESOLVED_NAME
+from streamrl.dashboard.sample_table import SampleTable
+from streamrl.dashboard.state_view import is_run, state_view
+from streamrl.dashboard.step_series import StepSeries
+from streamrl.dashboard.timeline_window import TraceSpans
+from streamrl.errors import UserError
+from streamrl.report.run_decoder import Decoder, find_decoder
+from streamrl.run_dir import layout
+
+
+class WatchedRun:
+    """One run folder with what was read of it; `lock` is held while a part of it is used."""
+
+    def __init__(self, id: str, folder: Path) -> None:
+        self.id, self.folder = id, folder
+        self.lock = threading.RLock()
+        self.steps = StepSeries(folder)
+        self.samples = SampleTable(folder / layout.ROLLOUTS)
+        self.spans = TraceSpans(folder / layout.TRACE)
+        self._decoder: tuple[Decoder | None, str] | None = None
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Return one line of the list of runs."""
+        state = state_view(self.folder, now)
+        with self.lock:
+            rows = self.steps.look()
+        last = rows[-1] if rows else None
+        return {
+            "id": self.id,
+            "folder": str(self.folder),
+            "name": self.folder.name,
+            "state": state["state"],
+            "live": state["live"],
+            "step": last.step if last else state.get("step", 0),
+            "steps": state.get("steps"),
+            "reward": last.reward_mean if last else None,
+            "length": last.output_length_mean if last else None,
+            "step_time_s": last.step_time_s if last else None,
+            "model": state.get("model", ""),
+            "schedule": state.get("schedule", ""),
+            "updated_at": state.get("updated_at") or (last.time if last else None),
+        }
+
+    def decoder(self) -> tuple[Decoder | None, str]:
+        """Return the tokenizer's decoder, or why there is none; it is looked for again until it is found."""
+        if self._decoder is None or self._decoder[0] is None:
+            config = self.folder / RESOLVED_NAME
+            text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
+            self._decoder = find_decoder(self.folder, text)
+        return self._decoder
+
+
+class WatchedRuns:
+    """All runs in some folders: a run's own folder, or one whose subfolders are runs; new ones appear by themselves."""
+
+    def __init__(self, folders: Sequence[Path], coming: bool = False) -> None:
+        """Take the folders.
+
+        Args:
+            folders: run folders, or folders of run folders.
+            coming: whether a run may appear later where there is none now.
+
+        Raises:
+            UserError: a folder does not exist, or holds no run.
+        """
+        self._folders = [folder.resolve() for folder in folders]
+        self._runs: dict[Path, WatchedRun] = {}
+        self._lock = threading.Lock()
+        for given, folder in zip(folders, self._folders, strict=True):
+            if coming:
+                continue
+            if not folder.exists():
+                raise UserError(
+                    f"no such folder: {given}; expected a run folder such as runs/demo, or a folder of runs"
+                )
+            if not folder.is_dir():
+                raise UserError(f"{given} is a file; expected a run folder such as runs/demo, or a folder of runs")
+            if not _runs_in(folder):
+                raise UserError(
+                    f"{given} holds no run: neither it nor a folder in it has a {layout.STATUS} or {layout.METRICS}"
+                )
+
+    def look(self) -> list[WatchedRun]:
+        """Return all runs that are there now, those of the first folder first."""
+        with self._lock:
+            found = list(dict.fromkeys(run for folder in self._folders for run in _runs_in(folder)))
+            for folder in found:
+                if folder not in self._runs:
+                    self._runs[folder] = WatchedRun(self._new_id(folder), folder)
+            return [self._runs[folder] for folder in found]
+
+    def get(self, id: str) -> WatchedRun | None:
+        """Return a run by its id, even if its folder is gone by now; None: there was never one."""
+        self.look()
+        return next((run for run in self._runs.values() if run.id == id), None)
+
+    def _new_id(self, folder: Path) -> str:
+        taken = {run.id for run in self._runs.values()}
+        number, name = 1, folder.name
+        while name in taken:
+            number += 1
+            name = f"{folder.name}~{number}"
+        return name
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the folder itself if it is a run's, else its subfolders that are."""
+    if is_run(folder):
+        return [folder]
+    try:
+        return [path for path in sorted(folder.iterdir()) if path.is_dir() and is_run(path)]
+    except OSError:
+        return []

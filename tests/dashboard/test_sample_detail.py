@@ -1,0 +1,118 @@
+"""One sample and one group as the page shows them: tokens, conversation, why it was not trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.dashboard.sample_detail import group_view, read_rows_at, sample_view, token_columns, why_not_trained
+from streamrl.dashboard.sample_table import SampleTable
+from tests.dashboard.samples import a_sample, write_samples
+
+
+def table_of(folder: Path, rows: list[dict[str, Any]], **options: Any) -> SampleTable:
+    write_samples(folder, 1, rows, **options)
+    table = SampleTable(folder)
+    table.look()
+    return table
+
+
+def words(tokens: list[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path: Path) -> None:
+    rows = [a_sample("a.0", completion_tokens=[7]), a_sample("a.1", mask=[True, False, True, True])]
+    rows[1]["weight_versions"] = [4, -1, 5, 5]
+    view = sample_view(table_of(tmp_path, rows), "a.1", words, False)
+    assert view is not None
+    (tokens,) = view["rows"]
+    assert tokens["ids"] == [10, 11, 12, 13]
+    assert tokens["texts"] == ["<10>", "<11>", "<12>", "<13>"]
+    assert tokens["logprobs"] == [-0.5, -0.25, -4.0, 0.0]
+    assert tokens["versions"] == [4, None, 5, 5]
+    assert tokens["sampled"] == [True, False, True, True]
+    assert (view["advantage"], view["prompt"], view["completion"]) == (0.5, "What is 1 + 1?", "It is 2")
+    assert tokens["prompt_tokens"] == 3
+
+
+def test_without_a_tokenizer_ids_are_all_there_is(tmp_path: Path) -> None:
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False)
+    assert view is not None and view["completion"] is None and view["rows"][0]["texts"] is None
+
+
+def test_long_rows_are_cut_unless_all_is_asked_for() -> None:
+    record = a_sample("a.0", completion_tokens=[1] * 9, logprobs=[-1.0] * 9, weight_versions=[3])
+    cut = token_columns(record, None, 5)
+    assert cut["total"] == 9 and len(cut["ids"]) == len(cut["logprobs"]) == 5
+    assert cut["versions"] == [3] * 5, "an older file has one version for all tokens"
+    assert len(token_columns(record, None, None)["ids"]) == 9
+
+
+def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    told = {
+        "messages": [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": [{"type": "text", "text": "2"}]},
+        ],
+        "steps": [{"kind": "tool", "name": "add", "started": 1.0, "finished": 2.5, "detail": "", "tokens": 0}],
+    }
+    first = a_sample("a.1", conversation=json.dumps(told))
+    rows = [a_sample("a.0"), first, a_sample("a.1#1", completion_tokens=[8]), a_sample("a.2")]
+    table = table_of(tmp_path, rows, row_group_size=2)
+    view = sample_view(table, "a.1", None, False)
+    assert view is not None
+    assert [row["row_id"] for row in view["rows"]] == ["a.1", "a.1#1"]
+    assert [(one["role"], one["calls"]) for one in view["messages"]] == [
+        ("user", []),
+        ("assistant", ['add({"a": 1})']),
+        ("tool", []),
+    ]
+    assert '"text": "2"' in view["messages"][2]["content"]
+    assert view["steps"][0]["name"] == "add"
+    group = group_view(table, "a", None)
+    assert group is not None
+    assert [one["text"] for one in group["members"]] == ["It is 2", 'add({"a": 1})', "It is 2"]
+
+
+@pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [{}], "steps": []}', '{"messages": 3}'])
+def test_a_conversation_that_cannot_be_read_is_said_and_the_tokens_stay(tmp_path: Path, told: str) -> None:
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False)
+    assert view is not None and view["messages"] is None and len(view["rows"][0]["ids"]) == 4
+    assert view["notes"] == ["The conversation of this sample cannot be read."]
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    table = table_of(tmp_path, [a_sample("a.0")])
+    assert sample_view(table, "../../etc/passwd", None, False) is None
+    assert group_view(table, "z", None) is None
+
+
+def test_rows_are_found_in_any_row_group(tmp_path: Path) -> None:
+    rows = [a_sample(f"a.{number}") for number in range(150)]
+    path = write_samples(tmp_path, 1, rows, row_group_size=40)
+    for number in (0, 39, 40, 149):
+        assert [row["sample_id"] for row in read_rows_at(path, number, f"a.{number}")] == [f"a.{number}"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rewards", "expected"),
+    [
+        ("trained", [1.0, 0.0], ""),
+        ("trained", [1.0, 1.0, None], "gradient is zero"),
+        ("trained", [1.0], ""),
+        ("void", [1.0, None], "void (timeout): no answer"),
+        ("dropped", [1.0, None], "too few samples"),
+        ("dropped", [0.0, 0.0, 0.0], "all rewards of its group are equal"),
+        ("dropped", [0.0, 1.0], "not finite"),
+    ],
+)
+def test_it_is_said_why_a_sample_was_not_trained(outcome: str, rewards: list[float | None], expected: str) -> None:
+    sample = {"outcome": outcome, "void_cause": "timeout", "reward_error": "no answer"}
+    why = why_not_trained(sample, rewards)
+    assert (why == "") if not expected else (expected in why)

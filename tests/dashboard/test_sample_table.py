@@ -1,0 +1,147 @@
+"""The samples of a run as a table: filters, order, pages; files that come, go, are old or broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.dashboard.sample_table import OUTCOMES, SampleFilter, SampleTable, outcomes
+from streamrl.errors import UserError
+from tests.dashboard.samples import a_sample, write_samples
+
+VOID = {"reward": None, "void_cause": "timeout", "reward_error": "no answer", "advantage": None, "t_trained": None}
+DROPPED = {"t_trained": None, "advantage": None}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> SampleTable:
+    write_samples(
+        tmp_path,
+        1,
+        [
+            a_sample("a.0", reward=0.0, output_length=30),
+            a_sample("a.1", output_length=10, finish_reason="length", route="tail"),
+            a_sample("b.0", task="letters", output_length=20, **DROPPED),
+        ],
+    )
+    write_samples(tmp_path, 2, [a_sample("c.0", step=2, output_length=40, **VOID)])
+    found = SampleTable(tmp_path)
+    found.look()
+    return found
+
+
+def ids(table: SampleTable, offset: int = 0, limit: int = 100, **wanted: Any) -> list[str]:
+    columns = table.page(SampleFilter(**wanted), offset, limit)["columns"]
+    assert isinstance(columns["sample_id"], list)
+    return columns["sample_id"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({}, {"a.0", "a.1", "b.0", "c.0"}),
+        ({"task": "letters"}, {"b.0"}),
+        ({"finish_reason": "length"}, {"a.1"}),
+        ({"route": "tail"}, {"a.1"}),
+        ({"group_id": "a"}, {"a.0", "a.1"}),
+        ({"outcome": "trained"}, {"a.0", "a.1"}),
+        ({"outcome": "void"}, {"c.0"}),
+        ({"outcome": "dropped"}, {"b.0"}),
+        ({"reward_min": 1.0}, {"a.1", "b.0"}),
+        ({"reward_max": 0.5}, {"a.0"}),
+        ({"length_min": 20, "length_max": 30}, {"a.0", "b.0"}),
+        ({"step_min": 2}, {"c.0"}),
+        ({"step_max": 1, "task": "sum"}, {"a.0", "a.1"}),
+    ],
+)
+def test_a_filter_keeps_what_it_says(table: SampleTable, wanted: dict[str, Any], expected: set[str]) -> None:
+    assert set(ids(table, **wanted)) == expected
+
+
+def test_pages_are_parts_of_one_order_with_missing_values_last(table: SampleTable) -> None:
+    assert ids(table, sort="output_length", descending=False) == ["a.1", "b.0", "a.0", "c.0"]
+    assert ids(table, 1, 2, sort="output_length", descending=False) == ["b.0", "a.0"]
+    assert ids(table, sort="reward", descending=True)[2:] == ["a.0", "c.0"]
+    assert ids(table, sort="reward", descending=False)[0] == "a.0"
+    assert table.page(SampleFilter(task="sum"), 2, 1)["total"] == 3
+    assert ids(table, 99) == []
+
+
+def test_a_page_says_each_samples_outcome(table: SampleTable) -> None:
+    page = table.page(SampleFilter(sort="output_length", descending=False), 0, 10)
+    assert page["columns"]["outcome"] == ["trained", "dropped", "trained", "void"]
+    assert page["all"] == 4
+
+
+def test_new_replaced_and_deleted_files_are_seen(table: SampleTable, tmp_path: Path) -> None:
+    write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
+    write_samples(tmp_path, 2, [a_sample("c.9", step=2)])
+    table.look()
+    assert ids(table) == ["d.0", "c.9", "a.0", "a.1", "b.0"]
+    (tmp_path / "step_000003.parquet").unlink()
+    table.look()
+    assert ids(table, step_min=2) == ["c.9"]
+    assert table.find("d.0") is None
+
+
+def test_a_file_is_read_once(table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    kept = pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda path, *rest: read.append(path) or kept(path, *rest))
+    table.look()
+    assert read == []
+    path = write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
+    table.look()
+    assert read == [path]
+
+
+def test_a_broken_file_is_left_out_and_said(table: SampleTable, tmp_path: Path) -> None:
+    (tmp_path / "step_000004.parquet").write_bytes(b"PAR1 cut")
+    table.look()
+    assert len(ids(table)) == 4
+    assert len(table.notes) == 1 and "step_000004.parquet could not be read" in table.notes[0]
+
+
+def test_an_older_file_without_some_columns_is_shown(tmp_path: Path) -> None:
+    old = {
+        "sample_id": ["x", "y"],
+        "group_id": ["g", "g"],
+        "step": [1, 1],
+        "reward": [1.0, None],
+        "t_trained": [2.0, None],
+    }
+    pq.write_table(pa.table(old | {"output_length": pa.array([3, 4], pa.int64())}), tmp_path / "step_000001.parquet")
+    found = SampleTable(tmp_path)
+    assert [OUTCOMES[one] for one in outcomes(found.look())] == ["trained", "void"]
+    assert found.choices() == {"task": [], "finish_reason": [], "route": []}
+    assert found.lengths()["columns"]["sample_id"] == []
+
+
+def test_an_episode_is_one_sample_at_the_place_of_its_first_row(tmp_path: Path) -> None:
+    rows = [a_sample("a.0"), a_sample("a.0#1"), a_sample("a.1"), a_sample("a.1#1"), a_sample("a.2")]
+    path = write_samples(tmp_path, 1, rows)
+    found = SampleTable(tmp_path)
+    assert len(found.look()) == 3
+    index = found.find("a.1")
+    assert index is not None and found.place(index) == (path, 2)
+
+
+def test_lengths_are_of_samples_with_a_prediction(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [a_sample("a.0", predicted_length=None), a_sample("a.1", predicted_length=7.0)])
+    found = SampleTable(tmp_path)
+    found.look()
+    columns = found.lengths()["columns"]
+    assert (columns["sample_id"], columns["predicted_length"], columns["output_length"]) == (["a.1"], [7.0], [4])
+
+
+def test_a_query_becomes_a_filter_and_bad_values_are_named() -> None:
+    parsed = SampleFilter.parse({"task": "sum", "reward_min": "0.5", "length_max": "", "sort": "reward", "offset": "7"})
+    assert parsed == SampleFilter(task="sum", reward_min=0.5, sort="reward")
+    assert SampleFilter.parse({"descending": "false"}).descending is False
+    for key, value in {"reward_min": "much", "sort": "secret", "outcome": "lost"}.items():
+        with pytest.raises(UserError, match=key):
+            SampleFilter.parse({key: value})

@@ -1,0 +1,122 @@
+"""The state of a run from its files, whatever of them is missing, old or broken; and which folders are runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from streamrl.dashboard.state_view import state_view
+from streamrl.dashboard.watched_run import WatchedRuns
+from streamrl.errors import UserError
+from streamrl.run_dir.instance_files import StartedProcess, write_started
+from streamrl.run_dir.site_status import write_site
+from streamrl.run_dir.start_stages import say
+from streamrl.run_dir.status import write_status
+from tests.report.synthetic import make_row, make_status, write_run
+
+NOW = 1_700_001_000.0
+
+
+def write_state(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_status(folder, make_status(3, 20, NOW - 1, **changes))
+    return folder
+
+
+def test_processes_waits_sites_and_refusals_are_shown(tmp_path: Path) -> None:
+    wait = {"owner": "controller", "waiting_for": "trainer: step 4", "since": NOW - 30, "limit_s": 120.0}
+    site = {"silent_s": 20.0, "rtt_ms": 80.0, "samples_waiting": 4}
+    refused = {"not its own": {"service-west": 3}}
+    write_state(tmp_path, waits=[wait], sites={"west": site}, refused=refused)
+    write_started(tmp_path, [StartedProcess("trainer", "trainer", 7, exit_code=-9, last_words="out of memory")])
+    view = state_view(tmp_path, NOW)
+    by_name = {one["name"]: one for one in view["processes"]}
+    assert by_name["here-regular-0"]["tokens_per_s"] == 411.0
+    assert (by_name["trainer"]["state"], by_name["trainer"]["bad"]) == ("ended", True)
+    assert by_name["trainer"]["last_words"] == "out of memory"
+    assert not by_name["controller"]["bad"]
+    assert view["waits"][0] | {"waited_s": 30.0, "share": 0.25} == view["waits"][0]
+    assert view["sites"][0]["away"] and view["sites"][0]["name"] == "west"
+    assert view["refused"] == refused
+    assert (view["state"], view["live"], view["step"], view["steps"]) == ("running", True, 3, 20)
+    assert json.dumps(view, allow_nan=False)
+
+
+def test_a_run_that_is_silent_says_so_and_its_times_stand_still(tmp_path: Path) -> None:
+    wait = {"owner": "controller", "waiting_for": "trainer", "since": NOW - 30, "limit_s": 120.0}
+    write_state(tmp_path, waits=[wait])
+    view = state_view(tmp_path, NOW + 5000)
+    assert not view["live"] and "no update for" in view["trouble"][0]
+    assert view["waits"][0]["waited_s"] == 29.0
+
+
+def test_the_cause_of_a_failed_run_is_trouble(tmp_path: Path) -> None:
+    write_state(tmp_path, state="failed", error="the trainer died: out of memory")
+    view = state_view(tmp_path, NOW + 5000)
+    assert view["trouble"] == ["the trainer died: out of memory"] and not view["live"]
+
+
+def test_a_run_that_starts_has_its_stages(tmp_path: Path) -> None:
+    say(tmp_path, "trainer", "loading the model")
+    view = state_view(tmp_path, NOW)
+    assert view["state"] == "starting" and view["notes"] == []
+    assert view["processes"][0] | {"state": "starting", "detail": "loading the model"} == view["processes"][0]
+
+
+def test_a_site_without_a_trainer_is_shown_by_its_own_file(tmp_path: Path) -> None:
+    write_site(tmp_path, {"site": "west", "updated_at": NOW, "state": "generating", "trainer_silent_s": 1.0})
+    view = state_view(tmp_path, NOW)
+    assert view["state"] == "generating" and view["sites"][0]["name"] == "west" and view["notes"] == []
+
+
+def test_a_copied_folder_without_its_status_shows_the_rest(tmp_path: Path) -> None:
+    write_run(tmp_path / "demo", 2)
+    (tmp_path / "demo" / "status.json").unlink()
+    view = state_view(tmp_path / "demo", NOW)
+    assert view["state"] == "unknown" and "no status.json" in view["notes"][0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": "x"}'])
+def test_a_broken_status_is_said(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_text(content)
+    (tmp_path / "processes.json").write_text(content)
+    view = state_view(tmp_path, NOW)
+    assert view["state"] == "unknown" and "state is unknown" in view["notes"][0]
+
+
+def test_an_older_runs_status_is_read_without_figures_that_are_no_more(tmp_path: Path) -> None:
+    values = make_status(3, 20, NOW - 1, latest=make_row(3).model_dump() | {"reward_errors": 2}, of_old=1)
+    (tmp_path / "status.json").write_text(json.dumps(values))
+    view = state_view(tmp_path, NOW)
+    assert (view["state"], view["notes"]) == ("running", [])
+
+
+def test_a_folder_that_is_gone_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        state_view(tmp_path / "gone", NOW)
+
+
+def test_runs_are_found_in_folders_and_have_ids_of_their_own(tmp_path: Path) -> None:
+    for folder in ("a/demo", "b/demo", "b/other"):
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
+        write_state(tmp_path / folder)
+    (tmp_path / "b" / "notes").mkdir()
+    runs = WatchedRuns([tmp_path / "a" / "demo", tmp_path / "b"])
+    assert [(run.id, run.folder.parent.name) for run in runs.look()] == [("demo", "a"), ("demo~2", "b"), ("other", "b")]
+    write_state(tmp_path / "b" / "new")
+    assert {run.id for run in runs.look()} == {"demo", "demo~2", "other", "new"}
+    shutil.rmtree(tmp_path / "b" / "other")
+    assert {run.id for run in runs.look()} == {"demo", "demo~2", "new"}
+    assert runs.get("other") is not None, "a page that shows it is told that it is gone"
+    assert runs.get("../b") is None
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, message in {"none": "no such folder", "file": "is a file", ".": "holds no run"}.items():
+        with pytest.raises(UserError, match=message):
+            WatchedRuns([tmp_path / name])
+    assert WatchedRuns([tmp_path / "none"], coming=True).look() == []

@@ -1,0 +1,176 @@
+"""The routes of the dashboard: what they answer, to whom, and that they only read."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
+from streamrl.dashboard.watched_run import WatchedRuns
+from streamrl.dashboard.web_app import STATIC, make_app
+from tests.dashboard.samples import a_sample, write_samples
+from tests.report.synthetic import write_run
+
+MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+VIEWS = ("state", "steps", "timeline", "samples", "lengths")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one run, `demo`, of two steps and a sample with markup."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    write_run(runs / "demo", 2)
+    write_samples(runs / "demo" / "rollouts", 9, [a_sample("m.0", step=9, completion=MARKUP)])
+    return runs
+
+
+def client_of(folder: Path, token: str | None = None, host: str = "127.0.0.1:7865") -> TestClient:
+    charts = folder.parent / "plotly.min.js"
+    charts.write_text("/* charts */")
+    app = AccessGuard(make_app(WatchedRuns([folder]), charts), token, 7865)
+    return TestClient(app, base_url=f"http://{host}", follow_redirects=False)
+
+
+def test_the_page_its_scripts_and_the_charts_are_served(folder: Path) -> None:
+    client = client_of(folder)
+    page = client.get("/")
+    assert page.status_code == 200 and 'type="module" src="/static/app.js"' in page.text
+    for path in STATIC.iterdir():
+        assert client.get(f"/static/{path.name}").status_code == 200
+    assert client.get("/static/app.js").headers["content-type"].startswith("text/javascript")
+    assert client.get("/plotly.min.js").text == "/* charts */"
+
+
+def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
+    client = client_of(folder)
+    told = client.get("/api/runs").json()
+    assert [(run["id"], run["step"], run["reward"]) for run in told["runs"]] == [("demo", 2, pytest.approx(0.15))]
+    for view in VIEWS:
+        answer = client.get(f"/api/runs/demo/{view}")
+        assert answer.status_code == 200 and answer.headers["content-type"] == "application/json", view
+    assert client.get("/api/runs/demo/samples?task=chain_sum&limit=3").json()["total"] == 64
+    assert len(client.get("/api/runs/demo/samples?limit=3&offset=1").json()["columns"]["sample_id"]) == 3
+    assert len(client.get("/api/runs/demo/group?id=s1-0").json()["members"]) == 8
+    timeline = client.get("/api/runs/demo/timeline?start=0&end=5&pixels=500").json()
+    assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
+
+
+def test_text_of_a_model_is_sent_as_json_and_nothing_may_run_that_is_no_file_of_the_dashboard(folder: Path) -> None:
+    answer = client_of(folder).get("/api/runs/demo/sample?id=m.0")
+    assert answer.json()["completion"] == MARKUP
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
+    assert (policy["frame-ancestors"], policy["base-uri"]) == ("'none'", "'none'")
+
+
+def test_the_page_makes_text_nodes_of_texts_and_has_no_inline_scripts() -> None:
+    for path in STATIC.glob("*.js"):
+        code = path.read_text()
+        for way in (
+            "insertAdjacentHTML",
+            "document.write",
+            "outerHTML",
+            "eval(",
+            "new Function",
+            "DOMParser",
+            ".innerHTML =",
+        ):
+            assert way not in code, f"{path.name} uses {way}"
+        assert "http://" not in code and "https://" not in code, "nothing comes from elsewhere"
+    page = (STATIC / "index.html").read_text()
+    assert page.count("<script") == 1 and re.search(r"\son\w+=", page) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "text"),
+    [
+        ("/api/runs/none/state", 404, "no such run"),
+        ("/api/runs/..%2F..%2Fetc/state", 404, ""),
+        ("/static/../web_app.py", 404, ""),
+        ("/static/%2e%2e/web_app.py", 404, ""),
+        ("/static/..%2Fweb_app.py", 404, ""),
+        ("/api/runs/demo/secrets", 404, ""),
+        ("/api/runs/demo/sample?id=../../config.yaml", 404, "no such sample"),
+        ("/api/runs/demo/group?id=none", 404, "no such sample or group"),
+        ("/api/runs/demo/samples?reward_min=much", 400, "reward_min: expected a number, got 'much'"),
+        ("/api/runs/demo/samples?offset=nan", 400, "offset: expected a number"),
+        ("/api/runs/demo/samples?offset=1e400", 400, "offset: expected a number"),
+        ("/api/runs/demo/timeline?start=x", 400, "start: expected a number"),
+    ],
+)
+def test_what_is_not_there_or_makes_no_sense_is_said(folder: Path, path: str, code: int, text: str) -> None:
+    answer = client_of(folder).get(path)
+    assert answer.status_code == code
+    assert text in answer.text
+
+
+def test_a_run_that_is_deleted_while_watched_is_gone_and_the_others_are_not(folder: Path) -> None:
+    write_run(folder / "other", 1)
+    client = client_of(folder)
+    for view in VIEWS:
+        assert client.get(f"/api/runs/demo/{view}").status_code == 200
+    shutil.rmtree(folder / "demo")
+    for view in (*VIEWS, "sample?id=m.0", "group?id=m"):
+        answer = client.get(f"/api/runs/demo/{view}")
+        assert (answer.status_code, "gone" in answer.json()["error"]) == (410, True), view
+    assert [run["id"] for run in client.get("/api/runs").json()["runs"]] == ["other"]
+
+
+def test_nothing_is_written_and_nothing_but_reading_is_allowed(folder: Path) -> None:
+    def content() -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before, client = content(), client_of(folder)
+    for view in (*VIEWS, "sample?id=m.0", "group?id=m"):
+        client.get(f"/api/runs/demo/{view}")
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert client.request(method, f"/api/runs/demo/{view}").status_code == 405
+    assert content() == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:7865", "localhost:7865", "LOCALHOST", "[::1]:7865", "127.0.0.2"])
+def test_on_loopback_names_of_this_machine_are_answered(folder: Path, host: str) -> None:
+    assert client_of(folder).get("/api/runs", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7865", "localhost.evil.example", "10.0.0.1:7865", "", "[::2]"]
+)
+def test_on_loopback_other_hosts_are_refused(folder: Path, host: str) -> None:
+    for path in ("/", "/api/runs", "/static/app.js", "/plotly.min.js"):
+        assert client_of(folder).get(path, headers={"host": host}).status_code == 421
+
+
+def test_elsewhere_a_token_is_needed_and_becomes_a_cookie(folder: Path) -> None:
+    client = client_of(folder, "right", "node7:7865")
+    for path in ("/", "/api/runs", "/static/app.js", "/plotly.min.js", "/?token=wrong", "/?token=", "/?token=%C3%A9"):
+        answer = client.get(path)
+        assert answer.status_code == 401 and "link" in answer.text and "demo" not in answer.text
+    answer = client.get("/?token=right&x=1")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/?x=1")
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and cookie.startswith("streamrl_dashboard_7865=")
+    assert client.get("/api/runs").status_code == 200, "the client keeps the cookie"
+    bearer = client_of(folder, "right", "node7").get("/api/runs", headers={"authorization": "Bearer right"})
+    assert bearer.status_code == 200
+    wrong = client_of(folder, "right", "node7").get("/api/runs", headers={"cookie": "streamrl_dashboard_7865=wrong"})
+    assert wrong.status_code == 401
+
+
+def test_the_link_with_a_token_leads_nowhere_else(folder: Path) -> None:
+    answer = client_of(folder, "right", "node7").get("http://node7//evil.example/?token=right")
+    assert answer.headers["location"] == "/evil.example/"
+
+
+def test_hosts_are_read_from_their_header() -> None:
+    assert [host_of(text) for text in ("a:1", "a", "[::1]:2", "[::1]", "::1")] == ["a", "a", "::1", "::1", "::1"]
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.1.1.1", "node7", "")] == [False] * 5
