@@ -2,6 +2,7 @@
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
+# make test-browser  the dashboard in a real headless browser, with its accessibility (needs Chromium; half a minute)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
 # make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
 # make install only the environment (.venv)
@@ -21,7 +22,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants test-gpu lint style types audit docs lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-gpu lint style types audit docs lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -75,6 +76,17 @@ test-mutants: $(STAMP) build/cosmic-ray
 
 build/cosmic-ray:
 	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part cosmic-ray==8.7.0
+	mv $@.part $@
+
+# what drives a browser is in a folder of its own, and no requirement of the project; a browser is in no package of PyPI
+test-browser: $(STAMP) build/browser
+	@$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', \
+		'google-chrome'))))" || { echo "error: no chromium, chromium-browser or google-chrome in PATH;" \
+		"on Debian: apt-get install chromium" >&2; exit 1; }
+	PYTHONPATH=build/browser $(BIN)/python -m pytest tests/dashboard/test_in_browser.py
+
+build/browser:
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part playwright==1.65.2 axe-playwright-python==0.1.8
 	mv $@.part $@
 
 # a pip of its own: old ones download every package in order to resolve

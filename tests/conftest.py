@@ -38,6 +38,7 @@ SLOW = (
     "security/test_rank_rendezvous.py",
     "test_warm.py",
     "generation/test_few_rows_vllm.py",
+    "dashboard/test_in_browser.py",
 )
 """Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, or TRL), in the order in which they run.
 
