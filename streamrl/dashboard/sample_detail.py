@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 
 from streamrl.dashboard.sample_table import SampleFilter, SampleTable
 from streamrl.report.run_decoder import Decoder
+from streamrl.rollouts.rollout_store import SCHEMA
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 
+HEAVY = {"prompt", "completion", "prompt_tokens", "completion_tokens", "logprobs", "mask", "conversation"}
+SINGLE = tuple(name for name in SCHEMA.names if name not in HEAVY | {"weight_versions"})
 MOST_TOKENS = 4_000
 """Tokens of a row that are sent unless all are asked for."""
 MOST_CHARACTERS = 20_000
@@ -71,7 +74,7 @@ def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, ever
     if not records:
         return None
     first = records[0]
-    light = table.light(index)
+    light = _light(first, sample_id, table.outcome(index))
     told, odd = _conversation(first.get("conversation"))
     return light | {
         "prompt": _text(first, "prompt", decode),
@@ -79,9 +82,14 @@ def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, ever
         "messages": told.get("messages") if told else None,
         "steps": told.get("steps") if told else None,
         "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
-        "why": why_not_trained(light, table.siblings(light)),
+        "why": why_not_trained(light, table.rewards(light["group_id"])),
         "notes": [odd] if odd else [],
     }
+
+
+def _light(record: dict[str, Any], sample_id: str, outcome: str) -> dict[str, Any]:
+    """Return the columns of a row that are one number or text; None for those that an older file lacks."""
+    return {name: record.get(name) for name in SINGLE} | {"sample_id": sample_id, "outcome": outcome}
 
 
 def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dict[str, Any] | None:
@@ -96,12 +104,13 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
     members = []
     prompt: str | None = None
     for index in map(int, chosen):
-        light = table.light(index)
-        first = (read_rows_at(*table.place(index), light["sample_id"]) or [{}])[0]
+        sample_id = table.sample_id(index)
+        first = (read_rows_at(*table.place(index), sample_id) or [{}])[0]
+        light = _light(first, sample_id, table.outcome(index))
         prompt = prompt or _text(first, "prompt", decode)
         told, _ = _conversation(first.get("conversation"))
         text = _last_answer(told) if told else _text(first, "completion", decode)
-        members.append(light | {"text": text, "why": why_not_trained(light, table.siblings(light))})
+        members.append(light | {"text": text, "why": why_not_trained(light, table.rewards(light["group_id"]))})
     return {"group_id": group_id, "prompt": prompt, "members": members}
 
 

@@ -1,6 +1,6 @@
 """All samples of a run as a table that is filtered, sorted and read a page at a time.
 
-Only the light columns of the Parquet files are held, about 200 bytes per sample; texts and tokens are read for the
+Only the light columns of the Parquet files are held, about 100 bytes per sample; texts and tokens are read for the
 samples that are looked at (`sample_detail.py`). A file is read once, and again if it was replaced (a resumed run).
 """
 
@@ -21,8 +21,9 @@ from ranker.data import first_rows
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import SCHEMA
 
-HEAVY = ("prompt", "completion", "prompt_tokens", "completion_tokens", "logprobs", "mask", "conversation")
-LIGHT = tuple(name for name in SCHEMA.names if name not in (*HEAVY, "weight_versions"))
+LIGHT: tuple[str, ...] = ("sample_id", "trajectory_id", "group_id", "task", "step", "output_length", "finish_reason")
+LIGHT += ("reward", "void_cause", "advantage", "route", "predicted_length", "t_trained")
+"""Columns that are held of all samples."""
 FILE, ROW = "_file", "_row"
 """Columns of the table that say where a sample is: number of its file, and of its row in it."""
 PLACE = (pa.field(FILE, pa.int32()), pa.field(ROW, pa.int32()))
@@ -141,16 +142,18 @@ class SampleTable:
         found = pc.indices_nonzero(pc.equal(self._table["sample_id"], sample_id))
         return found[-1].as_py() if len(found) else None
 
-    def light(self, index: int) -> dict[str, Any]:
-        """Return the light columns of a sample, and its outcome."""
-        row = self._table.slice(index, 1)
-        values: dict[str, Any] = row.select(list(LIGHT)).to_pylist()[0]
-        return values | {"outcome": OUTCOMES[int(outcomes(row)[0])]}
+    def sample_id(self, index: int) -> str:
+        """Return the id of a sample."""
+        return str(self._table["sample_id"][index].as_py())
 
-    def siblings(self, sample: dict[str, Any]) -> list[float | None]:
-        """Return the rewards of all samples of a sample's group, None where void."""
+    def outcome(self, index: int) -> str:
+        """Return the outcome of a sample."""
+        return OUTCOMES[int(outcomes(self._table.slice(index, 1))[0])]
+
+    def rewards(self, group_id: str) -> list[float | None]:
+        """Return the rewards of all samples of a group, None where void."""
         rewards: list[float | None] = (
-            self._table["reward"].take(pa.array(self.select(SampleFilter(group_id=sample["group_id"])))).to_pylist()
+            self._table["reward"].take(pa.array(self.select(SampleFilter(group_id=group_id)))).to_pylist()
         )
         return rewards
 
@@ -238,7 +241,7 @@ def _light(path: Path) -> pa.Table:
     with pq.ParquetFile(path) as file:
         there = set(file.schema_arrow.names)
         names = [name for name in LIGHT if name in there]
-        table = file.read(columns=names)
+        table = file.read(columns=names, use_threads=False)  # a step's file is small: threads cost more
     table = table.append_column(PLACE[1], pa.array(np.arange(len(table), dtype=np.int32)))
     count = len(table)
     if "sample_id" not in names:

@@ -5,6 +5,7 @@ Skipped where there is no Chromium or no Playwright: neither is a requirement of
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -44,8 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("demo", "other", "big"):
         write_run(folder / name, 3, rollouts=name == "other")
     row = a_sample("a.0", task=MARKUP, completion=MARKUP, reward_error=MARKUP, finish_reason=MARKUP)
+    told = {
+        "messages": [{"role": "user", "content": MARKUP}, {"role": MARKUP, "content": "2"}],
+        "steps": [{"kind": "tool", "name": MARKUP, "started": 1.0, "finished": 2.0, "detail": MARKUP, "tokens": 0}],
+    }
+    episode = a_sample("a.2", conversation=json.dumps(told), mask=[True, False, True, True])
     void = a_sample("a.1", reward=None, void_cause="timeout", reward_error=MARKUP, t_trained=None)
-    write_samples(folder / "demo" / "rollouts", 1, [row, void])
+    write_samples(folder / "demo" / "rollouts", 1, [row, void, episode])
     for step in range(1, SAMPLES // PER_STEP + 1):
         many = [a_sample(f"s{step}g{n // 8:05}.{n % 8}", step=step, output_length=n) for n in range(PER_STEP)]
         write_samples(folder / "big" / "rollouts", step, many)
@@ -96,6 +102,7 @@ PAGES = {
     "#/run/demo/timeline": ".js-plotly-plot .bars",
     "#/run/demo/samples": ".row >> text=a.0",
     "#/run/demo/sample?id=a.0": ".tokens span",
+    "#/run/demo/sample?id=a.2": ".message",
     "#/run/demo/group?id=a": "article >> nth=1",
 }
 

@@ -5,6 +5,7 @@ const HEIGHT = 28;
 const PAGE = 200;
 const MOST_PIXELS = 8_000_000; // browsers limit the height of an element
 const KEPT_PAGES = 40;
+const RETRY_MS = 3000;
 
 export class VirtualList {
   /**
@@ -36,16 +37,18 @@ export class VirtualList {
       this.chosen = 0;
       this.node.scrollTop = 0;
     }
+    this.drop(() => true);
     await this.fetch(Math.floor((keep ? this.first() : 0) / PAGE));
   }
 
+  /** Ask for a page; return whether it is there, or no longer wanted. */
   async fetch(page) {
-    if (this.pages.has(page)) return;
+    if (this.pages.has(page)) return true;
     const age = this.age;
     this.pages.set(page, null);
     try {
       const told = await this.ask(page * PAGE, PAGE);
-      if (age !== this.age) return;
+      if (age !== this.age) return true;
       this.pages.delete(page);
       this.pages.set(page, told.rows);
       if (told.total !== this.total) this.setTotal(told.total);
@@ -53,10 +56,13 @@ export class VirtualList {
         if (this.pages.size <= KEPT_PAGES) break;
         if (this.pages.get(old)) this.pages.delete(old);
       }
-      this.redraw();
+      this.drop((index) => Math.floor(index / PAGE) === page);
+      this.render();
+      return true;
     } catch (problem) {
       if (age === this.age) this.pages.delete(page);
       this.failed?.(problem);
+      return false;
     }
   }
 
@@ -90,25 +96,43 @@ export class VirtualList {
     });
   }
 
-  redraw() {
-    for (const made of this.elements.values()) made.remove();
-    this.elements.clear();
-    this.render();
+  /** Remove the elements of some rows. */
+  drop(these) {
+    for (const [index, made] of this.elements) {
+      if (!these(index)) continue;
+      made.remove();
+      this.elements.delete(index);
+    }
+  }
+
+  /** Ask for the pages in sight that are not there, once it scrolls no further; at most one question at a time. */
+  fetchSoon() {
+    clearTimeout(this.soon);
+    this.soon = setTimeout(async () => {
+      const last = Math.max(0, Math.min(this.total, this.first() + Math.ceil(this.node.clientHeight / HEIGHT)) - 1);
+      const wanted = [Math.floor(this.first() / PAGE), Math.floor(last / PAGE)].find((page) => !this.pages.has(page));
+      if (wanted === undefined) return;
+      if (this.fetching) {
+        this.fetchSoon();
+        return;
+      }
+      this.fetching = true;
+      const there = await this.fetch(wanted);
+      this.fetching = false;
+      if (there) this.fetchSoon();
+      else this.soon = setTimeout(() => this.fetchSoon(), RETRY_MS);
+    }, 30);
   }
 
   render() {
     const first = Math.max(0, this.first() - 4);
     const last = Math.min(this.total, this.first() + Math.ceil(this.node.clientHeight / HEIGHT) + 5);
-    for (const [index, made] of this.elements) {
-      if (index < first || index >= last) {
-        made.remove();
-        this.elements.delete(index);
-      }
-    }
+    this.drop((index) => index < first || index >= last);
+    let missing = false;
     const shift = this.node.scrollTop - this.node.scrollTop * this.scale;
     for (let index = first; index < last; index += 1) {
       const row = this.row(index);
-      if (row === undefined || row === null) this.fetch(Math.floor(index / PAGE));
+      missing ||= !row;
       let made = this.elements.get(index);
       if (!made) {
         made = element("div", { class: "row", role: "option", id: `row-${index}`, "aria-setsize": this.total, "aria-posinset": index + 1,
@@ -119,6 +143,7 @@ export class VirtualList {
       made.style.transform = `translateY(${index * HEIGHT + shift}px)`;
       made.setAttribute("aria-selected", index === this.chosen ? "true" : "false");
     }
+    if (missing) this.fetchSoon();
     this.node.setAttribute("aria-activedescendant", `row-${this.chosen}`);
   }
 
@@ -149,6 +174,7 @@ export class VirtualList {
 
   remove() {
     this.age += 1;
+    clearTimeout(this.soon);
     this.resize.disconnect();
   }
 }
