@@ -122,6 +122,10 @@ def take_pictures(browser: Browser, address: str, run: str) -> None:
         page.goto(f"{address}#/run/{run}{path}")
         page.wait_for_timeout(8000)
         page.screenshot(path=folder / f"dashboard_{name}.png")
+        if name == "samples":
+            page.keyboard.press("Enter")
+            page.locator(".tokens span").first.wait_for()
+            page.screenshot(path=folder / "dashboard_sample.png")
         page.close()
 
 

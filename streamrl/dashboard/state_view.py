@@ -58,7 +58,7 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
         "trouble": [text for text in (status and status.error, status and stale_message(status, now)) if text],
         "processes": _processes(status, stages, started, seen),
         "sites": _sites(status, sites, now),
-        "waits": [] if status is None else [_wait(one.model_dump(), seen) for one in status.waits],
+        "waits": None if status is None else [_wait(one.model_dump(), seen) for one in status.waits],
         "refused": {} if status is None else status.refused,
         "notes": notes,
     }

@@ -8,7 +8,7 @@ sample is a bar of its own, in the lowest lane in which it overlaps no other.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from streamrl.run_dir.trace import trace_origin
 
 MOST_LANED = 300
 """Most overlapping spans of a track in a window that are shown one by one."""
+SEVERAL = "several tasks"
+"""Name of a bar that stands for samples of more than one task."""
 OPENED_AT_ONCE = 200_000
 """Most begins without an end that are remembered; a killed run leaves as many as were in flight."""
 
@@ -191,17 +193,24 @@ def _overlapping(
 
 def _stretches(
     track: SpanTrack, ordered: npt.NDArray[np.int64], starts: npt.NDArray[Any], ends: npt.NDArray[Any], pixel: float
-) -> Iterable[TimelineBar]:
-    first: int | None = None
+) -> Iterator[TimelineBar]:
+    """Yield a bar for each stretch in which there was a span; it has their name, or `SEVERAL` if they have several."""
+    names: set[str] = set()
     begin = until = work = 0.0
     count = 0
+
+    def bar() -> TimelineBar:
+        name = names.copy().pop() if len(names) == 1 else SEVERAL
+        return TimelineBar(name, begin, until, 0, count, work / max(until - begin, 1e-9))
+
     for index in map(int, ordered):
         start, end = float(starts[index]), float(ends[index])
-        if first is not None and start - until >= pixel:
-            yield TimelineBar(track.names[first], begin, until, 0, count, work / max(until - begin, 1e-9))
-            first = None
-        if first is None:
-            first, begin, until, work, count = index, start, end, 0.0, 0
+        if count and start - until >= pixel:
+            yield bar()
+            count = 0
+        if not count:
+            names, begin, until, work = set(), start, end, 0.0
+        names.add(track.names[index])
         until, work, count = max(until, end), work + end - start, count + 1
-    if first is not None:
-        yield TimelineBar(track.names[first], begin, until, 0, count, work / max(until - begin, 1e-9))
+    if count:
+        yield bar()

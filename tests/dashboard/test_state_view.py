@@ -77,6 +77,7 @@ def test_a_copied_folder_without_its_status_shows_the_rest(tmp_path: Path) -> No
     (tmp_path / "demo" / "status.json").unlink()
     view = state_view(tmp_path / "demo", NOW)
     assert view["state"] == "unknown" and "no status.json" in view["notes"][0]
+    assert view["waits"] is None, "it is not known"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": "x"}'])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.dashboard.timeline_window import MOST_LANED, TraceSpans
+from streamrl.dashboard.timeline_window import MOST_LANED, SEVERAL, TraceSpans
 from streamrl.run_dir.trace import TraceWriter
 
 ZERO = 1_700_000_000.0
@@ -56,10 +56,15 @@ def test_samples_that_overlap_are_in_lanes_of_their_own_and_many_are_one_bar_wit
             trace.async_span("here-0", "sample", ZERO + start, ZERO + end, number)
         for number in range(MOST_LANED + 1):
             trace.async_span("here-1", "sample", ZERO, ZERO + 2, f"x{number}")
+        trace.async_span("here-1", "sample", ZERO + 5, ZERO + 6, "alone")
+        for name in ("sum", "sample"):
+            trace.async_span("here-1", name, ZERO + 8, ZERO + 9, "mixed")
     few, many = spans_of(path).window(0.0, 10.0, 1000)["tracks"]
     assert [(bar["start"], bar["lane"]) for bar in few["bars"]] == [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 1)]
     assert few["bars"][0]["name"] == "sample"
-    (bar,) = many["bars"]
+    bar, alone, mixed = many["bars"]
+    assert [bar["name"], mixed["name"], mixed["count"]] == ["sample", SEVERAL, 2]
+    assert (alone["start"], alone["count"], alone["busy"]) == (5.0, 1, pytest.approx(1.0))
     assert (bar["count"], bar["busy"], bar["end"]) == (MOST_LANED + 1, pytest.approx(MOST_LANED + 1), 2.0)
 
 

@@ -45,7 +45,7 @@ function view(state, series) {
     state.verified && element("p", { class: "faint" }, `weights ${state.verified}`),
     progress && state.live && stepProgress(progress),
     element("h2", {}, "Processes"),
-    table([
+    state.processes.length === 0 ? element("p", { class: "faint" }, "No file of this folder names its processes.") : table([
       ["process", "name"],
       ["state", (one) => element("span", { class: stateClass(one.state, one.bad) }, one.state)],
       ["since", (one) => duration(one.for_s), true],
@@ -62,14 +62,14 @@ function view(state, series) {
       ["samples waiting", (one) => number(one.samples_waiting), true], ["compression", (one) => number(one.compression), true],
       ["congested", (one) => (one.congested ? "yes" : "no")], ["weights fetched again", (one) => number(one.weights_refetched), true],
     ], state.sites, "sites")],
-    element("h2", {}, "Who waits for whom"),
-    state.waits.length
+    state.waits && element("h2", {}, "Who waits for whom"),
+    state.waits && (state.waits.length
       ? table([
         ["process", "owner"], ["waits for", "waiting_for"], ["for", (one) => duration(one.waited_s), true],
         ["at most", (one) => duration(one.limit_s), true],
         ["share of the limit", (one) => (one.share === null ? "–" : element("meter", { min: 0, max: 1, value: one.share.toFixed(2), high: 0.8, "aria-label": "share of the limit" }))],
       ], state.waits, "waits")
-      : element("p", { class: "faint" }, "No process waits."),
+      : element("p", { class: "faint" }, "No process waits.")),
     ...refusals(state, series),
     ...scaling(state),
   ].flat().filter(Boolean);
