@@ -46,7 +46,7 @@ SCROLL = """async () => {
   return times;
 }"""
 """Scrolls by a screen and more with each frame, through pages that were not asked for before, for 5 s."""
-PICTURES = {"state": "", "curves": "/curves", "timeline": "/timeline", "samples": "/samples"}
+PICTURES = {"curves": "/curves", "timeline": "/timeline", "sample": "/samples"}
 
 
 def write_big_run(folder: Path) -> None:
@@ -109,6 +109,7 @@ def measure(browser: Browser, address: str, server: psutil.Process) -> dict[str,
         "frames_per_s": round(1000 * len(gaps) / sum(gaps), 1),
         "frame_gap_p95_ms": round(float(np.quantile(gaps, 0.95)), 1),
         "server_cpu_share": round((sum(server.cpu_times()[:2]) - before) / WATCHED_S, 4),
+        "niceness": os.nice(0),
         "load_average": round(os.getloadavg()[0], 1),
         "cores": os.cpu_count(),
     }
@@ -121,11 +122,10 @@ def take_pictures(browser: Browser, address: str, run: str) -> None:
         page = browser.new_page(viewport={"width": 1180, "height": 760})
         page.goto(f"{address}#/run/{run}{path}")
         page.wait_for_timeout(8000)
-        page.screenshot(path=folder / f"dashboard_{name}.png")
-        if name == "samples":
-            page.keyboard.press("Enter")
+        if name == "sample":
+            page.keyboard.press("Enter")  # the first one of the list
             page.locator(".tokens span").first.wait_for()
-            page.screenshot(path=folder / "dashboard_sample.png")
+        page.screenshot(path=folder / f"dashboard_{name}.png")
         page.close()
 
 
@@ -140,13 +140,12 @@ def render(figures: dict[str, Any]) -> str:
         "processor time of the server while one page watches, of a core": f"{100 * figures['server_cpu_share']:.1f} %",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        "# Dashboard\n\nHeadless Chromium (software rendering) and server on one machine of "
-        f"{figures['cores']} cores at load {figures['load_average']}; a finished run of {STEPS} steps with "
-        f"{STEPS * SAMPLES_PER_STEP:,} samples.\nCommand: `make build/browser`, then "
-        f"`PYTHONPATH=build/browser:. .venv/bin/python experiments/dashboard.py`.\n\n"
-        f"| what | measured |\n|---|---|\n{table}\n"
-    )
+    machine = f"one machine of {figures['cores']} cores"
+    beside = f"at niceness {figures['niceness']} beside a load average of {figures['load_average']}"
+    run = f"a finished run of {STEPS} steps with {STEPS * SAMPLES_PER_STEP:,} samples"
+    command = "`make build/browser`, then `PYTHONPATH=build/browser:. .venv/bin/python experiments/dashboard.py`"
+    about = f"Headless Chromium (software rendering) and server on {machine},\n{beside}; {run}.\n\nCommand: {command}."
+    return f"# Dashboard\n\n{about}\n\n| what | measured |\n|---|---|\n{table}\n"
 
 
 def main() -> None:
