@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli import launch
 from streamrl.dashboard import web_server
 from streamrl.errors import UserError
+from streamrl.launcher import supervisor
 from tests.cli.calling import streamrl
 from tests.report.synthetic import write_run
 
@@ -55,6 +57,27 @@ def test_beside_a_run_it_serves_a_run_that_comes_later_and_ends_with_the_block(
     with pytest.raises(OSError):
         runs_at(address)
     assert capsys.readouterr().err == ""
+
+
+def test_launch_serves_the_run_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def run(*arguments: object) -> None:
+        found = re.search(r"dashboard at (http://127\.0\.0\.1:\d+/)#/run/run ", capsys.readouterr().out)
+        assert found is not None
+        write_run(tmp_path / "run", 1)
+        shown.extend([found.group(1), *runs_at(found.group(1))])
+
+    monkeypatch.setattr(supervisor, "run", run)
+    monkeypatch.setattr(launch, "_check", lambda *arguments: None)  # of the machine and the model, which is not there
+    monkeypatch.setattr(launch, "_packing", lambda run: "shared")
+    cluster = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
+    assert streamrl(monkeypatch, "launch", "--cluster", cluster, "--runs-dir", tmp_path, "--dashboard") == 0
+    assert shown[1:] == ["run"]
+    with pytest.raises(OSError):
+        runs_at(shown[0])
 
 
 @pytest.mark.parametrize(
