@@ -40,6 +40,12 @@ PROBE_TOOL = {
     },
 }
 PROBE_CALL = {"id": "call_0", "type": "function", "function": {"name": "probe_tool", "arguments": {"x": "probe value"}}}
+RESULT: ChatMessage = {
+    "role": "tool",
+    "content": "probe result",
+    "tool_call_id": "call_0",
+    "name": "probe_tool",
+}
 ANSWER = "It is twelve."
 REASONED = "<think>\nSeven and five.\n</think>\n\n" + ANSWER
 
@@ -60,6 +66,38 @@ class Rendered:
     """The whole prompt as the template rendered it, with stand-ins for sampled answers."""
     tokens: IntArray
     """Token ids of the whole prompt, or of the suffix, shape [P]."""
+
+
+@dataclass(frozen=True)
+class ReasoningForm:
+    """One way in which templates write an answer with reasoning."""
+
+    begin: str
+    """What precedes the reasoning, in the answer or at the end of the prompt."""
+    end: str
+    """What is between reasoning and answer."""
+    field: bool = False
+    """Whether the template takes the reasoning as `reasoning_content` of the message, not from its content."""
+
+
+REASONING_FORMS = (
+    ReasoningForm("<think>\n", "\n</think>\n\n"),  # Qwen 3 to 3.6
+    ReasoningForm("<think>\n", "\n</think>\n\n", field=True),  # Qwen 3.8
+    ReasoningForm("<think>\n", "\n</think>\n", field=True),  # Nemotron 3
+    ReasoningForm("\n<think>", "</think>\n"),  # GLM 4.5
+    ReasoningForm("<think>\n", "</think>"),  # DeepSeek R1
+)
+"""Forms that are tried at start; the first whose turns can be extended counts."""
+
+
+@dataclass(frozen=True)
+class AnswerStandIn:
+    """What stands for a sampled answer when suffixes are rendered."""
+
+    message: ChatMessage
+    """What the template is given."""
+    text: str
+    """What it has to make of it, behind the prompt."""
 
 
 class ChatRenderer:
@@ -89,12 +127,10 @@ class ChatRenderer:
         """What a user should know about this template, one sentence each."""
         self.tools = self._find_family()
         """How the model writes calls of tools; `TEXT_PROTOCOL`: its template knows no tools."""
-        self.row_per_turn = self._why_not_append_only()
+        self._form = REASONING_FORMS[0]
+        self.row_per_turn = ""
         """Why no prompt can extend a row, so that each turn has a row of its own; empty: prompts extend rows."""
-        if self.row_per_turn:
-            self.notes.append(f"every turn begins a new row: {self.row_per_turn}")
-        elif why := self._rewrites([USER, {"role": "assistant", "content": REASONED}], REASONED):
-            self.notes.append(f"a turn with reasoning is not extended: {why}")
+        self._examine_turns()
 
     def whole(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> Rendered:
         """Render a prompt that begins a row.
@@ -113,6 +149,7 @@ class ChatRenderer:
         self,
         before: Rendered,
         history: list[ChatMessage],
+        answer: AnswerStandIn,
         appended: list[ChatMessage],
         tools: list[dict[str, Any]],
         end: str,
@@ -121,7 +158,8 @@ class ChatRenderer:
 
         Args:
             before: the prompt that the answer was sampled after.
-            history: its messages and the answer's stand-in (`stand_in`).
+            history: its messages, with stand-ins for earlier answers.
+            answer: what stands for the sampled answer.
             appended: messages after the answer.
             tools: tools as in the chat API, the same as before.
             end: text of the answer's last token if it is an end token, else empty.
@@ -135,17 +173,20 @@ class ChatRenderer:
         """
         if self.row_per_turn:
             raise HistoryRewritten(self.row_per_turn)
-        text = self._text([*history, *appended], tools)
-        suffix = _after(text, before.text + history[-1]["content"])
+        text = self._text([*history, answer.message, *appended], tools)
+        suffix = _after(text, before.text + answer.text)
         return Rendered(text, self._encode(suffix.removeprefix(end)))
 
-    def stand_in(self, answer: str) -> ChatMessage:
-        """Return the message that stands for a sampled answer when suffixes are rendered."""
+    def stand_in(self, answer: str) -> AnswerStandIn:
+        """Return what stands for a sampled answer; one that only ends its reasoning was begun by the prompt."""
         head, thought, _ = answer.rpartition("</think>")
+        message: ChatMessage = {"role": "assistant", "content": self._stand_in}
         if not thought:
-            return {"role": "assistant", "content": self._stand_in}
-        opened = "<think>\n" if "<think>" in head else ""
-        return {"role": "assistant", "content": f"{opened}{self._stand_in}\n</think>\n\n{self._stand_in}"}
+            return AnswerStandIn(message, self._stand_in)
+        form = self._form
+        text = f"{form.begin if '<think>' in head else ''}{self._stand_in}{form.end}{self._stand_in}"
+        message |= {"reasoning_content": self._stand_in} if form.field else {"content": text}
+        return AnswerStandIn(message, text)
 
     def end_text(self, answer: IntArray) -> str:
         """Return the text of the end token with which sampled tokens of shape [C] end; empty: they end with another."""
@@ -205,15 +246,9 @@ class ChatRenderer:
         self.tools = TOOL_FAMILIES[0]  # any but the text protocol: the template itself is to render the tools
         try:
             call: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
-            result: ChatMessage = {
-                "role": "tool",
-                "content": "probe result",
-                "tool_call_id": "call_0",
-                "name": "probe_tool",
-            }
             asked = self._text([USER], [PROBE_TOOL])
             called = self._text([USER, call], [PROBE_TOOL], asks=False)
-            answered = self._text([USER, call, result], [PROBE_TOOL])
+            answered = self._text([USER, call, RESULT], [PROBE_TOOL])
         except TemplateError as error:
             self._text_protocol(str(error))
             return TEXT_PROTOCOL
@@ -232,28 +267,51 @@ class ChatRenderer:
     def _text_protocol(self, why: str) -> None:
         self.notes.append(f"tools are described in the system message, and their results come as user messages: {why}")
 
-    def _why_not_append_only(self) -> str:
-        """Say why the template's suffixes cannot be used at all; empty: they can."""
-        try:
-            if why := self._rewrites([USER, {"role": "assistant", "content": ANSWER}], ANSWER):
-                return why
-            asked = self._text([USER], [])
-            whole = self._text([USER, {"role": "assistant", "content": ANSWER}, USER], [])
-        except TemplateError as error:
-            return str(error)
-        rest = _after(whole, asked + ANSWER)
-        pieces = np.concatenate([self._encode(part) for part in (asked, ANSWER, rest)])
-        if not np.array_equal(pieces, self._encode(whole)):
-            return "the tokenizer encodes a turn differently when other turns precede it"
-        return ""
+    def _examine_turns(self) -> None:
+        """Find which turns can be extended, and note which cannot and why."""
+        reasoned = [REASONED, REASONED.removeprefix("<think>\n")]  # the prompt may begin the reasoning
+        for form in REASONING_FORMS:
+            self._form = form
+            if not self._why_not_extended(reasoned, RESULT):
+                break
+        else:
+            self._form = REASONING_FORMS[0]
+        kinds = {"a turn": [ANSWER], "a turn with reasoning": reasoned}
+        followers = {"a message of the user": USER, "the result of a tool": RESULT}
+        found = {
+            (kind, follower): self._why_not_extended(answers, message)
+            for kind, answers in kinds.items()
+            for follower, message in followers.items()
+        }
+        if all(found.values()):
+            self.row_per_turn = found["a turn", "a message of the user"]
+            self.notes.append(f"every turn begins a new row: {self.row_per_turn}")
+            return
+        for (kind, follower), why in found.items():
+            if why:
+                self.notes.append(f"{kind} is not extended by {follower}: {why}")
 
-    def _rewrites(self, turns: list[ChatMessage], answer: str) -> str:
-        """Say how the template rewrites these turns once another message follows; empty: it does not."""
-        try:
-            _after(self._text([*turns, USER], []), self._text(turns[:-1], []) + answer)
-        except HistoryRewritten as error:
-            return str(error)
-        return ""
+    def _why_not_extended(self, answers: list[str], following: ChatMessage) -> str:
+        """Say why none of some answers can be extended by a message; empty: one can."""
+        why = ""
+        tools = [PROBE_TOOL] if following is RESULT else []
+        for answer in answers:
+            try:
+                asked = self._text([USER], tools)
+                stand_in = self.stand_in(answer)
+                whole = self._text([USER, stand_in.message, following], tools)
+            except TemplateError as error:
+                why = why or str(error)
+                continue
+            beginning = asked + stand_in.text
+            if not whole.startswith(beginning):
+                why = why or str(_rewritten(*(text.replace(self._stand_in, ANSWER) for text in (whole, beginning))))
+                continue
+            suffix = self._encode(whole[len(beginning) :])
+            if np.array_equal(suffix, self._encode(whole)[-len(suffix) :]):
+                return ""
+            why = why or "the tokenizer encodes a turn differently when other turns precede it"
+        return why
 
 
 USER: ChatMessage = {"role": "user", "content": "What is 7 + 5?"}
@@ -286,6 +344,10 @@ def _after(text: str, beginning: str) -> str:
     """
     if text.startswith(beginning):
         return text[len(beginning) :]
+    raise _rewritten(text, beginning)
+
+
+def _rewritten(text: str, beginning: str) -> HistoryRewritten:
     at = len(_common(text, beginning))
     was, now = beginning[at : at + 24], text[at : at + 24]
-    raise HistoryRewritten(f"the template rewrites history: {was!r} becomes {now!r} in the next turn")
+    return HistoryRewritten(f"the template rewrites history: {was!r} becomes {now!r} in the next turn")

@@ -239,16 +239,17 @@ class Session:
                 if parent is None:
                     continue
                 assert parent.rendered is not None and parent.generated is not None
-                history = [*parent.history, renderer.stand_in(parent.generated.text)]
+                answer = renderer.stand_in(parent.generated.text)
                 appended = call.messages[known:]
                 end = renderer.end_text(parent.generated.tokens)
                 try:
-                    suffix = renderer.extend(parent.rendered, history, appended, call.tools, end)
+                    suffix = renderer.extend(parent.rendered, parent.history, answer, appended, call.tools, end)
                 except (HistoryRewritten, TemplateError) as error:
                     note = note or str(error)
                     continue
                 tokens = np.concatenate([parent.tokens, suffix.tokens])
-                return self._turn(call, tokens, parent, suffix, [*history, *appended], now)
+                history = [*parent.history, answer.message, *appended]
+                return self._turn(call, tokens, parent, suffix, history, now)
             whole = renderer.whole(call.messages, call.tools)
         except TemplateError as error:
             raise CallError(400, "invalid_messages", str(error)) from error

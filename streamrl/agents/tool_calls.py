@@ -92,6 +92,50 @@ def parse_llama3(text: str) -> ParsedAnswer:
         return ParsedAnswer(text, malformed=str(error))
 
 
+def parse_qwen_xml(text: str) -> ParsedAnswer:
+    """Find calls of the form `<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`
+    (Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3)."""
+    return _parse_tagged(text, r"<function=([^>\s]+)>(.*)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>")
+
+
+def parse_glm(text: str) -> ParsedAnswer:
+    """Find calls of the form `<tool_call>name<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>` (GLM 4.5)."""
+    return _parse_tagged(text, r"([^<\s]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>")
+
+
+def _parse_tagged(text: str, call: str, argument: str) -> ParsedAnswer:
+    """Find calls whose arguments have tags; an argument that is JSON, other than a text, counts as its value.
+
+    Args:
+        text: the sampled answer.
+        call: pattern of what is between the tags of a call: its name, and its arguments.
+        argument: pattern of one argument: name and value.
+    """
+    if CALL_BEGIN not in text:
+        return ParsedAnswer(text)
+    content, *parts = text.split(CALL_BEGIN)
+    calls = []
+    for part in parts:
+        body, end, after = part.partition(CALL_END)
+        if not end:
+            return ParsedAnswer(text, malformed=f"{CALL_BEGIN} without {CALL_END}")
+        found = re.fullmatch(call, body.strip(), re.DOTALL)
+        if found is None or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
+            return ParsedAnswer(text, malformed="the call does not have the form that the model's template writes")
+        arguments = {name: _tagged_value(value) for name, value in re.findall(argument, found[2], re.DOTALL)}
+        calls.append(ToolCall(found[1], json.dumps(arguments, ensure_ascii=False)))
+        content += after
+    return ParsedAnswer(content.strip(), tuple(calls))
+
+
+def _tagged_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class ToolFamily:
     """One way in which models write calls of tools."""
@@ -101,7 +145,12 @@ class ToolFamily:
 
 
 TEXT_PROTOCOL = ToolFamily("text protocol", parse_hermes)
-TOOL_FAMILIES = (ToolFamily("hermes", parse_hermes), ToolFamily("llama3", parse_llama3))
+TOOL_FAMILIES = (
+    ToolFamily("hermes", parse_hermes),
+    ToolFamily("llama3", parse_llama3),
+    ToolFamily("qwen_xml", parse_qwen_xml),
+    ToolFamily("glm", parse_glm),
+)
 
 
 def _function(tool: Mapping[str, Any]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, TemplateError
+from streamrl.agents.tool_calls import parse_glm, parse_qwen_xml
 from tests.agents.random_sessions import TOOL, small_tokenizer
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -43,7 +45,7 @@ def test_the_suffix_closes_the_turn_behind_the_end_token_that_was_sampled(tokeni
     chat = renderer(tokenizer)
     asked = chat.whole([USER], [])
     for end, closed in (("<|im_end|>", ""), ("", "<|im_end|>")):
-        longer = chat.extend(asked, [USER, chat.stand_in("12")], [{"role": "user", "content": "Why?"}], [], end)
+        longer = chat.extend(asked, [USER], chat.stand_in("12"), [{"role": "user", "content": "Why?"}], [], end)
         assert tokenizer.decode(longer.tokens) == (
             closed + "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
         )
@@ -77,9 +79,9 @@ def test_a_template_that_drops_reasoning_extends_only_turns_without_it(tokenizer
     assert not chat.row_per_turn
     assert "a turn with reasoning is not extended" in " ".join(chat.notes)
     asked = chat.whole([USER], [])
-    chat.extend(asked, [USER, chat.stand_in("12")], [USER], [], "<|im_end|>")
+    chat.extend(asked, [USER], chat.stand_in("12"), [USER], [], "<|im_end|>")
     with pytest.raises(HistoryRewritten, match=r"'<think>.* becomes"):
-        chat.extend(asked, [USER, chat.stand_in("<think>\n7 + 5\n</think>\n\n12")], [USER], [], "<|im_end|>")
+        chat.extend(asked, [USER], chat.stand_in("<think>\n7 + 5\n</think>\n\n12"), [USER], [], "<|im_end|>")
 
 
 def test_a_template_that_renders_no_turn_as_before_gives_every_turn_a_row_and_says_so(tokenizer: Any) -> None:
@@ -87,7 +89,7 @@ def test_a_template_that_renders_no_turn_as_before_gives_every_turn_a_row_and_sa
     assert "rewrites history: '1]" in chat.row_per_turn
     assert any(note.startswith("every turn begins a new row") for note in chat.notes)
     with pytest.raises(HistoryRewritten):
-        chat.extend(chat.whole([USER], []), [USER, chat.stand_in("12")], [USER], [], "<|im_end|>")
+        chat.extend(chat.whole([USER], []), [USER], chat.stand_in("12"), [USER], [], "<|im_end|>")
 
 
 def test_messages_that_the_template_objects_to_are_refused_with_its_words(tokenizer: Any) -> None:
@@ -125,3 +127,38 @@ def test_calls_are_taken_out_of_the_text_around_them(tokenizer: Any) -> None:
     parsed = renderer(tokenizer).tools.parse(text)
     assert parsed.content == "Let me see."
     assert [(call.name, call.arguments) for call in parsed.calls] == [("f", '{"x": "é"}'), ("g", "{}")]
+
+
+XML_CALL = "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "arguments"),
+    [
+        (parse_qwen_xml, XML_CALL.format("a b\nc"), {"x": "a b\nc"}),
+        (parse_qwen_xml, XML_CALL.format("12"), {"x": 12}),
+        (parse_qwen_xml, XML_CALL.format('"12"'), {"x": '"12"'}),
+        (parse_qwen_xml, "<tool_call><function=f></function></tool_call>", {}),
+        (parse_glm, "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>", {"x": [1]}),
+        (parse_glm, "<tool_call>f\n</tool_call>", {}),
+    ],
+)
+def test_tagged_arguments_are_json_where_they_can_be_and_else_text(parse: Any, text: str, arguments: Any) -> None:
+    parsed = parse(f"First. {text} Then.")
+    assert parsed.content == "First.  Then."
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_qwen_xml, "<tool_call><function=f><parameter=x>1</function></tool_call>"),
+        (parse_qwen_xml, '<tool_call>{"name": "f"}</tool_call>'),
+        (parse_qwen_xml, "<tool_call><function=f></function>"),
+        (parse_glm, "<tool_call>f<arg_key>x</arg_key></tool_call>"),
+        (parse_glm, "<tool_call></tool_call>"),
+    ],
+)
+def test_a_malformed_tagged_call_stays_in_the_text_and_is_explained(parse: Any, text: str) -> None:
+    parsed = parse(text)
+    assert (parsed.content, parsed.calls) == (text, ()) and parsed.malformed
