@@ -123,6 +123,7 @@ class ChatRenderer:
         self._special = re.compile("|".join(re.escape(token) for token in self._specials) or r"(?!)")
         self._guarded = re.compile(f"G{self._nonce}n(\\d+)z")
         self._stand_in = f"A{self._nonce}z"
+        self._tools_in = "system"
         self.notes: list[str] = []
         """What a user should know about this template, one sentence each."""
         self.tools = self._find_family()
@@ -202,7 +203,7 @@ class ChatRenderer:
         if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self.tools is TEXT_PROTOCOL:
-            messages, tools = to_text_protocol(messages, tools), []
+            messages, tools = to_text_protocol(messages, tools, role=self._tools_in), []
         else:
             messages = [_with_arguments(message) for message in messages]
         return self._template(self._guard(messages), self._guard(tools), asks)
@@ -265,7 +266,12 @@ class ChatRenderer:
         return TEXT_PROTOCOL
 
     def _text_protocol(self, why: str) -> None:
-        self.notes.append(f"tools are described in the system message, and their results come as user messages: {why}")
+        try:
+            self._template([{"role": "system", "content": "Be brief."}, USER], [])
+        except TemplateError:
+            self._tools_in = "user"
+        where = "system message" if self._tools_in == "system" else "first message of the user"
+        self.notes.append(f"tools are described in the {where}, and their results come as user messages: {why}")
 
     def _examine_turns(self) -> None:
         """Find which turns can be extended, and note which cannot and why."""

@@ -157,12 +157,15 @@ def _function(tool: Mapping[str, Any]) -> Any:
     return tool.get("function", tool)
 
 
-def to_text_protocol(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def to_text_protocol(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, role: str = "system"
+) -> list[dict[str, Any]]:
     """Rewrite messages for a template that knows neither tools nor their results.
 
     Args:
         messages: messages of the chat API, each content a text.
-        tools: the tools of the call as in the chat API; they are described in the system message.
+        tools: the tools of the call as in the chat API.
+        role: in whose first message they are described; 'user' for a template that has no system message.
     """
     result: list[dict[str, Any]] = []
     for message in messages:
@@ -180,7 +183,7 @@ def to_text_protocol(messages: list[dict[str, Any]], tools: list[dict[str, Any]]
             result.append(message)
     if tools:
         described = "\n".join(json.dumps(_function(tool), ensure_ascii=False) for tool in tools)
-        own = result.pop(0)["content"] if result and result[0]["role"] == "system" else ""
-        text = "\n\n".join(filter(None, [own, INSTRUCTIONS + described]))
-        result.insert(0, {"role": "system", "content": text})
+        own = result.pop(0)["content"] if result and result[0]["role"] == role else ""
+        parts = [own, INSTRUCTIONS + described] if role == "system" else [INSTRUCTIONS + described, own]
+        result.insert(0, {"role": role, "content": "\n\n".join(filter(None, parts))})
     return result

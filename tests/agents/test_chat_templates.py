@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "cohere2": ("text protocol", []),
     "deepseek_r1_distill": ("text protocol", EACH_TURN),
     "deepseekv3": ("text protocol", EACH_TURN),
+    "gemma": ("text protocol", []),
     "gemma3": ("text protocol", []),
     "gemma4": ("text protocol", []),
     "glm4moe": ("glm", ONLY_TOOLS),
@@ -153,3 +154,19 @@ def test_a_turn_whose_reasoning_the_template_drops_begins_a_row_which_says_why(n
     assert second.parent is None and "rewrites history" in second.note
     assert "Seven and five" not in tokenizer.decode(second.order.prompt_tokens)
     assert len(said.session.rows()) == 2
+
+
+def test_tools_are_described_to_a_template_without_a_system_message_in_the_first_question() -> None:
+    tokenizer = tokenizer_of("gemma")
+    said = Conversation(tokenizer)
+    written = '<tool_call>\n{"name": "probe_tool", "arguments": {"x": "a b"}}\n</tool_call>'
+    first = said.turn([USER], written, tools=True)
+    prompt = tokenizer.decode(first.order.prompt_tokens)
+    assert "<start_of_turn>user\nYou can use the tools below." in prompt
+    assert prompt.index("probe_tool") < prompt.index("What is 7 + 5?")
+    (call,) = first.answer["tool_calls"]
+    second = said.turn([{"role": "tool", "content": "12", "tool_call_id": call["id"]}], "It is twelve.", tools=True)
+    assert second.parent is first
+    assert tokenizer.decode(second.order.prompt_tokens[len(first.tokens) :]) == (
+        "<end_of_turn>\n<start_of_turn>user\n<tool_response>\n12\n</tool_response><end_of_turn>\n<start_of_turn>model\n"
+    )

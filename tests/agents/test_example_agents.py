@@ -11,11 +11,13 @@ import sysconfig
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from examples.agents import try_again
 from examples.agents.guess_number import HIGHEST, hint
 from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
@@ -136,3 +138,20 @@ def test_hints_lead_to_the_number_and_nearer_guesses_score_more() -> None:
     assert hint("none", 7) == ("That is no number. Answer with one number.", 0.0)
     assert 0 < hint("20", 1)[1] < hint("6", 7)[1] < 0.5
     assert hint("9" * 50, 7)[1] == 0.0
+
+
+@pytest.mark.parametrize(("wrong", "reward"), [(0, 1.0), (1, 0.7), (2, 0.4), (3, 0.0)])
+def test_each_further_try_costs_and_the_conversation_only_grows(wrong: int, reward: float) -> None:
+    task = try_again.item(0, 5)
+    answers = ["The result is 3."] * wrong + [f"12; \n<answer>{task['answer']}</answer>"]
+    seen: list[list[dict[str, Any]]] = []
+
+    class Client:
+        async def chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+            assert seen == [] or messages[: len(seen[-1])] == seen[-1]
+            seen.append(list(messages))
+            return {"role": "assistant", "content": answers[len(seen) - 1]}
+
+    played = asyncio.run(try_again.run(task, Client()))
+    assert played == {"reward": pytest.approx(reward), "tries": len(seen)}
+    assert len(seen) == min(wrong + 1, try_again.TRIES)
