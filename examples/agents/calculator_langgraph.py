@@ -1,6 +1,6 @@
 """The agent of calculator.py in LangGraph, which knows nothing of streamrl: an endpoint and a key from its environment.
 
-It runs in a virtual environment of its own, with `pip install langgraph langchain-openai` (examples/README.md).
+It runs in a virtual environment of its own, with what langgraph_requirements.txt lists (examples/README.md).
 """
 
 from __future__ import annotations
