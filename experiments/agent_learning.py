@@ -92,8 +92,8 @@ def sheets(record: dict[str, Any]) -> list[Sheet]:
             ("after step", "reward on held-out items", "in training, steps around", "turns of an episode"),
             rows,
             [
-                f"held-out: {record['held_out'][0]['episodes']} episodes at temperature 1, the same items each time, drawn "
-                "apart from those of training; there are 729 sums, so that some are drawn for both",
+                f"held-out: {record['held_out'][0]['episodes']} episodes at temperature 1, the same items each time, "
+                "drawn apart from those of training; there are 729 sums, so that some are drawn for both",
                 f"rows per episode: {statistics.mean(per_episode):.3f} (an answer that the limit cuts ends its row)",
                 f"{len(record['steps'])} steps in {seconds / 60:.0f} minutes, without the starts"
                 + (f"; {record['beside']}" if record.get("beside") else ""),
