@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ INSTRUCTIONS = f"""You can use the tools below. To call one, write its name and 
 {CALL_END}
 The result comes with the next message. The tools:
 """
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as in the chat API."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +95,27 @@ def parse_llama3(text: str) -> ParsedAnswer:
         return ParsedAnswer(text, malformed=str(error))
 
 
-def parse_qwen_xml(text: str) -> ParsedAnswer:
+def parse_qwen_xml(text: str, tools: Tools = ()) -> ParsedAnswer:
     """Find calls of the form `<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`
     (Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3)."""
-    return _parse_tagged(text, r"<function=([^>\s]+)>(.*)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>")
+    return _parse_tagged(
+        text, r"<function=([^>\s]+)>(.*)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", tools
+    )
 
 
-def parse_glm(text: str) -> ParsedAnswer:
+def parse_glm(text: str, tools: Tools = ()) -> ParsedAnswer:
     """Find calls of the form `<tool_call>name<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>` (GLM 4.5)."""
-    return _parse_tagged(text, r"([^<\s]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>")
+    return _parse_tagged(text, r"([^<\s]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", tools)
 
 
-def _parse_tagged(text: str, call: str, argument: str) -> ParsedAnswer:
-    """Find calls whose arguments have tags; an argument that is JSON, other than a text, counts as its value.
+def _parse_tagged(text: str, call: str, argument: str, tools: Tools) -> ParsedAnswer:
+    """Find calls whose arguments have tags. An argument that is JSON counts as its value, unless its tool takes a text.
 
     Args:
         text: the sampled answer.
         call: pattern of what is between the tags of a call: its name, and its arguments.
         argument: pattern of one argument: name and value.
+        tools: as in the chat API.
     """
     if CALL_BEGIN not in text:
         return ParsedAnswer(text)
@@ -122,10 +128,21 @@ def _parse_tagged(text: str, call: str, argument: str) -> ParsedAnswer:
         found = re.fullmatch(call, body.strip(), re.DOTALL)
         if found is None or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
             return ParsedAnswer(text, malformed="the call does not have the form that the model's template writes")
-        arguments = {name: _tagged_value(value) for name, value in re.findall(argument, found[2], re.DOTALL)}
+        texts = _texts(found[1], tools)
+        arguments = {
+            name: value if name in texts else _tagged_value(value)
+            for name, value in re.findall(argument, found[2], re.DOTALL)
+        }
         calls.append(ToolCall(found[1], json.dumps(arguments, ensure_ascii=False)))
         content += after
     return ParsedAnswer(content.strip(), tuple(calls))
+
+
+def _texts(name: str, tools: Tools) -> set[str]:
+    """Return the parameters of a tool that are texts."""
+    schemas = [_function(tool).get("parameters") or {} for tool in tools if _function(tool).get("name") == name]
+    fields = [item for schema in schemas for item in (schema.get("properties") or {}).items()]
+    return {field for field, kind in fields if isinstance(kind, dict) and kind.get("type") == "string"}
 
 
 def _tagged_value(text: str) -> Any:
@@ -141,13 +158,22 @@ class ToolFamily:
     """One way in which models write calls of tools."""
 
     name: str
-    parse: Callable[[str], ParsedAnswer]
+    read: Callable[[str, Tools], ParsedAnswer]
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        """Find the calls in an answer.
+
+        Args:
+            text: the sampled answer.
+            tools: those that the model was told of, as in the chat API.
+        """
+        return self.read(text, tools)
 
 
-TEXT_PROTOCOL = ToolFamily("text protocol", parse_hermes)
+TEXT_PROTOCOL = ToolFamily("text protocol", lambda text, _: parse_hermes(text))
 TOOL_FAMILIES = (
-    ToolFamily("hermes", parse_hermes),
-    ToolFamily("llama3", parse_llama3),
+    ToolFamily("hermes", lambda text, _: parse_hermes(text)),
+    ToolFamily("llama3", lambda text, _: parse_llama3(text)),
     ToolFamily("qwen_xml", parse_qwen_xml),
     ToolFamily("glm", parse_glm),
 )

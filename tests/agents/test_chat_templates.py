@@ -16,7 +16,7 @@ from tests.agents.random_sessions import small_tokenizer
 
 SPECIAL = r"<[|\uff5c][^|\uff5c<>\s{}]+[|\uff5c]>|<\|turn>|<turn\|>|<(?:start_of_turn|end_of_turn|bos|eos)>|</?s>"
 USER = {"role": "user", "content": "What is 7 + 5?"}
-CALL = {"id": "call_0", "type": "function", "function": {"name": "probe_tool", "arguments": {"x": "a b"}}}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "probe_tool", "arguments": {"x": "12"}}}
 TURN, THOUGHT = "a turn", "a turn with reasoning"
 BY_USER, BY_TOOL = "a message of the user", "the result of a tool"
 EACH_TURN: list[tuple[str, str]] = [(kind, follower) for kind in (TURN, THOUGHT) for follower in (BY_USER, BY_TOOL)]
@@ -122,7 +122,7 @@ def test_a_call_and_its_result_are_one_row_that_reads_as_the_template_writes_it(
     said = Conversation(tokenizer)
     first = said.turn([USER], whole[len(asked) : end], tools=True)
     (call,) = first.answer["tool_calls"]
-    assert call["function"] == {"name": "probe_tool", "arguments": '{"x": "a b"}'}
+    assert call["function"] == {"name": "probe_tool", "arguments": '{"x": "12"}'}  # a text, as the tool has it
     result = {"role": "tool", "content": "12", "tool_call_id": call["id"], "name": "probe_tool"}
     second = said.turn([result], "It is twelve.", tools=True)
     assert second.parent is first and len(said.session.rows()) == 1
