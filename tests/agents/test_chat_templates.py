@@ -1,4 +1,7 @@
-"""Chat templates of real model families: how each writes calls of tools, and which of its turns can be extended."""
+"""Chat templates of real model families: how each writes calls of tools, and which of its turns can be extended.
+
+The templates are those that TRL ships (optional: `pip install trl==1.16.0`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import PROBE_TOOL, ChatRenderer
 from streamrl.agents.session import Call, Session, SessionLimits, Turn
 from tests.agents.random_sessions import small_tokenizer
+
+pytest.importorskip("trl")
 
 SPECIAL = r"<[|\uff5c][^|\uff5c<>\s{}]+[|\uff5c]>|<\|turn>|<turn\|>|<(?:start_of_turn|end_of_turn|bos|eos)>|</?s>"
 USER = {"role": "user", "content": "What is 7 + 5?"}
