@@ -53,7 +53,7 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
         "name": folder.name,
         "folder": str(folder),
         "now": now,
-        "state": _state_word(folder, status, sites, stages),
+        "state": _state_word(folder, status, sites),
         "live": live,
         "trouble": [text for text in (status and status.error, status and stale_message(status, now)) if text],
         "processes": _processes(status, stages, started, seen),
@@ -83,7 +83,7 @@ def _status(folder: Path, notes: list[str]) -> RunStatus | None:
     except (UserError, OSError) as error:
         if (folder / layout.STATUS).exists():
             notes.append(f"The run's state is unknown: {error}.")
-        elif not (folder / layout.SITE_STATUS).exists() and not (folder / layout.START_STAGES).exists():
+        elif not (folder / layout.SITE_STATUS).exists() and _has_run(folder):
             notes.append(f"There is no {layout.STATUS}, so only what the other files say is shown.")
         return None
 
@@ -112,13 +112,17 @@ def _site(folder: Path) -> SiteStatus | None:
         return None
 
 
-def _state_word(folder: Path, status: RunStatus | None, sites: dict[str, SiteStatus], stages: dict[str, Stage]) -> str:
+def _has_run(folder: Path) -> bool:
+    """Whether the folder has more than the files with which a run begins."""
+    return any((folder / name).exists() for name in (layout.STATUS, layout.METRICS, layout.ROLLOUTS))
+
+
+def _state_word(folder: Path, status: RunStatus | None, sites: dict[str, SiteStatus]) -> str:
     if status is not None:
         return status.state
     if "" in sites:
         return sites[""].state
-    begun = (folder / layout.STATUS).exists() or (folder / layout.METRICS).exists()
-    return "starting" if stages and not begun else "unknown"
+    return "unknown" if _has_run(folder) else "starting"
 
 
 def _processes(

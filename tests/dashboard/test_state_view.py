@@ -66,6 +66,12 @@ def test_a_run_that_starts_has_its_stages(tmp_path: Path) -> None:
     assert view["processes"][0] | {"state": "starting", "detail": "loading the model"} == view["processes"][0]
 
 
+def test_a_run_that_has_only_its_configuration_so_far_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    view = state_view(tmp_path, NOW)
+    assert (view["state"], view["notes"], view["processes"]) == ("starting", [], [])
+
+
 def test_a_site_without_a_trainer_is_shown_by_its_own_file(tmp_path: Path) -> None:
     write_site(tmp_path, {"site": "west", "updated_at": NOW, "state": "generating", "trainer_silent_s": 1.0})
     view = state_view(tmp_path, NOW)
