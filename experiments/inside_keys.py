@@ -15,7 +15,8 @@ acknowledged and dropped: what the connection itself can carry.
 The loopback interface costs next to nothing, so that the ratios are the worst ones: a network of 10 Gbit/s carries
 1.25 GB/s at most. A step pays for each of its samples and once for the weights. Its share is the CPU time of the
 dearer end, as if nothing else were done meanwhile: both ends work at once, each in one thread of libzmq's. CPU time
-depends less on other work on the machine than rates do.
+depends less on other work on the machine than rates do. What coding a delta costs is in delta_codec.md; on the trainer's
+own node the weights' file is copied, whatever the keys.
 
 Writes experiments/results/inside_keys.json and .md.
 """
@@ -66,12 +67,16 @@ LIMIT_S = 300.0
 Addresses = dict[bool, tuple[str, str]]
 """Addresses of the hub for samples and of the publisher, by whether they have keys."""
 
+DELTA = 2.96 / 269
+"""Bytes of a delta, as a share of the weights: one version of SmolLM2-135M (experiments/results/two_sites.md)."""
 STEPS = {
-    "`make demo` on two cores (docs/results.md): 64 samples, fp32": (64, 0.54e9, 38.8),
-    "7B in bf16, 1,024 samples, 120 s": (1024, 15.2e9, 120.0),
-    "72B in bf16, 1,024 samples, 300 s": (1024, 145e9, 300.0),
+    "`make demo` on two cores (docs/results.md): 64 samples, fp32, sent whole": (64, 0.54e9, 38.8),
+    "7B in bf16, 1,024 samples, 120 s, a delta (`auto`)": (1024, 15.2e9 * DELTA, 120.0),
+    "7B in bf16, 1,024 samples, 120 s, sent whole (`raw`)": (1024, 15.2e9, 120.0),
+    "72B in bf16, 1,024 samples, 300 s, a delta (`auto`)": (1024, 145e9 * DELTA, 300.0),
+    "72B in bf16, 1,024 samples, 300 s, sent whole (`raw`)": (1024, 145e9, 300.0),
 }
-"""Samples, bytes of weights and seconds of a step; all but the demo's are assumed, not measured."""
+"""Samples, bytes of weights and seconds of a step between nodes; all but the demo's are assumed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ async def first(connection: Connection, keys: bytes, secret: bytes, addresses: A
     hubs: dict[bool, Hub] = {}
     publishers: dict[bool, tuple[Hub, WeightPublisher]] = {}
     for way, (address, publisher_at) in addresses.items():
-        security = ServerSecurity.inside(pair, "here") if way else None
+        security = ServerSecurity(pair, {pair.public: "other"}) if way else None
         flow = Flow(credits=PUBLISHER_CREDITS)
         hubs[way] = Hub("first", WaitRegistry("first"), flow=flow).bind(address, security)
         hub = Hub("publisher", WaitRegistry("publisher"), flow=flow).bind(publisher_at, security)
@@ -180,7 +185,7 @@ async def other(connection: Connection, keys: bytes, secret: bytes, addresses: A
     links: dict[bool, Link] = {}
     fetching: dict[bool, Link] = {}
     for way, (address, publisher_at) in addresses.items():
-        security = ClientSecurity.inside(KeyPair(keys, secret)) if way else None
+        security = ClientSecurity(KeyPair(keys, secret), keys) if way else None
         links[way] = await Link("other", "instance", WaitRegistry("other")).connect(address, LIMIT_S, security)
         made = Link("relay", "relay", WaitRegistry("relay"))
         fetching[way] = await made.connect(publisher_at, LIMIT_S, security)

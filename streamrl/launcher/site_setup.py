@@ -24,7 +24,7 @@ from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.port_forward import Forwarder
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
-from streamrl.runtime.inside_keys import make_inside_keys, remove_inside_keys
+from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
@@ -151,7 +151,8 @@ def prepare(
             addresses = choose_addresses(cluster, name, scratch, network, node)
             if node:
                 stack.callback(remove_inside_keys, folder, name)
-                addresses = replace(addresses, inside_key=make_inside_keys(folder, name))
+                made = make_inside_keys(folder, name, inside_roles(cluster, run, name))
+                addresses = replace(addresses, inside_keys=made)
             addresses.save(folder)
         (run_dir / layout.LOGS).mkdir(exist_ok=True)
         for store in stores:

@@ -1,73 +1,120 @@
-"""The key pair that the processes of one site have in common, so that nobody else on their network is one of them.
+"""The key pairs of one site's processes, so that nobody else on their network is one of them, and none is another.
 
-A launcher makes it for a site whose processes are spread over machines, anew at each start, and removes it at its end:
+A launcher makes them for a site whose processes are spread over machines, anew at each start, and removes them at its
+end:
 
-    <run folder>/keys/inside-<site>.key_secret   both keys, mode 0600 in a folder of mode 0700
-    <run folder>/addresses.json                  the public key, by which a process knows the pair of its own launch
+    <run folder>/keys/inside-<site>/<process>.key_secret   both keys, mode 0600 in a folder of mode 0700
+    <run folder>/addresses.json                            the public keys, by which hubs and processes know each other
 
-All nodes mount the run folder, so that the secret is on no command line, in no environment and in no call through Ray.
-Whoever has the pair is inside: it opens the site's inner doors, and none of those for other sites.
+Every process of the plan has its own, instances that are not started yet included. The trainer's ranks have one in
+common, and so have the operator's commands. All nodes mount the run folder, so that the secrets are on no command line,
+in no environment and in no call through Ray. A pair opens the site's inner doors under its process's name and role
+(`inside_admission`), and none of the doors for other sites.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import stat
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
+from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.run_dir import layout
-from streamrl.transport.curve import KeyPair, load_own, make_keys, public_file, secret_file
+from streamrl.runtime.process_plan import plan_processes, possible_instances
+from streamrl.transport.curve import KeyPair, load_own, make_keys, secret_file
+from streamrl.transport.hub import AdmitInside
+
+OPERATOR = "operator"
+"""Owner of the key of operator commands (`streamrl scale`), which come and go as `operator-<number>`."""
+NUMBERED = ("trainer", OPERATOR)
+"""Owners of keys that several processes use, each under a number of its own: `trainer-0`."""
 
 
-def make_inside_keys(run_dir: Path, site: str) -> str:
-    """Make a site's pair for this launch, in place of an earlier one, and return its public key in Z85.
+def inside_roles(cluster: ClusterConfig, run: RunConfig, site: str) -> dict[str, str]:
+    """Return the role of each process of a site that has a key pair, by the name of the pair's owner."""
+    here = Path()
+    planned = [*plan_processes(cluster, run, here, [site]), *possible_instances(cluster, run, site, here)]
+    roles = {"trainer" if spec.role == "trainer" else spec.name: str(spec.role) for spec in planned}
+    return roles | ({OPERATOR: "operator"} if site == cluster.trainer_site else {})
+
+
+def inside_admission(roles: Mapping[str, str], hub: HubKind) -> AdmitInside:
+    """Return what decides on hellos at an inner door: a process has its own name, and the role that the plan gives it.
+
+    Where there are no keys the name is what the process claims, and the role is still that of the name.
+
+    Args:
+        roles: as `inside_roles`.
+        hub: what the door leads to.
+    """
+
+    def admit(name: str, role: str, owner: str | None) -> str | None:
+        prefix, _, number = name.rpartition("-")
+        own = name if prefix not in NUMBERED else prefix if number.isdecimal() else ""
+        if owner is not None and own != owner:
+            return f"the key is that of {owner!r}, the hello is of {name!r}"
+        if own not in roles or name in NUMBERED:
+            return f"the plan has no process {name!r} inside this site"
+        if role != role_at(hub, roles[own]):
+            return f"process {name!r} is no {role!r:.99} here"
+        return None
+
+    return admit
+
+
+def make_inside_keys(run_dir: Path, site: str, processes: Collection[str]) -> dict[str, str]:
+    """Make a pair for each process of this launch, in place of earlier ones; return the public keys in Z85.
 
     Raises:
         UserError: the files cannot be written, or others could read them.
     """
-    make_keys(run_dir / layout.KEYS, _name(site), replace=True)
-    return _load(run_dir, site).public.decode()
+    remove_inside_keys(run_dir, site)
+    for process in processes:
+        make_keys(_folder(run_dir, site), process)
+    return {process: _load(run_dir, site, process).public.decode() for process in processes}
 
 
-def load_inside_keys(run_dir: Path, site: str, public: str) -> KeyPair:
-    """Load the pair of this launch.
+def load_inside_keys(run_dir: Path, site: str, process: str, public: Mapping[str, str]) -> KeyPair:
+    """Load a process's pair of this launch.
 
     Args:
-        public: its public key, as the launcher has written it beside the addresses.
+        public: the public keys, as the launcher has written them beside the addresses.
 
     Raises:
-        UserError: a file is missing, malformed, open to others, or of another site or launch.
+        UserError: a file is missing, malformed, open to others, or of another process, site or launch.
     """
-    pair = _load(run_dir, site)
-    if pair.public != public.encode():
+    pair = _load(run_dir, site, process)
+    if pair.public != public.get(process, "").encode():
         raise UserError(
-            f"{secret_file(run_dir / layout.KEYS, _name(site))}: the keys of another site or of another launch, not "
-            f"those that {run_dir / layout.ADDRESSES} states for site {site!r}; {_remedy(run_dir)}"
+            f"{secret_file(_folder(run_dir, site), process)}: the keys of another process, site or launch, not those "
+            f"that {run_dir / layout.ADDRESSES} states for {process!r}; {_remedy(run_dir)}"
         )
     return pair
 
 
 def remove_inside_keys(run_dir: Path, site: str) -> None:
-    """Remove a site's pair, and the folder if nothing else is in it."""
-    folder = run_dir / layout.KEYS
-    for path in (secret_file(folder, _name(site)), public_file(folder, _name(site))):
-        path.unlink(missing_ok=True)
+    """Remove a site's pairs, and the folder of keys if nothing else is in it."""
+    shutil.rmtree(_folder(run_dir, site), ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.rmdir()
+        (run_dir / layout.KEYS).rmdir()
 
 
-def _name(site: str) -> str:
-    return f"inside-{site}"
+def _folder(run_dir: Path, site: str) -> Path:
+    return run_dir / layout.KEYS / f"inside-{site}"
 
 
 def _remedy(run_dir: Path) -> str:
     return f"`streamrl launch` makes them at each start: continue with --resume {run_dir}"
 
 
-def _load(run_dir: Path, site: str) -> KeyPair:
-    folder = run_dir / layout.KEYS
-    pair = load_own(folder, _name(site), _remedy(run_dir))
+def _load(run_dir: Path, site: str, process: str) -> KeyPair:
+    folder = _folder(run_dir, site)
+    pair = load_own(folder, process, _remedy(run_dir))
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:
         raise UserError(f"{folder}: mode {mode:04o} opens it to others than you; do: chmod 700 {folder}")

@@ -9,8 +9,9 @@ from pathlib import Path
 from streamrl.errors import RunFailed, UserError
 from streamrl.protocol.message import MessageReader, TypedMessage, wire
 from streamrl.protocol.operator import FROM_CONTROLLER
+from streamrl.runtime.inside_keys import OPERATOR
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.site_connections import CONTROLLER, OPERATOR
+from streamrl.runtime.site_connections import CONTROLLER
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
 
@@ -28,8 +29,9 @@ async def ask_controller(run_dir: Path, order: TypedMessage) -> TypedMessage:
     link = Link(name, "operator", WaitRegistry("command"))
     link.reads = MessageReader(FROM_CONTROLLER)
     try:
-        context = RoleContext.load(name, "", run_dir, False)
-        await link.connect(context.addresses.controller, ANSWER_S, context.inside_client_security(), CONTROLLER)
+        context = RoleContext.load(OPERATOR, "", run_dir, False)
+        security = context.inside_client_security(CONTROLLER)
+        await link.connect(context.addresses.controller, ANSWER_S, security, CONTROLLER)
         await link.send(*wire(order))
         async with link.waits.deadline("the controller's answer", ANSWER_S):
             delivery = await link.receive()

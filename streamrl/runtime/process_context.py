@@ -43,8 +43,8 @@ class Addresses:
     """Address on which this site's weight relay listens for other sites; '': it serves none."""
     relays: dict[str, str] = field(default_factory=dict)
     """Address at which this site reaches another site's relay, by site."""
-    inside_key: str = ""
-    """Public key of the processes of this site and launch; '': they are on one machine and need none."""
+    inside_keys: dict[str, str] = field(default_factory=dict)
+    """Public key of each process of this site and launch, by its name; {}: they are on one machine and need none."""
 
     def save(self, run_dir: Path) -> None:
         """Write the addresses into the run folder."""
@@ -165,21 +165,27 @@ class RoleContext:
 
     @cached_property
     def inside_keys(self) -> KeyPair | None:
-        """Key pair that this site's processes have in common; None: they are on one machine, behind Unix sockets.
+        """Key pair of this process inside its site; None: the site is on one machine, behind Unix sockets.
 
         Raises:
-            UserError: it is missing, open to others, or of another site or launch.
+            UserError: it is missing, open to others, or of another process, site or launch.
         """
-        public = self.addresses.inside_key
-        return load_inside_keys(self.run_dir, self.site, public) if public else None
+        public = self.addresses.inside_keys
+        return load_inside_keys(self.run_dir, self.site, self.name, public) if public else None
 
     def inside_server_security(self) -> ServerSecurity | None:
-        """Return what a hub of this site needs to admit the site's own processes; raises like `inside_keys`."""
-        return ServerSecurity.inside(self.inside_keys, self.site) if self.inside_keys is not None else None
+        """Return what a hub of this process needs to admit the site's own processes; raises like `inside_keys`."""
+        if self.inside_keys is None:
+            return None
+        return ServerSecurity(
+            self.inside_keys, {key.encode(): name for name, key in self.addresses.inside_keys.items()}
+        )
 
-    def inside_client_security(self) -> ClientSecurity | None:
-        """Return what a process of this site needs to connect to its hubs; raises like `inside_keys`."""
-        return ClientSecurity.inside(self.inside_keys) if self.inside_keys is not None else None
+    def inside_client_security(self, server: str) -> ClientSecurity | None:
+        """Return what this process needs to connect to a hub of the process `server`; raises like `inside_keys`."""
+        if self.inside_keys is None:
+            return None
+        return ClientSecurity(self.inside_keys, self.addresses.inside_keys[server].encode())
 
     def server_security(self) -> ServerSecurity | None:
         """Load the keys by which this site admits others; None with `encryption: none`.

@@ -1,7 +1,7 @@
 """Connections between the processes of a run: inside a site, and encrypted, measured and patient over a link.
 
-Inside a site on one machine they are Unix sockets; inside one that is spread over machines the site's own keys encrypt
-them (`runtime/inside_keys.py`).
+Inside a site on one machine they are Unix sockets; inside one that is spread over machines each process has keys
+(`runtime/inside_keys.py`).
 
 Other sites connect to the trainer's site. Its controller and publisher each have two addresses: one for their own site,
 one for other sites, which are admitted by their keys and by the files they were started with.
@@ -13,20 +13,19 @@ from collections.abc import Collection
 from typing import Any
 
 from streamrl.config.cluster import SiteLink
-from streamrl.protocol.speakers import role_at
+from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.runtime.handshake import disagreement
+from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.flow import Flow
-from streamrl.transport.hub import MOST_OPEN, MOST_OPEN_BYTES
+from streamrl.transport.peer import stranger_inbox
 
 CONTROLLER, PUBLISHER = "controller", "publisher"
 """Hub names at the trainer's site."""
-OPERATOR = "operator"
-"""Name prefix of the connections of operator commands (`streamrl scale`), which come and go."""
 BATCH_BYTES = 256 * 1024
 """Largest batch of samples sent over a link."""
 CHUNK_S = 0.25
@@ -46,7 +45,8 @@ async def connect_inside(context: RoleContext, link: Link, hub: str, address: st
         DeadlineExpired: no answer in time.
         UserError: the keys of this site and launch are missing, or other users can read them.
     """
-    await link.connect(address, context.startup_s, context.inside_client_security(), hub)
+    process = "trainer" if hub == PUBLISHER else hub
+    await link.connect(address, context.startup_s, context.inside_client_security(process), hub)
 
 
 async def connect_home(context: RoleContext, link: Link, hub: str, address: str) -> None:
@@ -84,6 +84,7 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
     plan = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
     sites = {spec.name: spec.site for spec in plan.values()}
     mine = context.agreement if others else {}
+    kind: HubKind = "controller" if name == CONTROLLER else "publisher"
 
     def flow_to(peer: str) -> Flow:
         link = context.cluster.link_between(sites.get(peer, context.site), context.site)
@@ -99,12 +100,13 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
             return f"the cluster file has no site {site!r} that would connect"
         if sites.get(peer) != site:
             return f"site {site} has no process {peer!r}"
-        if role != role_at("controller" if name == CONTROLLER else "publisher", plan[peer].role):
+        if role != role_at(kind, plan[peer].role):
             return f"process {peer!r} of site {site} is no {role!r:.99} here"
         return disagreement(mine, meta.get("agreement"))
 
     hub = Hub(name, waits, flow=near, flows=flow_to)
     hub.admit = admit
+    hub.admit_inside = inside_admission(inside_roles(context.cluster, context.run, context.site), kind)
     return hub
 
 
@@ -137,8 +139,7 @@ def to_relay(context: RoleContext, site: str, waits: WaitRegistry) -> Link:
 
     That site is trusted with nothing but bytes, so what its relay may queue here has an end.
     """
-    inbox = Inbox(most_open=MOST_OPEN, most_bytes=MOST_OPEN_BYTES)
-    return _link(context, "relay", waits, context.cluster.link_between(context.site, site), inbox)
+    return _link(context, "relay", waits, context.cluster.link_between(context.site, site), stranger_inbox())
 
 
 def _link(

@@ -1,8 +1,9 @@
-"""How often another site may send what has no credits: hellos and heartbeats. Pure: no clock.
+"""How often another site may send what has no credits (hellos, heartbeats) or costs much (requests for weights). Pure.
 
 A budget is a token bucket: it fills with time up to its size, and a message that it does not cover is dropped. Honest
 processes stay far below: they say hello once per connection, and at most once a second while nobody answers; they send
-one heartbeat per second, of a few hundred bytes per instance.
+one heartbeat per second, of a few hundred bytes per instance; they request weights once per version, and four times a
+second from a relay that does not have them yet.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Repeated = Literal["hello", "heartbeat"]
+Repeated = Literal["hello", "heartbeat", "request"]
 COUNTED_BYTES = 64 * 1024
 """Bytes of a message that count as much as one more message."""
-SIZES: dict[Repeated, float] = {"hello": 60.0, "heartbeat": 200.0}
+SIZES: dict[Repeated, float] = {"hello": 60.0, "heartbeat": 200.0, "request": 100.0}
 """Messages that a site may send at once, all of its processes together."""
-PER_S: dict[Repeated, float] = {"hello": 1.0, "heartbeat": 10.0}
+PER_S: dict[Repeated, float] = {"hello": 1.0, "heartbeat": 10.0, "request": 8.0}
 """Messages per second that a site may send in the long run."""
 
 

@@ -1,8 +1,8 @@
 """Keys of sites, and admission by key (CURVE, https://rfc.zeromq.org/spec/26).
 
 Every site has one key pair, made by `streamrl keys`: `<site>.key` is public and goes to every site, `<site>.key_secret`
-stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes). The processes of a
-site that spans machines have another pair in common, of one launch (`runtime/inside_keys.py`).
+stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes). Each process of a
+site that spans machines has another pair, of one launch (`runtime/inside_keys.py`).
 
 libzmq asks the process's only authenticator about each client that has proved to own a key. The authenticator knows
 the doors of the process's hubs by their domains and answers from the door's list of keys; an unknown key ends the
@@ -45,11 +45,11 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """The keys that a hub needs to admit other sites."""
+    """The keys that a hub needs to admit other sites, or the processes of its own."""
 
     own: KeyPair
     allowed: Mapping[bytes, str]
-    """Site of each public key that is admitted."""
+    """Owner of each public key that is admitted: another site, or a process of the hub's own."""
 
     @classmethod
     def load(cls, folder: Path, site: str, others: Iterable[str]) -> Self:
@@ -64,11 +64,6 @@ class ServerSecurity:
                 raise UserError(f"sites {known!r} and {other!r} have the same key in {folder}: each needs its own")
         return cls(load_own(folder, site), allowed)
 
-    @classmethod
-    def inside(cls, pair: KeyPair, site: str) -> Self:
-        """Return what a hub needs to admit the processes of its own site, which have its key pair."""
-        return cls(pair, {pair.public: site})
-
 
 @dataclass(frozen=True)
 class ClientSecurity:
@@ -76,7 +71,7 @@ class ClientSecurity:
 
     own: KeyPair
     server: bytes
-    """Public key of the hub's site."""
+    """Public key of the hub's site, or of the hub's process."""
 
     @classmethod
     def load(cls, folder: Path, site: str, server_site: str) -> Self:
@@ -86,11 +81,6 @@ class ClientSecurity:
             UserError: a file is missing, open to others or malformed.
         """
         return cls(load_own(folder, site), load_public(folder, server_site))
-
-    @classmethod
-    def inside(cls, pair: KeyPair) -> Self:
-        """Return what a link needs to connect to a hub of its own site, which has its key pair."""
-        return cls(pair, pair.public)
 
 
 def public_file(folder: Path, site: str) -> Path:
@@ -210,8 +200,8 @@ class KeyCheck:
             log.warning("refused %d handshakes with an unknown key so far; this one: %s", self.refused, key.decode())
         return False
 
-    def site_of(self, frame: zmq.Frame) -> str | None:
-        """Return the site whose key a frame's connection has proved to own, or None."""
+    def owner_of(self, frame: zmq.Frame) -> str | None:
+        """Return the site or process whose key a frame's connection has proved to own, or None."""
         try:
             user_id = frame.get("User-Id")
         except zmq.ZMQError:  # the connection was not authenticated

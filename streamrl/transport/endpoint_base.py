@@ -27,6 +27,9 @@ LINGER_MS = 500
 YIELD_EVERY = 32
 """Messages after which a reader lets other tasks run; one that always finds another message never would."""
 
+PARSED = 64
+"""Bytes of memory that a byte of an envelope can become: an empty list is one byte there."""
+
 Frames = list[bytes | memoryview]
 
 
@@ -79,6 +82,11 @@ class Outgoing:
 def size_of(frames: list[Any]) -> int:
     """Return the bytes of all frames of a message."""
     return sum(map(len, frames))
+
+
+def cost_of(frames: list[Any]) -> int:
+    """Return the bytes that an open message takes at most: those of its arrays, and what its envelope becomes."""
+    return size_of(frames) + PARSED * len(frames[0])
 
 
 def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
@@ -161,22 +169,26 @@ class Endpoint:
     def _accept(
         self, inbox: Inbox, peer: Speaker, message: Message, size: int, put: Callable[[Frames], object]
     ) -> None:
-        """Hand a peer's message of `size` bytes to the owner once; `put` sends the acknowledgement after the commit.
+        """Hand a peer's message to the owner once; `put` sends the acknowledgement after the commit.
+
+        Args:
+            size: bytes that it counts as while it is open (`cost_of`).
 
         Raises:
             MalformedMessage: it has no number, or `reads` refuses it.
         """
+        number, session = message.number, message.session  # what waits for the commit holds on to nothing else
 
         def acknowledge() -> None:
-            put(self._control("ack", {"n": message.number, "s": message.session}))
+            put(self._control("ack", {"n": number, "s": session}))
 
         def commit() -> None:
-            if inbox.commit(message.session, message.number):
+            if inbox.commit(session, number):
                 acknowledge()
 
-        if message.number == 0:
+        if number == 0:
             raise MalformedMessage(f"a message {message.kind!r:.99} without a number")
-        if (verdict := inbox.receive(message.session, message.number, size)) == "new":
+        if (verdict := inbox.receive(session, number, size)) == "new":
             self._deliver(peer, message, commit)
         elif verdict == "full":
             self.refusals.count("too many", peer.name, f"{len(inbox.open)} messages, {inbox.open_bytes} bytes are open")

@@ -4,7 +4,7 @@ A connection is anonymous until its hello is accepted; from then on it speaks fo
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
 resent there. A hello with a new session is a new life of the peer, which starts with no state.
 
-There are two doors. Peers of the hub's own site use the inner one: a Unix socket, or TCP with the key of the site's
+There are two doors. Peers of the hub's own site use the inner one: a Unix socket, or TCP with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
 proved to own a key of the door. A name belongs to the inside or to one site, whichever said hello first, until it says
 bye; no other site can take it. Each door has its own socket, so no connection from outside can have the routing id of
@@ -26,14 +26,23 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
 from streamrl.transport.budgets import Budget, Repeated
-from streamrl.transport.curve import KeyCheck, ServerSecurity, guard, stays_on_machine, unguard
+from streamrl.transport.curve import ServerSecurity, stays_on_machine, unguard
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint_base import Delivery, Endpoint, Frames, Outgoing, PeerLost, Speaker, send_now, size_of
+from streamrl.transport.delivery import Outbox
+from streamrl.transport.endpoint_base import (
+    Delivery,
+    Endpoint,
+    Frames,
+    Outgoing,
+    PeerLost,
+    Speaker,
+    cost_of,
+    send_now,
+    size_of,
+)
 from streamrl.transport.flow import Flow
-from streamrl.transport.peer import Door, Peer, PeerRoute
+from streamrl.transport.peer import Door, Peer, PeerRoute, make_door, stranger_inbox
 from streamrl.transport.wire import (
-    MAX_FRAME_BYTES,
     MAX_STATE_BYTES,
     Arrays,
     MalformedMessage,
@@ -46,16 +55,11 @@ from streamrl.transport.wire import (
 
 log = logging.getLogger(__name__)
 
-MOST_OPEN = 8192
-"""Messages of a peer of another site that may be open at once, and queued in each direction: far above any credits."""
-MOST_OPEN_BYTES = 1 << 31
-"""Open bytes of such a peer from which on nothing more is taken from it."""
 STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
-HANDSHAKE_MS = 10_000
-"""Limit of a handshake at a door that strangers reach, in milliseconds."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
+AdmitInside = Callable[[str, str, str | None], str | None]
 
 
 class Hub(Endpoint):
@@ -86,8 +90,12 @@ class Hub(Endpoint):
         Its arguments are name, role, meta (`meta["site"]` is the site of the key, or as claimed if there are no keys)
         and the site of the key (None: no keys).
         """
+        self.admit_inside: AdmitInside | None = None
+        """Decides on each hello from inside, by name, role and the process that has the key (None: no keys)."""
         self.check_state: Callable[[Speaker, dict[str, Any]], None] | None = None
         """Checks the state in a heartbeat; a heartbeat for which it raises `MalformedMessage` is refused."""
+        self.can_lose: Callable[[Speaker], bool] = lambda speaker: False
+        """Says whether the owner can do without a peer that has fallen silent; if so, its silence ends nothing."""
         self.forwards_hellos = False
         """Whether the owner gets a delivery of kind "hello" for each new session of a peer."""
         self.refused_peers = 0
@@ -123,7 +131,7 @@ class Hub(Endpoint):
         """
         if security is None and not stays_on_machine(address):
             raise RunFailed(f"{self.name} cannot listen on {address} without keys: other machines could reach it")
-        return self._open(self._door(security), address)
+        return self._open(address, security)
 
     def bind_outside(self, address: str, security: ServerSecurity | None) -> Self:
         """Bind an address for peers of other sites.
@@ -135,27 +143,10 @@ class Hub(Endpoint):
         """
         if any(door.outside for door in self._doors):
             raise RunFailed(f"{self.name} listens to the outside already, it cannot at {address}")
-        return self._open(self._door(security, outside=True), address)
+        return self._open(address, security, outside=True)
 
-    def _door(self, security: ServerSecurity | None, outside: bool = False) -> Door:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # inside, credits bound what is in flight; a peer from outside that sends faster than it is read, or does not
-        # read what it is answered, waits or goes without
-        most = MOST_OPEN if outside else 0
-        socket.setsockopt(zmq.SNDHWM, most)
-        socket.setsockopt(zmq.RCVHWM, most)
-        if outside or security is not None:
-            # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        if security is None:
-            return Door(socket, outside)
-        domain, keys = f"{self.session}-{len(self._doors)}", KeyCheck(security)
-        guard(socket, domain, keys)
-        return Door(socket, outside, keys, domain)
-
-    def _open(self, door: Door, address: str) -> Self:
+    def _open(self, address: str, security: ServerSecurity | None, outside: bool = False) -> Self:
+        door = make_door(self._context, f"{self.session}-{len(self._doors)}", security, outside)
         try:
             door.socket.bind(address)
         except zmq.ZMQError as error:
@@ -237,23 +228,23 @@ class Hub(Endpoint):
                 self._arrived(PeerRoute(door, routing_id), frames, None)
             else:
                 first, *others = await door.socket.recv_multipart(copy=False)
-                site = door.keys.site_of(first)
-                self._arrived(PeerRoute(door, first.bytes), [frame.buffer.toreadonly() for frame in others], site)
+                owner = door.keys.owner_of(first)
+                self._arrived(PeerRoute(door, first.bytes), [frame.buffer.toreadonly() for frame in others], owner)
 
-    def _arrived(self, route: PeerRoute, frames: list[Any], site: str | None) -> None:
-        """Handle one message of any form; `site` is that of the connection's key."""
+    def _arrived(self, route: PeerRoute, frames: list[Any], owner: str | None) -> None:
+        """Handle one message of any form; `owner` has the connection's key: a site, or at an inner door a process."""
         peer = self._routes.get(route)
-        misplaced = route.door.outside and peer is not None and peer.site != site
-        if route.door.keys is not None and (site is None or misplaced):
+        misplaced = route.door.outside and peer is not None and peer.site != owner
+        if route.door.keys is not None and (owner is None or misplaced):
             self.misplaced += 1
-            self.refusals.count("wrong key", peer.name if peer is not None else f"site {site}", "a message")
+            self.refusals.count("wrong key", peer.name if peer is not None else f"site {owner}", "a message")
             return
         if peer is not None:
             peer.bytes_in += size_of(frames)
         try:
             message = decode(frames)
             if message.kind == "hello":
-                self._hello(route, message, site, size_of(frames))
+                self._hello(route, message, owner, size_of(frames))
                 if peer is None and (new := self._routes.get(route)) is not None:
                     new.bytes_in += size_of(frames)
             elif peer is None or peer.session != message.session:
@@ -261,21 +252,21 @@ class Hub(Endpoint):
                 self._answer(route, self._control("unknown"))
             else:
                 peer.last_seen, peer.lost = time.monotonic(), False
-                self._handle(peer, message, size_of(frames))
+                self._handle(peer, message, frames)
         except MalformedMessage as error:
             self._refuse(error, peer.name if peer is not None else STRANGER)
 
-    def _handle(self, peer: Peer, message: Message, size: int) -> None:
+    def _handle(self, peer: Peer, message: Message, frames: list[Any]) -> None:
         if message.kind == "ack":
             if endpoint_base.take_ack(peer.outbox, self.session, message):
                 peer.credit.set()
         elif message.kind == "heartbeat":
-            self._heartbeat(peer, message, size)
+            self._heartbeat(peer, message, size_of(frames))
         elif message.kind == "bye":
             self._forget(peer)
             self._inbox.put_nowait(Delivery(peer.name, "bye", message.body, {}, lambda: None))
         else:
-            self._accept(peer.inbox, peer.speaker, message, size, lambda frames: self._to(peer, frames))
+            self._accept(peer.inbox, peer.speaker, message, cost_of(frames), lambda answer: self._to(peer, answer))
 
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
@@ -295,16 +286,16 @@ class Hub(Endpoint):
         """Charge a site's message of `size` bytes; return whether it may send it now."""
         return self._budgets.setdefault((kind, site), Budget(kind)).spend(size, time.monotonic())
 
-    def _hello(self, route: PeerRoute, message: Message, site_of_key: str | None, size: int) -> None:
+    def _hello(self, route: PeerRoute, message: Message, owner: str | None, size: int) -> None:
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"hello of {size} bytes, at most {MAX_STATE_BYTES}")
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
-        if route.door.outside and not self._covered("hello", site_of_key, size):
+        if route.door.outside and not self._covered("hello", owner, size):
             self.refusals.count("too many", name, f"a hello of {size} bytes so soon after others")
             return
-        flow = self._judge(route, name, role, meta, site_of_key)
+        flow = self._judge(route, name, role, meta, owner)
         if isinstance(flow, str):
             self.refused_peers += 1
             self.refusals.count("hello", name, flow)
@@ -315,7 +306,7 @@ class Hub(Endpoint):
             outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
             peer = Peer(name, role, meta, message.session, outbox, flow, meta["site"] if route.door.outside else None)
             if route.door.outside:
-                peer.inbox = Inbox(most_open=MOST_OPEN, most_bytes=MOST_OPEN_BYTES)
+                peer.inbox = stranger_inbox()
             if known is not None:
                 peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
                 self._forget(known)
@@ -332,23 +323,25 @@ class Hub(Endpoint):
         if known is None:
             self._joined.set()
 
-    def _judge(
-        self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], site_of_key: str | None
-    ) -> Flow | str:
-        """Return the flow to the peer of a hello, or why it is refused."""
+    def _judge(self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], owner: str | None) -> Flow | str:
+        """Return the flow to the peer of a hello, or why it is refused; `owner` as for `_arrived`."""
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
             return "a peer from outside must name its site in meta['site']"
-        if route.door.outside and route.door.keys is not None and site != site_of_key:
-            return f"the key is that of site {site_of_key!r}, the hello is of site {site!r}"
+        if route.door.outside and route.door.keys is not None and site != owner:
+            return f"the key is that of site {owner!r}, the hello is of site {site!r}"
         if (spoken := self._routes.get(route)) is not None and spoken.name != name:
             return f"this connection is that of {spoken.name!r}, it cannot be that of {name!r}"
         if (known := self.peers.get(name)) is not None and known.site != site:
             owner = "inside this site" if known.site is None else f"at site {known.site!r}"
             return f"the name {name!r} belongs to a peer {owner}"
         try:
-            admit = self.admit if route.door.outside else None
-            if admit is not None and (reason := admit(name, role, meta, site_of_key)) is not None:
+            reason = None
+            if route.door.outside and self.admit is not None:
+                reason = self.admit(name, role, meta, owner)
+            elif not route.door.outside and self.admit_inside is not None:
+                reason = self.admit_inside(name, role, owner)
+            if reason is not None:
                 return reason
             return self.flow if self.flows is None else self.flows(name)
         except Exception as error:  # no message of a stranger may end the hub
@@ -381,7 +374,10 @@ class Hub(Endpoint):
                 if silent > peer.flow.lost_after_s and not peer.lost:
                     peer.lost = True
                     lost = f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})"
-                    self._inbox.put_nowait(PeerLost(lost))
+                    if self.can_lose(peer.speaker):
+                        log.warning("%s; it is not needed", lost)
+                    else:
+                        self._inbox.put_nowait(PeerLost(lost))
                 if silent < peer.flow.resend_s:  # a silent peer gets no repeats: they would pile up
                     self._resend(peer, peer.flow.resend_s)
 

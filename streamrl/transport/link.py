@@ -22,7 +22,7 @@ from streamrl.transport.clock import ClockSync
 from streamrl.transport.curve import ClientSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, send_now, size_of
+from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, cost_of, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.refusals import merged
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
@@ -230,7 +230,7 @@ class Link(Endpoint):
             elif message.session != self._hub_session:
                 self.unknown += 1  # from an earlier session of the hub
             else:
-                self._handle(message, size_of(frames))
+                self._handle(message, cost_of(frames))
         except MalformedMessage as error:
             self._refuse(error, "hub")
 

@@ -6,12 +6,24 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import zmq
 import zmq.asyncio
 
-from streamrl.transport.curve import KeyCheck
+from streamrl.transport.curve import KeyCheck, ServerSecurity, guard
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Outgoing, Speaker
 from streamrl.transport.flow import Flow
+from streamrl.transport.wire import MAX_FRAME_BYTES
+
+MOST_OPEN = 8192
+"""Messages of a peer of another site that may be open at once, and wait to be read: far above any credits."""
+MOST_OPEN_BYTES = 1 << 31
+"""Open bytes of such a peer, as `cost_of` counts them, from which on nothing more is taken from it."""
+MOST_UNREAD = 1024
+"""Messages to such a peer that wait until it reads them. It may acknowledge what it has not read, so credits alone
+bound nothing."""
+HANDSHAKE_MS = 10_000
+"""Limit of a handshake at a door that strangers reach, in milliseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +36,30 @@ class Door:
     """Keys that the door admits; None: it asks for none."""
     domain: str = ""
     """Name under which libzmq asks about its clients; each door has its own, as other keys open it."""
+
+
+def make_door(context: zmq.asyncio.Context, domain: str, security: ServerSecurity | None, outside: bool) -> Door:
+    """Make a socket that is not bound yet; with `security` in a running event loop."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # inside, credits bound what is in flight; a peer from outside that sends faster than it is read, or does not read
+    # what it is answered, waits or goes without
+    socket.setsockopt(zmq.SNDHWM, MOST_UNREAD if outside else 0)
+    socket.setsockopt(zmq.RCVHWM, MOST_OPEN if outside else 0)
+    if outside or security is not None:
+        # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    if security is None:
+        return Door(socket, outside)
+    keys = KeyCheck(security)
+    guard(socket, domain, keys)
+    return Door(socket, outside, keys, domain)
+
+
+def stranger_inbox() -> Inbox:
+    """Return the receiver's side of a peer of another site, with its limits."""
+    return Inbox(most_open=MOST_OPEN, most_bytes=MOST_OPEN_BYTES)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.transport import budgets
-from streamrl.transport import hub as hub_module
+from streamrl.transport import peer as peer_module
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
@@ -40,11 +41,18 @@ def flooded(frames: Any, count: int = FLOOD) -> Hub:
 
 def test_messages_beyond_any_credits_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = flooded(lambda number: Message("item", "life", number, {}))
-    assert hub._inbox.qsize() == hub_module.MOST_OPEN + 1
-    assert hub.refused() == {"too many": {"service-west": FLOOD - hub_module.MOST_OPEN}}
-    monkeypatch.setattr(hub_module, "MOST_OPEN_BYTES", 100_000)
-    hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 1000}), 1000)
-    assert 90 < hub._inbox.qsize() < 101
+    assert hub._inbox.qsize() == peer_module.MOST_OPEN + 1
+    assert hub.refused() == {"too many": {"service-west": FLOOD - peer_module.MOST_OPEN}}
+    monkeypatch.setattr(peer_module, "MOST_OPEN_BYTES", 100_000)
+    data = {"x": np.zeros(1000, np.float32)}
+    hub = flooded(lambda number: Message("item", "life", number, {}, data), 1000)
+    assert 10 < hub._inbox.qsize() < 20
+
+
+def test_a_message_counts_as_what_it_becomes_and_not_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "MOST_OPEN_BYTES", 10_000_000)
+    hub = flooded(lambda number: Message("item", "life", number, {"x": [[]] * 10_000}), 100)  # 10 KB, 640 KB as lists
+    assert 10 < hub._inbox.qsize() < 20 and hub.refusals.of("too many") > 80
 
 
 def test_a_message_without_a_number_cannot_fill_the_queue() -> None:
@@ -131,7 +139,7 @@ def test_another_peer_is_served_during_a_flood() -> None:
                 pass
             delivery.ack()
             await honest.flush(30)
-            assert hub._inbox.qsize() <= hub_module.MOST_OPEN
+            assert hub._inbox.qsize() <= peer_module.MOST_OPEN
         finally:
             for link in links:
                 await link.close()

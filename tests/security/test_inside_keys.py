@@ -27,13 +27,14 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.run_dir import layout
-from streamrl.runtime.inside_keys import load_inside_keys, make_inside_keys
+from streamrl.runtime.inside_keys import inside_admission, inside_roles, load_inside_keys, make_inside_keys
 from streamrl.runtime.operator_link import ask_controller
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_home, home_hub, to_home
 from streamrl.transport.curve import ClientSecurity, KeyPair, load_own, make_keys
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.endpoint_base import Refused
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version_store import WeightStore
@@ -76,7 +77,11 @@ class Place:
 
     @property
     def secret_file(self) -> Path:
-        return self.run_dir / layout.KEYS / "inside-here.key_secret"
+        return self.run_dir / layout.KEYS / "inside-here" / "controller.key_secret"
+
+    def key_of(self, process: str) -> bytes:
+        """The public key of a process of the site."""
+        return self.context().addresses.inside_keys[process].encode()
 
 
 @pytest.fixture
@@ -93,7 +98,7 @@ def place(tmp_path: Path) -> Place:
         choose_addresses(cluster, "here", tmp_path, node="127.0.0.1"),
         controller_outside=f"tcp://127.0.0.1:{controller}",
         publisher_outside=f"tcp://127.0.0.1:{publisher}",
-        inside_key=make_inside_keys(tmp_path, "here"),
+        inside_keys=make_inside_keys(tmp_path, "here", inside_roles(cluster, run, "here")),
     )
     addresses.save(tmp_path)
     return Place(tmp_path)
@@ -128,6 +133,10 @@ ATTACKS: dict[str, tuple[str, str, str, Attack]] = {
 }
 
 
+SERVERS = {"fetch weights": "trainer", "be the trainer": "controller", "scale": "controller"}
+"""Process that each attack connects to."""
+
+
 @contextlib.asynccontextmanager
 async def hub_of(place: Place, name: str, open_to_all: bool = False) -> AsyncIterator[tuple[Hub, str]]:
     """The controller's or the publisher's hub at work, and its inner address.
@@ -135,7 +144,7 @@ async def hub_of(place: Place, name: str, open_to_all: bool = False) -> AsyncIte
     Args:
         open_to_all: without keys, as all were on Ray before there were any.
     """
-    context = place.context()
+    context = place.context("trainer" if name == PUBLISHER else "controller")
     addresses = context.addresses
     inner = addresses.controller if name == CONTROLLER else addresses.publisher
     hub = home_hub(context, name, WaitRegistry(name), context.local_flow)
@@ -197,22 +206,22 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
 def test_whoever_reaches_a_node_without_the_keys_of_the_site_gets_nothing(place: Place, attack: str) -> None:
     assert run(lambda: succeeds(place, attack, None, open_to_all=True)), "it works at a door without keys"
     assert not run(lambda: succeeds(place, attack, None))
-    public = place.context().addresses.inside_key.encode()
+    public = place.key_of(SERVERS[attack])
     assert not run(lambda: succeeds(place, attack, ClientSecurity(new_key(), public))), "with a key of its own making"
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_key_of_another_site_does_not_open_the_inner_doors(place: Place, attack: str) -> None:
-    public = place.context().addresses.inside_key.encode()
+    public = place.key_of(SERVERS[attack])
     assert not run(lambda: succeeds(place, attack, ClientSecurity(place.outside_key, public)))
     at_home = load_own(place.run_dir / "links", "here").public
     assert not run(lambda: succeeds(place, attack, ClientSecurity(place.outside_key, at_home)))
 
 
 def test_the_key_of_the_inside_does_not_open_the_outer_door(place: Place) -> None:
-    own = place.context().inside_keys
+    own = place.context("trainer").inside_keys
     assert own is not None
-    for server in (own.public, load_own(place.run_dir / "links", "here").public):
+    for server in (place.key_of("controller"), load_own(place.run_dir / "links", "here").public):
         security = ClientSecurity(own, server)
         assert not run(lambda security=security: succeeds(place, "be the trainer", security, outer=True))
 
@@ -228,15 +237,63 @@ def test_each_door_lets_in_those_whose_keys_it_has(place: Place) -> None:
             assert {name: peer.site for name, peer in hub.peers.items()} == {"rewards-here": None, "service-far": "far"}
             assert hub.refused() == {}
             stranger = Link("rewards-here", "rewards", WaitRegistry("stranger"))
-            public = place.context().addresses.inside_key.encode()
             with pytest.raises(DeadlineExpired):
-                await stranger.connect(inner, PATIENCE_S, ClientSecurity(new_key(), public))
+                await stranger.connect(inner, PATIENCE_S, ClientSecurity(new_key(), place.key_of("controller")))
             await until(lambda: hub.refused())
             assert list(hub.refused()) == ["unknown key"]
             for end in (near, away, stranger):
                 await end.close()
 
     run(body)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("thief", ["here-regular-0", "rewards-here"])
+def test_the_key_of_one_process_does_not_give_the_name_or_the_role_of_another(
+    place: Place, attack: str, thief: str
+) -> None:
+    """Whoever has taken an instance's key, or that of the reward workers, is that process and no other."""
+
+    async def body() -> None:
+        hub_name, name, role, _ = ATTACKS[attack]
+        async with hub_of(place, hub_name) as (hub, address):
+            for claimed in ((name, role), (thief, role)):
+                link = Link(*claimed, WaitRegistry("attacker"), {"site": "here"})
+                security = place.context(thief).inside_client_security(SERVERS[attack])
+                why = f"the key is that of '{thief}'" if claimed[0] == name else f"'{thief}' is no '{role}' here"
+                with pytest.raises(Refused, match=why):
+                    await link.connect(address, 10, security)
+                await link.close()
+            assert not hub.peers and hub.refused() == {"hello": {name: 1, thief: 1}}
+
+    run(body)
+
+
+def test_every_process_of_the_plan_is_let_in_under_its_own_name_and_role(place: Place) -> None:
+    context = place.context()
+    roles = inside_roles(context.cluster, context.run, "here")
+    good = {
+        "controller": [
+            *(("trainer-0", "trainer"), ("trainer-17", "trainer"), ("service-here", "service")),
+            *(("rewards-here", "rewards"), ("operator-4711", "operator")),
+        ],
+        "publisher": [("service-here", "relay")],
+        "service": [("here-regular-0", "instance")],
+    }
+    owners = {"trainer-0": "trainer", "trainer-17": "trainer", "operator-4711": "operator"}
+    names = [name for some in good.values() for name, _ in some] + [
+        "trainer",
+        "trainer-x",
+        "trainer-0-0",
+        "here-regular-9",
+    ]
+    for hub, allowed in good.items():
+        admit = inside_admission(roles, hub)  # type: ignore[arg-type]
+        for name in names:
+            for role in ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller"):
+                for owner in (None, *roles):
+                    fits = (name, role) in allowed and owner in (None, owners.get(name, name))
+                    assert (admit(name, role, owner) is None) == fits, (hub, name, role, owner)
 
 
 def test_a_hub_says_itself_whether_it_asks_for_keys(place: Place) -> None:
@@ -266,8 +323,8 @@ def test_an_operators_command_has_the_keys_of_the_run(place: Place) -> None:
         order = ScalePool(pool="regular", site="here", replicas=2)
         assert await ask_controller(place.run_dir, order) == PoolScaled(pool="regular", before=1, after=2)
         await answering
-        make_inside_keys(place.run_dir, "here")
-        with pytest.raises(UserError, match="of another site or of another launch"):
+        make_inside_keys(place.run_dir, "here", ["operator"])
+        with pytest.raises(UserError, match="of another process, site or launch"):
             await ask_controller(place.run_dir, order)
         await hub.close()
 
@@ -289,16 +346,19 @@ def test_a_hub_does_not_listen_where_others_reach_it_without_keys() -> None:
 def test_the_keys_are_their_users_alone(place: Place) -> None:
     folder = place.secret_file.parent
     assert stat.S_IMODE(place.secret_file.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    secret = load_inside_keys(place.run_dir, "here", place.context().addresses.inside_key).secret.decode()
+    public = place.context().addresses.inside_keys
+    secrets = {load_inside_keys(place.run_dir, "here", name, public).secret.decode() for name in public}
     told = (place.run_dir / layout.ADDRESSES).read_text()
-    assert secret not in told and place.context().addresses.inside_key in told
+    assert not any(secret in told for secret in secrets) and all(key in told for key in public.values())
+    assert len(secrets) == len(set(public.values())) == len(public), "each has its own"
+    assert public.keys() == {"controller", "trainer", "service-here", "here-regular-0", "rewards-here", "operator"}
 
 
 @pytest.mark.parametrize("wrong", [0o640, 0o604, 0o620])
 def test_a_key_file_that_others_can_read_is_refused_with_its_path(place: Place, wrong: int) -> None:
     place.secret_file.chmod(wrong)
     with pytest.raises(UserError, match=f"{place.secret_file}: mode {wrong:04o} .*chmod 600"):
-        place.context().inside_client_security()
+        place.context().inside_client_security("trainer")
 
 
 def test_a_folder_of_keys_that_others_can_enter_is_refused_with_its_path(place: Place) -> None:
@@ -308,25 +368,26 @@ def test_a_folder_of_keys_that_others_can_enter_is_refused_with_its_path(place: 
 
 
 def test_the_keys_of_another_launch_or_of_another_site_are_refused(place: Place, tmp_path: Path) -> None:
-    context = place.context()
-    make_inside_keys(place.run_dir, "here")
-    refused = rf"{place.secret_file}: the keys of another site or of another launch, .* --resume {place.run_dir}"
+    refused = rf"{place.secret_file}: the keys of another process, site or launch, .* --resume {place.run_dir}"
+    make_inside_keys(place.run_dir, "there", ["controller"])
+    others = place.run_dir / layout.KEYS / "inside-there" / "controller", place.secret_file.with_name("rewards-here")
+    for other in others:
+        for kind in (".key", ".key_secret"):
+            shutil.copy2(f"{other}{kind}", place.secret_file.with_suffix(kind))
+        with pytest.raises(UserError, match=refused):
+            place.context().inside_server_security()
+    make_inside_keys(place.run_dir, "here", ["controller"])
     with pytest.raises(UserError, match=refused):
-        context.inside_server_security()
-    make_inside_keys(place.run_dir, "there")
-    for kind in ("key", "key_secret"):
-        shutil.copy2(place.run_dir / layout.KEYS / f"inside-there.{kind}", place.secret_file.with_suffix(f".{kind}"))
-    with pytest.raises(UserError, match=refused):
-        context.inside_server_security()
+        place.context().inside_server_security()
 
 
 def test_missing_and_malformed_keys_name_the_file_and_what_makes_it(place: Place) -> None:
     place.secret_file.write_text("nothing")
     with pytest.raises(UserError, match=f"{place.secret_file}: it holds no public key; .*streamrl launch.* --resume"):
-        place.context().inside_client_security()
+        place.context().inside_client_security("trainer")
     place.secret_file.unlink()
     with pytest.raises(UserError, match=f"{place.secret_file}: no such file; .*streamrl launch.* --resume"):
-        place.context().inside_client_security()
+        place.context().inside_client_security("trainer")
 
 
 class NoRay:
@@ -404,7 +465,8 @@ def test_clocks_an_hour_apart_change_nothing_between_processes_of_a_site(place: 
         hub = home_hub(context, CONTROLLER, WaitRegistry(CONTROLLER), context.local_flow)
         bind_home(context, hub, context.addresses.controller, "")
         link = Link("rewards-here", "rewards", WaitRegistry("rewards-here"), clock=late)
-        await link.connect(context.addresses.controller, 10, context.inside_client_security())
+        security = place.context("rewards-here").inside_client_security(CONTROLLER)
+        await link.connect(context.addresses.controller, 10, security)
         await until(lambda: link.clock.offset_s is not None)
         assert link.clock.offset_s == pytest.approx(3600, abs=60)
         assert link.hub_time() == pytest.approx(time.time(), abs=60)

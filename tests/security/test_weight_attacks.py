@@ -24,7 +24,7 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.site_connections import to_relay
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
-from streamrl.transport.hub import MOST_OPEN
+from streamrl.transport.peer import MOST_OPEN
 from streamrl.transport.wire import Message, encode
 from streamrl.weights.quantize import full_precision
 from streamrl.weights.site_relay import MOST_EARLY, WeightRelay

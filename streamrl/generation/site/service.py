@@ -50,6 +50,7 @@ from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
@@ -94,6 +95,7 @@ class GenerationService:
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader(RIGHTS["service"])
+        self.hub.admit_inside = inside_admission(inside_roles(context.cluster, run, context.site), "service")
         self.controller = to_home(context, "service", self.waits)
         self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
         self.uplink = make_uplink(context, self.controller)
