@@ -103,6 +103,7 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
+        self.hub.can_lose = lambda speaker: speaker.name in self.services.excluded
         vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
         limits = SampleLimits(
             context.run.sampling.max_tokens,

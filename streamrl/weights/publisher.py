@@ -27,6 +27,7 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
+from streamrl.transport.budgets import Budget
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
@@ -44,6 +45,8 @@ CODING_SHARE = 4
 """Cores per coding thread; the others are left to the trainer."""
 CODING_LIMIT_S = 600
 """Seconds allowed for coding one version, far more than any takes."""
+MOST_DESCRIBED = 4
+"""Descriptions that are kept: that of a large mixture of experts has some 20 MB."""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class WeightPublisher:
         """
         self.hub = hub
         hub.reads = MessageReader(RIGHTS["publisher"])
+        hub.can_lose = lambda relay: relay.site is not None  # the controller decides which sites the run needs
         self.chunk_of, self.rate_of, self.eager = chunk_of, rate_of, eager
         self.chain = Chain(anchor_every)
         self._newest: _Version | None = None
@@ -103,6 +107,10 @@ class WeightPublisher:
         """Transfer of each relay, until the relay reports that it has the version."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: dict[str, Pacer] = {}
+        self._budgets: dict[str, Budget] = {}
+        """Requests that other sites may still make."""
+        self._described: dict[tuple[tuple[int, int | None, bool], ...], asyncio.Task[np.ndarray]] = {}
+        """Descriptions made last, by number, base and coding of their parts."""
 
     async def publish(self, manifest: Manifest, buffer: np.ndarray) -> None:
         """Make a version available. Its delta is made in the background.
@@ -134,6 +142,8 @@ class WeightPublisher:
         while True:
             delivery = await self.hub.receive()
             match delivery.body:
+                case (Fetch() | FetchAgain()) as asked if not self._covered(delivery.peer):
+                    self.hub.refusals.count("too many", delivery.peer, f"request {asked.request} so soon after others")
                 case Fetch() as order:
                     self._start(delivery, self._send(delivery.peer, order))
                 case FetchAgain() as repeat:
@@ -151,6 +161,13 @@ class WeightPublisher:
                     self.chain.left(delivery.peer)
                     self._collect()
             delivery.ack()
+
+    def _covered(self, peer: str) -> bool:
+        """Charge a request; return whether its sender, if it is of another site, may make one now."""
+        site = self.hub.peers[peer].site if peer in self.hub.peers else None
+        if site is None:
+            return True
+        return self._budgets.setdefault(site, Budget("request")).spend(0, time.monotonic())
 
     def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
         """Start a relay's transfer; there is one per relay, so a new request cancels the previous one."""
@@ -174,12 +191,28 @@ class WeightPublisher:
             return
         self._open[peer] = transfer
         file = self._file(peer, transfer, order.host)
-        description = await asyncio.to_thread(describe, transfer.manifest, [part for part, _ in transfer.streams])
+        description = await self._describe(transfer)
         answer = ManifestOf(request=transfer.request, file=file)
         await self.hub.send(peer, *wire(answer), {DESCRIPTION: description})
         if file is None:
             everything = [(i, 0, part.nbytes) for i, (part, _) in enumerate(transfer.streams)]
             await self._send_ranges(peer, transfer, transfer.request, everything)
+
+    async def _describe(self, transfer: _Transfer) -> np.ndarray:
+        """Return a transfer's description, uint8 [bytes], made in a thread unless it is one of the last few.
+
+        A request that is cancelled leaves it to the next one, so that repeated requests make it once.
+        """
+        parts = [part for part, _ in transfer.streams]
+        key = (
+            (transfer.manifest.version.number, None, False),
+            *((part.number, part.base, part.coded) for part in parts),
+        )
+        if key not in self._described:
+            while len(self._described) >= MOST_DESCRIBED:
+                del self._described[next(iter(self._described))]
+            self._described[key] = asyncio.create_task(asyncio.to_thread(describe, transfer.manifest, parts))
+        return await asyncio.shield(self._described[key])
 
     def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
         """Return the path from which a relay on this host can read the whole transfer; None: it must be sent.
@@ -196,7 +229,10 @@ class WeightPublisher:
         try:
             if transfer is None or transfer.request != order.of:
                 raise LookupError("no such transfer is in flight")
-            payloads = [(i, transfer.streams[i][0].payloads[j]) for i, indexes in order.tensors for j in indexes]
+            wanted = {(i, j): None for i, indexes in order.tensors for j in indexes}
+            if len(wanted) < sum(len(indexes) for _, indexes in order.tensors):
+                raise LookupError("a payload is there twice")
+            payloads = [(i, transfer.streams[i][0].payloads[j]) for i, j in wanted]
         except LookupError as error:
             await self._refuse(peer, order.request, f"cannot send again: {error}")
             return

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from streamrl.emulation.network import read_stats, set_link_in
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.site_status import read_site
 from streamrl.run_dir.status import read_status
@@ -25,6 +27,7 @@ from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.training.conftest import free_port
 from tests.waiting import finish, scaled
 
+ROOT = Path(__file__).parents[2]
 POOL = {"replicas": 1, "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
 ASYNC = {"schedule": {"name": "async", "max_staleness": 1}, "steps": 4}
 
@@ -113,24 +116,90 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
         assert all(later > earlier - 0.05 for earlier, later in itertools.pairwise(times))
 
 
-def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_share(tmp_path: Path) -> None:
+FLOOD = 100_000
+"""Messages of a hostile site."""
+MOST_MEMORY = 300 * 2**20
+"""Bytes by which the controller's memory may grow meanwhile."""
+GATED_REWARDS = '''
+import time
+from pathlib import Path
+FOLDER = Path(__file__).parent
+def reward(completion, *, prompt, answer):
+    """The first 20 come at once, the others when all of the flood has been read."""
+    with (FOLDER / "asked").open("a") as asked:
+        asked.write("x")
+    while (FOLDER / "asked").stat().st_size > 20 and not (FOLDER / "flooded").exists():
+        time.sleep(0.05)
+    return completion.count("e") / 10 + len(completion) % 3
+'''
+
+
+@contextmanager
+def flooding(run_dir: Path, site: str, done: Path) -> Iterator[subprocess.Popen[str]]:
+    """A hostile site with a valid key, which makes a file when its flood has been read."""
+    command = [sys.executable, "-m", "tests.end_to_end.hostile_site", str(run_dir), site, str(FLOOD), str(done)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def assert_a_flood_is_survived(run_dir: Path, site: str, hostile: subprocess.Popen[str], done: Path) -> None:
+    """Wait until a flood has been read, and look at what the controller shows of it and at its memory."""
+    pid = next(one.pid for one in read_started(run_dir) if one.name == "controller")
+    memory: list[int] = []
+
+    def excluded() -> str:
+        sites = read_status(run_dir).sites
+        return sites[site].excluded if site in sites else ""
+
+    wait_for(excluded, 250, hostile)
+
+    def measure() -> None:
+        memory.append(psutil.Process(pid).memory_info().rss)
+
+    measure()
+    wait_for(done.exists, 250, hostile, meanwhile=measure)
+    assert max(memory) - memory[0] < MOST_MEMORY, memory
+    status = read_status(run_dir)
+    assert status.state == "running" and "cannot be read" in excluded()
+    assert {"malformed", "not allowed", "not its own", "too many", "hello"} <= status.refused.keys()
+    assert sum(sum(counts.values()) for counts in status.refused.values()) > 0.8 * FLOOD  # samples: once per turn
+
+
+def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_share_in_a_flood(
+    tmp_path: Path,
+) -> None:
     project = Project(tmp_path, dtype="bfloat16")
     easy(project)
+    (tmp_path / "own_rewards.py").write_text(GATED_REWARDS)
     path = two_sites(project, free_port())
+    cluster = yaml.safe_load(path.read_text())
+    cluster["sites"]["hostile"] = cluster["sites"]["generate"]
+    cluster["links"].append(cluster["links"][0] | {"between": ["hostile", "train"]})
+    path.write_text(yaml.safe_dump(cluster))
+    changes = ASYNC | {"deadlines": {"reward_s": 250}}
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
     assert "generate" in warm.run(keys, scaled(60), env=project.env).stdout
     generate_dir = project.folder / "runs" / "tiny-generate"
-    with started(project, "--site", "train", **ASYNC) as train:
-        wait_for(lambda: (project.folder / "runs" / "tiny-train" / "status.json").exists(), 60, train)
-        with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **ASYNC) as generate:
+    train_dir = project.folder / "runs" / "tiny-train"
+    with started(project, "--site", "train", **changes) as train:
+        wait_for(lambda: (train_dir / "status.json").exists(), 60, train)
+        with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **changes) as generate:
             output = ended(generate, project, code=1)
         assert "run sampling.max_tokens is 17 there and 16 here" in output
         assert train.poll() is None
         shutil.rmtree(generate_dir)
-        with started(project, "--site", "generate", **ASYNC) as generate:
+        with (
+            started(project, "--site", "generate", **changes) as generate,
+            flooding(train_dir, "hostile", tmp_path / "flooded") as hostile,
+        ):
+            assert_a_flood_is_survived(train_dir, "hostile", hostile, tmp_path / "flooded")
             ended(train, project)
             output = ended(generate, project)
-    assert_all_trained(project.folder / "runs" / "tiny-train", 4)
+    assert_all_trained(train_dir, 4)
     status = read_site(generate_dir)
     assert status is not None
     assert (status.state, status.samples_waiting) == ("done", 0)

@@ -144,16 +144,16 @@ def hear(controller: Controller, *deliveries: Delivery) -> dict[str, dict[str, i
     return controller.hub.refused()
 
 
-def nonsense(session: str, first: int, count: int) -> Iterator[Message]:
-    """Yield messages of a peer `service-far`, numbered from `first`: every kind, with wrong and boundary values."""
+def nonsense(session: str, first: int, count: int, site: str = "far") -> Iterator[Message]:
+    """Yield messages of a site's service, numbered from `first`: every kind, with wrong and boundary values."""
     dice, kinds = random.Random(count), [(kind_of(one), inspect.type_info(one)) for one in every_message()]
-    body, arrays = pack_samples([sample_to_wire(sample("far", 99, n)) for n in range(3)])
+    body, arrays = pack_samples([sample_to_wire(sample(site, 99, n)) for n in range(3)])
     for number in range(first, first + count):
         match dice.randrange(10):
             case 0:
                 yield Message("heartbeat", session, 0, {"instances": {"trainer-0": {"state": "x" * 999}}})
             case 1:
-                about = {"name": f"service-{number}", "role": "service", "meta": {"site": "far", "fleet": [1] * 99}}
+                about = {"name": f"service-{number}", "role": "service", "meta": {"site": site, "fleet": [1] * 99}}
                 yield Message("hello", session, 0, about)
             case 2:
                 yield Message("samples", session, number, body, arrays)
