@@ -11,22 +11,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from streamrl.controller.arrivals import Arrival, arrived
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.group_source import group_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import JudgedSample, Rewarders
 from streamrl.controller.site_claims import SiteClaims
 from streamrl.controller.site_services import Services
-from streamrl.controller.site_trust import SiteTrust
+from streamrl.controller.site_trust import SiteTrust, empty_sample
 from streamrl.controller.step_times import StepTimes
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_rewards import ScoreAnswer
-from streamrl.rollouts.ledger import Ledger
+from streamrl.protocol.samples import sample_to_wire
+from streamrl.rollouts.ledger import Ledger, pack_content
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.rollouts.void import Void
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
 from streamrl.transport.refusals import RefusalCause, Refusals
@@ -61,6 +66,9 @@ class SampleIntake:
         Args:
             deliveries: messages of samples.
             newest: the newest version that exists.
+
+        Raises:
+            RunFailed: as `rewards`.
         """
         read, unreadable = arrived(deliveries)
         wrong = [(one.peer, one.sample_id, one.error) for one in unreadable]
@@ -109,9 +117,28 @@ class SampleIntake:
             cause: RefusalCause = "unreadable" if owed or sample_id is None else "not its own"
             self.refusals.count(cause, peer, f"sample {sample_id!r:.99} {why}")
             if owed and sample_id is not None:
-                await self.trust.give_again(peer, sample_id, why)
+                if (void := await self.trust.give_again(peer, sample_id, why)) is not None:
+                    self._give_up(peer, sample_id, void)
             elif sample_id is None:
                 await self.trust.exclude(peer, f"a batch of samples cannot be read: {why:.200}")
+
+    def _give_up(self, peer: str, sample_id: str, void: Void) -> None:
+        """Let a sample that no site can generate be void; `peer` is the service that tried last.
+
+        Raises:
+            RunFailed: as `rewards`.
+        """
+        now, evaluated = time.time(), self.evaluator.generates(sample_id)
+        group = self.evaluator.group_of(sample_id) if evaluated else self.pool.groups[group_of(sample_id)]
+        sample = empty_sample(sample_id, group, self.services.site_of(peer), void, now)
+        if evaluated:
+            self.evaluator.received(sample)
+        else:
+            body, arrays = sample_to_wire(sample)
+            self.ledger.finish([(sample, pack_content(msgspec.to_builtins(body), arrays))])
+            self._received(sample, now)
+        self.services.finished(sample_id, group.group_id, 0)
+        self._record([JudgedSample(sample_id, None, void)])
 
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""

@@ -105,6 +105,11 @@ class Services:
         return [name for name in self.names if name not in self.excluded]
 
     @property
+    def generating(self) -> list[str]:
+        """Names of the services that are used and have reported instances."""
+        return [name for name in self.used if name in self._fleets]
+
+    @property
     def updating(self) -> bool:
         """Whether weights are in flight to any site."""
         return bool(self._versions.in_flight)
@@ -137,8 +142,7 @@ class Services:
 
     def can_exclude(self, name: str) -> bool:
         """Return whether a service can be done without: its site does not train, and another one can generate."""
-        others = [other for other in self.used if other != name and other in self._fleets]
-        return self._sites[name] in self._cluster.remote_sites and bool(others)
+        return self._sites[name] in self._cluster.remote_sites and bool({*self.generating} - {name})
 
     def exclude(self, name: str, why: str) -> list[str]:
         """Stop using a service; return the work that its site has, which is to be given to others."""
@@ -286,7 +290,7 @@ class Services:
 
     def _hold_unable(self, avoid: Collection[str]) -> None:
         """Hold sites that are to be avoided, silent or congested, as long as there are others; release all others."""
-        names = [name for name in self.used if name in self._fleets]
+        names = self.generating
         states = {name: self._hub.peers[name].state for name in names if name in self._hub.peers}
         able = {
             name

@@ -1,13 +1,14 @@
 """What follows from what a site got wrong: its refused samples are given again, and a site that fails is excluded.
 
     a refused sample   -> a site that has not failed on it -> usable
-                       -> there is none: any site, `MOST_TRIES` in all -> the run ends, since nobody can generate it
+                       -> there is none: any site, `MOST_TRIES` in all -> void, since nobody can generate it
     a site             -> excluded: what it owes goes to the others, and nothing more is sent to it or taken from it
 
 A site other than the trainer's is excluded when it sends a batch that cannot be read, when `FEWEST_REFUSED` of its
 samples and more than `MOST_REFUSED` of all that it delivered were refused, when the instances in its first hello make
 no sense, and at a canary that differs if the run file says `on_mismatch: stop`. The last site that can generate is
-never excluded. A site stays excluded until the controller is restarted.
+never excluded. A site stays excluded until the controller is restarted. Void samples count like void rewards: the run
+ends once there are too many of them (`void_watch.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
+import numpy as np
+
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of, samples_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.site_services import GivenWork, Services
 from streamrl.controller.step_times import StepTimes
-from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Park
+from streamrl.rollouts.trajectory import Trajectory
+from streamrl.rollouts.types import Group, Sample
+from streamrl.rollouts.void import Void, VoidCause
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,16 @@ def open_work(
     return found
 
 
+def empty_sample(sample_id: str, group: Group, site: str, void: Void, now: float) -> Sample:
+    """Return a sample without tokens, in place of one that no site could generate; the last try was `site`'s."""
+    told = None
+    if group.agent:
+        told = Trajectory(rows=[], reward=None, void_cause=void.cause, void_text=void.text, messages=[], steps=[])
+    nothing = np.empty(0, np.int32)
+    arrays = nothing, nothing.astype(np.float32), nothing
+    return Sample(sample_id, group.group_id, *arrays, "length", site, "", "", "", now, now, now, now, trajectory=told)
+
+
 class SiteTrust:
     """The record of what sites got wrong."""
 
@@ -97,22 +112,22 @@ class SiteTrust:
         self._delivered[service] += 1
         self._failed.pop(sample_id, None)
 
-    async def give_again(self, service: str, sample_id: str, why: str) -> None:
+    async def give_again(self, service: str, sample_id: str, why: str) -> Void | None:
         """Have a refused sample, which a service's site owes, generated again; exclude the site if it fails too often.
 
-        Raises:
-            RunFailed: no site can generate the sample.
+        Returns:
+            None; or, if no site can generate the sample, the cause for which it is void.
         """
         self._delivered[service] += 1
         self._refused[service] += 1
         failed = self._failed[sample_id]
         failed.append(service)
-        untried = set(self.services.used) - set(failed)
+        untried = set(self.services.generating) - set(failed)
         if not untried and len(failed) >= MOST_TRIES:
-            raise RunFailed(
-                f"sample {sample_id} was refused {len(failed)} times, and no other site could generate it: "
-                f"the last one, from {service}, {why}"
-            )
+            del self._failed[sample_id]
+            text = f"sample {sample_id} was refused {len(failed)} times; the last one, from {service}, {why}"
+            log.warning("no site can generate it: %s", text)
+            return Void(VoidCause.GENERATION, text)
         group_id = group_of(sample_id)
         work = open_work([sample_id], {sample_id: group_id}, self.pool, self._evaluator, self._seed)
         for one in work:
@@ -121,6 +136,7 @@ class SiteTrust:
         refused = self._refused[service]
         if refused >= FEWEST_REFUSED and refused > MOST_REFUSED * self._delivered[service]:
             await self.exclude(service, f"{refused} of its {self._delivered[service]} samples cannot be used")
+        return None
 
     async def exclude(self, service: str, why: str) -> bool:
         """Stop using a site, and give what it owes to the others.

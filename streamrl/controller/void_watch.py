@@ -61,7 +61,8 @@ class VoidWatch:
         if self._most is None:
             return None
         if not seen.works and seen.void >= FEWEST:
-            return f"the reward of task {task!r} does not work: all {seen.void} are void. {self._causes()}"
+            what = "generation" if self._most_frequent() is VoidCause.GENERATION else "the reward"
+            return f"{what} of task {task!r} does not work: all {seen.void} are void. {self._causes()}"
         count = sum(cause is not None for cause in self._newest)
         if len(self._newest) == self._newest.maxlen and count > self._most * len(self._newest):
             return (
@@ -70,11 +71,13 @@ class VoidWatch:
             )
         return None
 
+    def _most_frequent(self) -> VoidCause:
+        """Return the most frequent cause; there must be one."""
+        return Counter(cause for cause in self._newest if cause is not None).most_common(1)[0][0]
+
     def _causes(self) -> str:
-        """Name the most frequent cause and the words of its last failure."""
-        counts = Counter(cause for cause in self._newest if cause is not None)
-        cause, count = counts.most_common(1)[0]
-        return (
-            f"Most frequent cause: {cause} ({count} of {counts.total()}); see logs/rewards-*-workers.log. "
-            f"The last one: {self._words[cause]}"
-        )
+        """Name the most frequent cause, where to look, and the words of its last failure."""
+        cause = self._most_frequent()
+        count, void = self._newest.count(cause), sum(one is not None for one in self._newest)
+        where = "'turned away' in streamrl status" if cause is VoidCause.GENERATION else "logs/rewards-*-workers.log"
+        return f"Most frequent cause: {cause} ({count} of {void}); see {where}. The last one: {self._words[cause]}"

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from streamrl.protocol.message import TypedMessage
-from streamrl.rollouts.void import Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
 
 
 class ScoreRequest(TypedMessage, frozen=True, tag="score"):
@@ -35,16 +35,21 @@ class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
     void_cause: VoidCause | None = None
     """What failed; None: there is a reward."""
     error: str | None = None
-    """The failure in one line; None: there is a reward."""
+    """The failure in one line, at most 1,000 characters; None: there is a reward."""
     traceback: str = ""
-    """End of the traceback of a reward function that raised."""
+    """End of the traceback of a reward function that raised, at most 2,000 characters."""
 
     def __post_init__(self) -> None:
-        """Refuse a number that is not finite, and a reward that is both void and not.
+        """Refuse a number that is not finite, a reward that is both void and not, and more text than is ever sent.
 
         Raises:
-            ValueError: the reward is not finite, or a void one has no cause or no text.
+            ValueError: the reward is not finite, a void one has no cause or no text, or one of its texts is too long.
         """
+        if len(self.error or "") > LONGEST_TEXT or len(self.traceback) > LONGEST_TRACEBACK:
+            lengths = f"{len(self.error or '')} and a traceback of {len(self.traceback)}"
+            raise ValueError(
+                f"an error of {lengths} characters; at most {LONGEST_TEXT} and {LONGEST_TRACEBACK} are sent"
+            )
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}, expected a finite number or null")
         if {self.void_cause is None, self.error is None} != {self.reward is not None}:

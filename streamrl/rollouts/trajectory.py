@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollouts.void import Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TEXT, Void, VoidCause
 
 MOST_STEPS = 1_000
 """Steps of an episode that are kept, the first ones."""
@@ -60,9 +60,11 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Refuse rows and rewards that cannot be.
 
         Raises:
-            ValueError: a row's prompt is longer than the row or empty, the reward is not finite, or it is both void and
-                not.
+            ValueError: a row's prompt is longer than the row or empty, the reward is not finite, it is both void and
+                not, or says more of why it is void than is ever sent.
         """
+        if len(self.void_text) > LONGEST_TEXT:
+            raise ValueError(f"why it is void has {len(self.void_text)} characters, at most {LONGEST_TEXT} are sent")
         if any(not 0 < row.prompt <= row.tokens for row in self.rows):
             raise ValueError("a row of a trajectory has a prompt of at least one token, and no fewer tokens than that")
         if self.reward is not None and not math.isfinite(self.reward):

@@ -10,6 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+LONGEST_TEXT = 1000
+"""Most characters of a failure in one line."""
+LONGEST_TRACEBACK = 2000
+"""Most characters of a traceback, its end, that comes with a failure."""
+
 
 class VoidCause(StrEnum):
     """What failed, so that a reward is void."""
@@ -28,6 +33,8 @@ class VoidCause(StrEnum):
     """The reward took longer than `deadlines.reward_s`, or a wait inside of it expired."""
     CRASH = "crash"
     """The process that computed the reward died."""
+    GENERATION = "generation"
+    """No site could generate the sample in a form that can be used, so there is nothing to judge."""
 
 
 @dataclass(frozen=True)
@@ -36,4 +43,8 @@ class Void:
 
     cause: VoidCause
     text: str
-    """The failure in one line."""
+    """The failure in one line; what exceeds `LONGEST_TEXT` is cut off."""
+
+    def __post_init__(self) -> None:
+        """Cut the text."""
+        object.__setattr__(self, "text", self.text[:LONGEST_TEXT])

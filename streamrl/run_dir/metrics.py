@@ -88,7 +88,7 @@ class MetricsRow(StepRow):
     void_rate: float | None = Field(None, description="samples_void as a share of samples_judged")
     void_rate_by_cause: dict[str, float] = Field(
         default_factory=dict,
-        description="void_rate by cause: provider, verifier, sandbox, tool, environment, timeout, crash",
+        description="void_rate by cause: provider, verifier, sandbox, tool, environment, timeout, crash, generation",
     )
     groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
     prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")

@@ -6,7 +6,7 @@ import subprocess
 import traceback
 from pathlib import Path
 
-from streamrl.rollouts.void import VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 
 NETWORK_PACKAGES = frozenset(
     {"aiohttp", "anthropic", "grpc", "http", "httpcore2", "httpx", "httpx2", "openai", "requests", "socket", "urllib"}
@@ -15,8 +15,6 @@ NETWORK_PACKAGES = frozenset(
 """Packages whose exceptions mean that a service failed."""
 LONGEST_ERROR = 300
 """Most characters of an error in the rollout row; the traceback is in the log."""
-LONGEST_TRACEBACK = 2000
-"""Most characters of a traceback, its end, that a result has."""
 
 
 class VoidReward(Exception):

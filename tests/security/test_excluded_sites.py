@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from streamrl.controller.controller import Controller
 from streamrl.controller.pool_sizes import MOST_COMING
 from streamrl.controller.site_claims import check_heartbeat
-from streamrl.controller.site_trust import open_work
+from streamrl.controller.site_trust import MOST_TRIES, open_work
 from streamrl.controller.weight_canary import Measured
 from streamrl.errors import RunFailed
 from streamrl.generation.site.sample_batches import pack_samples
@@ -34,8 +35,11 @@ from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.report.panels import render
 from streamrl.run_dir.status import read_status
-from streamrl.transport.endpoint import Delivery, Speaker
-from streamrl.transport.hub import PeerRoute
+from streamrl.transport import endpoint_base
+from streamrl.transport.delivery import Outbox
+from streamrl.transport.endpoint import Delivery, Flow, Speaker
+from streamrl.transport.endpoint_base import PeerLost
+from streamrl.transport.peer import Peer, PeerRoute
 from streamrl.transport.wire import MalformedMessage, Message, encode
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, nonsense, said, sample, two_sites
 from tests.training.conftest import free_port
@@ -102,13 +106,58 @@ def test_a_site_that_is_seldom_wrong_stays(controller: Controller) -> None:
     assert not controller.services.excluded
 
 
-def test_a_sample_that_no_site_can_generate_ends_the_run_by_name(controller: Controller) -> None:
-    wrong = {"completion_tokens": OWN + 10**6}
-    hear(controller, batch("service-far", sample("far", 1, **wrong)))
-    hear(controller, batch("service-home", sample("home", 1, **wrong)))
-    service = next(name for name in controller.own if controller.services.holds(name, "p1-0.000", "p1-0"))
-    with pytest.raises(RunFailed, match=r"sample p1-0.000 was refused 3 times.*from service-.*outside the vocabulary"):
-        hear(controller, batch(service, sample(controller.own[service].site, 1, **wrong)))
+def fail_thrice(controller: Controller, group: int, number: int = 0, **wrong: Any) -> None:
+    """Let whichever site owes a sample deliver a wrong one, until it has been tried as often as it may."""
+    for _ in range(MOST_TRIES):
+        name = f"p{group}-0.{number:03d}"
+        service = next(one for one in controller.own if controller.services.holds(one, name, f"p{group}-0"))
+        hear(controller, batch(service, sample(controller.own[service].site, group, number, **wrong)))
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["completion", "episode"])
+def test_a_sample_that_no_site_can_generate_is_void_with_what_was_found(controller: Controller, agent: bool) -> None:
+    group = controller.pool.groups["p1-0"]
+    group.agent = agent
+    fail_thrice(controller, 1, completion_tokens=OWN + 10**6)
+    void = group.scored["p1-0.000"].void
+    assert void is not None and void.cause == "generation"
+    found = "is no episode of an agent" if agent else "has tokens outside the vocabulary"
+    assert re.fullmatch(rf"sample p1-0.000 was refused 3 times; the last one, from service-\w+, {found}", void.text)
+    assert controller.pool.unfinished(["p1-0"]) == ["p1-0.001"] and controller.pool.missing("p1-0") == 1
+    assert not any(controller.claims.owes(name, "p1-0.000") for name in controller.own)
+    assert controller.ledger.counts_void() == {"generation": 1}
+    assert controller.ledger.counts() == {"issued": 3, "scored": 1}
+    assert controller.trust._failed == {}
+
+
+def test_a_sample_of_an_evaluation_that_no_site_can_generate_is_void(controller: Controller) -> None:
+    scores: list[tuple[str, float | None]] = []
+    group = issue(controller, 7, "far")
+    controller.pool.groups.pop("p7-0")
+    vars(controller.evaluator).update(
+        awaits=lambda name: name.startswith("p7"),
+        generates=lambda name: name == "p7-0.000" and not scores,
+        group_of=lambda _: group,
+        open_groups=lambda: {"p7-0": group},
+        unfinished_samples=lambda _: [("p7-0.000", 0, None)],
+        received=lambda made: None,
+        scored=lambda name, reward, now: scores.append((name, reward)),
+    )
+    fail_thrice(controller, 7, completion_tokens=OWN + 10**6)
+    assert scores == [("p7-0.000", None)] and controller.ledger.counts_void() == {}
+
+
+def test_a_lone_site_that_sends_nothing_but_nan_ends_the_run_with_what_was_found(controller: Controller) -> None:
+    controller.services._fleets.pop("service-home")  # as if it could not generate
+    with pytest.raises(RunFailed) as failure:
+        for group in range(2, 100):
+            issue(controller, group, "far")
+            for number in (0, 1):
+                fail_thrice(controller, group, number, logprobs=NAN["logprobs"])
+    assert controller.ledger.counts_void() == {"generation": 32} and not controller.services.excluded
+    words = str(failure.value)
+    assert re.search(r"generation of task 't' does not work: all 32 .*\(32 of 32\); see 'turned away' in", words)
+    assert re.search(r"The last one: sample p17-0.001 .* from service-far, has log-prob.* not within", words)
 
 
 def test_the_trainers_site_and_the_last_one_are_not_excluded(controller: Controller) -> None:
@@ -287,6 +336,25 @@ def test_100_000_messages_of_nonsense_leave_a_controller_as_it_was(controller: C
     assert not controller.services.excluded and controller.ledger.counts() == {"issued": 4}
     hear(controller, batch("service-far", sample("far", 1)), batch("service-home", sample("home", 0)))
     assert controller.ledger.counts() == {"issued": 2, "finished": 2}
+
+
+def test_the_silence_of_a_site_that_is_not_used_any_more_ends_nothing(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.01)
+    hear(controller, NONSENSE)
+
+    async def body() -> None:
+        hub = controller.hub
+        for name, site in (("service-far", "far"), ("service-home", None)):
+            hub.peers[name] = Peer(name, "service", {}, "life", Outbox(1), Flow(lost_after_s=0.05), site)
+        beating = asyncio.create_task(hub._beat())
+        with pytest.raises(PeerLost, match="service-home has been silent"):
+            await hub.receive()
+        assert hub.peers["service-far"].lost and hub.receive_now() is None
+        beating.cancel()
+
+    asyncio.run(body())
 
 
 async def _nothing(*_: object) -> None:

@@ -79,6 +79,8 @@ def test_a_body_that_does_not_fit_is_refused_by_the_fields_name(body: dict[str, 
         ({"reward": None, "void_cause": "timeout"}, "a void reward has a cause and a text"),
         ({"void_cause": "timeout", "error": "late"}, "a void reward has a cause and a text"),
         ({"reward": None, "void_cause": "weather", "error": "rain"}, "weather"),
+        ({"reward": None, "void_cause": "crash", "error": "x" * 1001}, "an error of 1001 and .* at most 1000"),
+        ({"reward": None, "void_cause": "crash", "error": "x", "traceback": "y" * 2001}, "a traceback of 2001"),
     ],
 )
 def test_a_reward_is_a_finite_number_or_void_with_its_cause(changes: dict[str, Any], says: str) -> None:
@@ -88,6 +90,8 @@ def test_a_reward_is_a_finite_number_or_void_with_its_cause(changes: dict[str, A
     void = parse(ScoreAnswer, whole | {"reward": None, "void_cause": "timeout", "error": "late"})
     assert void.void == Void(VoidCause.TIMEOUT, "late") and parse(ScoreAnswer, whole).void is None
     assert parse(ScoreAnswer, wire(void)[1]) == void
+    longest = {"reward": None, "void_cause": "crash", "error": "x" * 1000, "traceback": "y" * 2000}
+    assert parse(ScoreAnswer, whole | longest).void == Void(VoidCause.CRASH, "x" * 9999), "what is sent is cut"
 
 
 def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
