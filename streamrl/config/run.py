@@ -153,8 +153,8 @@ class WeightSyncConfig(StrictModel):
     )
     encoding: Literal["auto", "raw", "delta"] = Field(
         "auto",
-        description="what relays fetch: raw: all bytes; delta: lossless differences; auto: delta across sites, else "
-        "raw",
+        description="what relays fetch: raw: all bytes; delta: lossless differences; auto: raw on one machine, delta "
+        "across sites and nodes, except that on the trainer's own node its file is copied",
     )
     anchor_every: int = Field(
         10, ge=1, description="delta: published versions between complete ones, from which late relays start"

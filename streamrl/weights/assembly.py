@@ -22,7 +22,8 @@ def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBack
 def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     """Make a site's relay. Over a link it accepts only weights of this site's model, whose files may seed its store."""
     chosen = context.run.weights.encoding
-    encoding = ("delta" if context.remote else "raw") if chosen == "auto" else chosen
+    near = context.one_machine and not context.remote  # between nodes a delta costs less than encrypting all bytes
+    encoding = ("raw" if near else "delta") if chosen == "auto" else chosen
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
     store = WeightStore(context.weights_folder, context.one_machine)
     if not context.remote:

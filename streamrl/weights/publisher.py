@@ -1,10 +1,11 @@
 """The publisher of weights: keeps the newest version in memory and sends versions to the relay of each site.
 
-The messages are those of `protocol/weights.py`. A relay inside the site requests `encoding: raw` and gets the buffer's
-bytes; on the same host it copies them itself from the buffer, which is a file in memory. A relay across a link requests
-`delta` and gets the cheapest path from the version that it holds (`chain.py`). Deltas are made only from the first such
-request on; until then one buffer is held, and nothing is coded. From then on the publisher holds the newest version,
-the newest anchor (compressed), the deltas that the chain keeps, and the buffers that are being coded.
+The messages are those of `protocol/weights.py`. A relay that requests `encoding: raw` gets the buffer's bytes. One that
+requests `delta`, from another site or another node, gets the cheapest path from the version that it holds
+(`chain.py`). On the publisher's own host either copies the buffer itself, which is a file in memory. Deltas are made
+only from the first such request on; until then one buffer is held, and nothing is coded. From then on the publisher
+holds the newest version, the newest anchor (compressed), the deltas that the chain keeps, and the buffers that are
+being coded.
 
 Chunks are reliable messages, so the hub's credits bound the bytes in flight; a rate limit per relay leaves the rest of
 its link to samples and heartbeats.
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -215,14 +216,18 @@ class WeightPublisher:
         return await asyncio.shield(self._described[key])
 
     def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
-        """Return the path from which a relay on this host can read the whole transfer; None: it must be sent.
+        """Return the path from which a relay on this host can read the whole transfer; None: it must be sent."""
+        if not transfer.streams or not self._shares_files(peer, host):
+            return None
+        (part, stream), *others = transfer.streams
+        return str(stream.filename) if not part.coded and not others and in_file(stream) else None
+
+    def _shares_files(self, peer: str, host: str | None) -> bool:
+        """Return whether a relay can read this process's files.
 
         Relays of other sites always use their link, even where links are emulated on one host.
         """
-        if not host or host != this_host() or self.hub.peers[peer].site is not None:
-            return None
-        (part, stream), *others = transfer.streams
-        return str(stream.filename) if not part.coded and not others and isinstance(stream, np.memmap) else None
+        return bool(host) and host == this_host() and self.hub.peers[peer].site is None
 
     async def _send_again(self, peer: str, order: FetchAgain) -> None:
         transfer = self._open.get(peer)
@@ -265,7 +270,7 @@ class WeightPublisher:
         """
         if self._newest is None or order.number > self._newest.manifest.version.number:
             raise _Refused("it is not published")
-        if order.encoding == "delta":
+        if order.encoding == "delta" and not (self._shares_files(peer, order.host) and in_file(self._newest.buffer)):
             return await self._prepare_way(peer, order)
         manifest, buffer = self._newest.manifest, self._newest.buffer
         assert buffer is not None
@@ -352,6 +357,11 @@ class WeightPublisher:
         if task is not None:
             async with self.hub.waits.deadline("weights to be coded", CODING_LIMIT_S):
                 await asyncio.shield(task)
+
+
+def in_file(buffer: np.ndarray | None) -> TypeGuard[np.memmap]:
+    """Return whether a buffer is the content of a file."""
+    return isinstance(buffer, np.memmap)
 
 
 def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | None) -> Stream:

@@ -18,7 +18,7 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
-from streamrl.config.run import RunConfig
+from streamrl.config.run import RunConfig, WeightSyncConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import ray_backend, supervisor
 from streamrl.launcher.local_backend import free_ports
@@ -30,11 +30,13 @@ from streamrl.run_dir import layout
 from streamrl.runtime.inside_keys import inside_admission, inside_roles, load_inside_keys, make_inside_keys
 from streamrl.runtime.operator_link import ask_controller
 from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.runtime.processes import this_host
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_home, home_hub, to_home
 from streamrl.transport.curve import ClientSecurity, KeyPair, load_own, make_keys
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
 from streamrl.transport.endpoint_base import Refused
+from streamrl.weights.assembly import make_relay
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version_store import WeightStore
@@ -435,6 +437,26 @@ def test_one_machine_needs_no_keys(tmp_path: Path) -> None:
     with prepare(cluster, RunConfig(), tmp_path):
         context = RoleContext.load("trainer", "", tmp_path, False)
         assert context.inside_keys is None and not (tmp_path / layout.KEYS).exists()
+
+
+@pytest.mark.parametrize("chosen", ["auto", "raw", "delta"])
+def test_between_nodes_weights_are_deltas_so_that_little_has_to_be_encrypted(place: Place, chosen: str) -> None:
+    async def body() -> None:
+        across = place.context("service-here")
+        across = replace(across, run=across.run.model_copy(update={"weights": WeightSyncConfig(encoding=chosen)}))
+        together = ClusterConfig.model_validate(
+            {"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}}
+        )
+        found = {}
+        for context in (across, replace(across, cluster=together)):
+            link = to_home(context, "relay", WaitRegistry("relay"))
+            relay = make_relay(context, link)
+            assert relay.host == this_host()  # on the trainer's own node its file is copied
+            found[context.one_machine] = relay.encoding
+            await link.close()
+        assert found == ({True: "raw", False: "delta"} if chosen == "auto" else {True: chosen, False: chosen})
+
+    run(body)
 
 
 # -- networks and clocks
