@@ -15,8 +15,8 @@ acknowledged and dropped: what the connection itself can carry.
 The loopback interface costs next to nothing, so that the ratios are the worst ones: a network of 10 Gbit/s carries
 1.25 GB/s at most. A step pays for each of its samples and once for the weights. Its share is the CPU time of the
 dearer end, as if nothing else were done meanwhile: both ends work at once, each in one thread of libzmq's. CPU time
-depends less on other work on the machine than rates do. What coding a delta costs is in delta_codec.md; on the trainer's
-own node the weights' file is copied, whatever the keys.
+depends less on other work on the machine than rates do. What coding a delta costs is in delta_codec.md; on the
+trainer's own node the weights' file is copied, whatever the keys.
 
 Writes experiments/results/inside_keys.json and .md.
 """

@@ -103,7 +103,7 @@ class Controller:
         self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
-        self.hub.can_lose = lambda speaker: speaker.name in self.services.excluded
+        self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
         vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
         limits = SampleLimits(
             context.run.sampling.max_tokens,
@@ -125,7 +125,7 @@ class Controller:
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.heartbeats.remote, self.scaling.status)
-        self.rewarders = Rewarders(self.hub, [spec.name for spec in plan if spec.role == "rewards"])
+        self.rewarders = Rewarders(self.hub, {spec.name: spec.site for spec in plan if spec.role == "rewards"})
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.canary = WeightCanary(context.run)
@@ -202,7 +202,9 @@ class Controller:
     def _build(self, groups: GroupSource, evaluator: Evaluator) -> None:
         """Make the parts that need the tasks."""
         self.groups, self.evaluator = groups, evaluator
-        self.trust = SiteTrust(self.services, self.pool, evaluator, self.issuer.rounds, self.times, self.config.seed)
+        self.trust = SiteTrust(
+            *(self.services, self.rewarders, self.pool, evaluator, self.issuer.rounds, self.times, self.config.seed)
+        )
         self.claims = SiteClaims(self.own, self.services, self.pool, evaluator, self.ledger, self.context.cluster.sites)
         self.guard = MismatchGuard(self.config.mismatch, self.claims, self.trust)
         self.training: TrainingSteps = TrainingSteps(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamrl.controller.group_source import group_of
 from streamrl.protocol.controller_rewards import ScoreRequest
 from streamrl.protocol.message import wire
 from streamrl.rollouts.types import Group
@@ -26,19 +27,34 @@ class JudgedSample:
 
 
 class Rewarders:
-    """The rewards processes of all sites."""
+    """The rewards processes of the sites that are used."""
 
-    def __init__(self, hub: Hub, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self._hub = hub
+    def __init__(self, hub: Hub, sites: Mapping[str, str]) -> None:
+        """Begin without any request; `sites` has the site of each process, by the process's name."""
+        self.names = list(sites)
+        """Processes that are asked."""
+        self.excluded: set[str] = set()
+        """Processes of sites that are not used any more."""
+        self._sites, self._hub = dict(sites), hub
         self._open: defaultdict[str, dict[str, ScoreRequest]] = defaultdict(dict)
         """Open requests, by process and sample."""
 
     async def ask(self, group: Group, sample_id: str, text: str) -> None:
         """Request the score of a sample; samples of one group go to the same process."""
-        name = self.names[hash(group.group_id) % len(self.names)]
         order = ScoreRequest(sample_id=sample_id, task=group.task, completion=text, reward_input=group.reward_input)
-        self._open[name][sample_id] = order
+        await self._ask(group.group_id, order)
+
+    async def exclude(self, site: str) -> None:
+        """Ask no process of a site any more, and others for what it has been asked; there must be others."""
+        gone = {name for name in self.names if self._sites[name] == site}
+        self.names = [name for name in self.names if name not in gone]
+        self.excluded |= gone
+        for order in [order for name in gone for order in self._open.pop(name, {}).values()]:
+            await self._ask(group_of(order.sample_id), order)
+
+    async def _ask(self, group_id: str, order: ScoreRequest) -> None:
+        name = self.names[hash(group_id) % len(self.names)]
+        self._open[name][order.sample_id] = order
         await self._send(name, order)
 
     def answered(self, name: str, sample_id: str) -> bool:

@@ -2,7 +2,8 @@
 
     a refused sample   -> a site that has not failed on it -> usable
                        -> there is none: any site, `MOST_TRIES` in all -> void, since nobody can generate it
-    a site             -> excluded: what it owes goes to the others, and nothing more is sent to it or taken from it
+    a site             -> excluded: what it owes goes to the others (samples, and rewards if it has a rewards process),
+                          and nothing more is sent to it or taken from it
 
 A site other than the trainer's is excluded when it sends a batch that cannot be read, when `FEWEST_REFUSED` of its
 samples and more than `MOST_REFUSED` of all that it delivered were refused, when the instances in its first hello make
@@ -24,6 +25,7 @@ from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of, samples_of
 from streamrl.controller.live_rounds import NoRounds
+from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_services import GivenWork, Services
 from streamrl.controller.step_times import StepTimes
 from streamrl.protocol.controller_site import Park
@@ -85,6 +87,7 @@ class SiteTrust:
     def __init__(
         self,
         services: Services,
+        rewarders: Rewarders,
         pool: GroupPool,
         evaluator: Evaluator,
         rounds: NoRounds,
@@ -94,6 +97,7 @@ class SiteTrust:
         """
         Args:
             services: the generation services.
+            rewarders: the rewards processes.
             pool: groups of training.
             evaluator: groups of evaluations.
             rounds: the run's rounds.
@@ -101,7 +105,7 @@ class SiteTrust:
             seed: the run's.
         """
         self.services, self.pool, self._evaluator, self._rounds = services, pool, evaluator, rounds
-        self._times, self._seed = times, seed
+        self._rewarders, self._times, self._seed = rewarders, times, seed
         self._failed: defaultdict[str, list[str]] = defaultdict(list)
         """Services that delivered an unusable sample, by sample; samples that arrived since are left out."""
         self._delivered: Counter[str] = Counter()
@@ -153,6 +157,7 @@ class SiteTrust:
             self.services.exclude(service, why), self.services.alone, self.pool, self._evaluator, self._seed
         )
         await self._give(work)
+        await self._rewarders.exclude(self.services.site_of(service))
         if not self.services.updating:  # it may have been the last one that was loading weights
             self._times.weights_served(time.time())
         return True

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from streamrl.controller.controller import Controller
 from streamrl.controller.pool_sizes import MOST_COMING
+from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_claims import check_heartbeat
 from streamrl.controller.site_trust import MOST_TRIES, open_work
 from streamrl.controller.weight_canary import Measured
@@ -98,6 +99,31 @@ def test_a_site_most_of_whose_samples_cannot_be_used_is_excluded_and_shown(contr
     shown = Console(width=200, record=True, file=io.StringIO())
     shown.print(render(status, [], time.time(), [], []))
     assert "not used any more: 8 of its 8 samples" in " ".join(shown.export_text().split())
+
+
+def test_the_rewards_of_a_site_that_is_not_used_any_more_come_from_others(controller: Controller, sent: Sent) -> None:
+    names = {"rewards-home": "home", "rewards-far": "far"}
+    rewarders = Rewarders(controller.hub, names)
+    group = controller.pool.groups["p1-0"]
+
+    async def asked(*names: str) -> None:
+        for name in names:
+            await rewarders.ask(group, name, "4")
+
+    for name in names:
+        controller.hub.peers[name] = SimpleNamespace(name=name)  # type: ignore[assignment]
+    rewarders.names = ["rewards-far"]  # as if that one were the group's
+    asyncio.run(asked("p1-0.000", "p1-0.001"))
+    rewarders.names = list(names)
+    controller.trust._rewarders = rewarders
+    hear(controller, NONSENSE)
+    asyncio.run(asked("p1-0.002"))
+    requests = [(peer, body["sample_id"]) for peer, kind, body in sent.messages if kind == "score"]
+    assert requests[2:] == [("rewards-home", f"p1-0.00{number}") for number in range(3)]
+    assert not rewarders.answered("rewards-far", "p1-0.000") and rewarders.answered("rewards-home", "p1-0.000")
+    controller.rewarders = rewarders
+    assert controller.hub.can_lose(Speaker("rewards-far", "rewards", "far"))
+    assert not controller.hub.can_lose(Speaker("rewards-home", "rewards"))
 
 
 def test_a_site_that_is_seldom_wrong_stays(controller: Controller) -> None:
