@@ -15,6 +15,7 @@ in no environment and in no call through Ray. A pair opens the site's inner door
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import stat
 from collections.abc import Collection, Mapping
@@ -71,11 +72,14 @@ def make_inside_keys(run_dir: Path, site: str, processes: Collection[str]) -> di
     """Make a pair for each process of this launch, in place of earlier ones; return the public keys in Z85.
 
     Raises:
-        UserError: the files cannot be written, or others could read them.
+        UserError: the files cannot be written, others could read them, or something else is in the folder's place.
     """
     remove_inside_keys(run_dir, site)
+    folder = _folder(run_dir, site)
+    if os.path.lexists(folder):  # a link, which may lead to a folder of somebody else's
+        raise UserError(f"{folder}: is no folder of keys, and cannot be removed; remove it")
     for process in processes:
-        make_keys(_folder(run_dir, site), process)
+        make_keys(folder, process)
     return {process: _load(run_dir, site, process).public.decode() for process in processes}
 
 
@@ -114,6 +118,8 @@ def _remedy(run_dir: Path) -> str:
 
 def _load(run_dir: Path, site: str, process: str) -> KeyPair:
     folder = _folder(run_dir, site)
+    if folder.is_symlink():
+        raise UserError(f"{folder}: is a link, and may lead to keys of somebody else's; {_remedy(run_dir)}")
     pair = load_own(folder, process, _remedy(run_dir))
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:

@@ -369,6 +369,18 @@ def test_a_folder_of_keys_that_others_can_enter_is_refused_with_its_path(place: 
         place.context().inside_server_security()
 
 
+def test_a_link_in_the_place_of_the_folder_of_keys_is_neither_written_to_nor_read_from(place: Place) -> None:
+    folder, theirs = place.secret_file.parent, place.run_dir / "theirs"
+    folder.rename(theirs)
+    before = {path: path.read_bytes() for path in theirs.iterdir()}
+    folder.symlink_to(theirs)
+    with pytest.raises(UserError, match=f"{folder}: is a link"):
+        place.context().inside_server_security()
+    with pytest.raises(UserError, match=f"{folder}: is no folder of keys"):
+        make_inside_keys(place.run_dir, "here", ["controller"])
+    assert before == {path: path.read_bytes() for path in theirs.iterdir()}
+
+
 def test_the_keys_of_another_launch_or_of_another_site_are_refused(place: Place, tmp_path: Path) -> None:
     refused = rf"{place.secret_file}: the keys of another process, site or launch, .* --resume {place.run_dir}"
     make_inside_keys(place.run_dir, "there", ["controller"])
