@@ -23,6 +23,7 @@ from streamrl.transport.endpoint_base import PeerLost
 from streamrl.transport.peer import Peer
 from streamrl.transport.wire import Message, encode
 from streamrl.weights import publisher as publisher_module
+from streamrl.weights.description import DESCRIPTION, read_description
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
@@ -79,7 +80,33 @@ def test_fetches_go_on_while_a_relay_floods_the_publisher_with_requests(
         too_many = FLOOD - int(budgets.SIZES["request"])
         await until(lambda: world.hub.refused().get("too many") == {"service-far": too_many})
         assert most - before < MOST_MEMORY
-        assert len(described) <= 3 * 3  # raw, delta and complete of each version: never once per request
+        assert len(described) <= 3 * 3  # raw, delta and complete of each version
+
+    in_world(tmp_path, body)
+
+
+def test_a_version_is_described_once_however_often_it_is_requested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[int] = []
+    describe = publisher_module.describe
+    monkeypatch.setattr(publisher_module, "describe", lambda *rest: described.append(1) or describe(*rest))
+
+    async def body(world: World) -> None:
+        link = await from_site(world, outer_door(world), "far")
+        policy = Policy()
+        for number in range(2 * publisher_module.MOST_DESCRIBED):
+            version = policy.version() if number == 0 else policy.step()
+            await world.publisher.publish(*version)
+            for request in range(3):
+                await link.send(*wire(Fetch(request=3 * number + request, number=number)))
+                while (delivery := await link.receive()).kind != "manifest":
+                    delivery.ack()
+                delivery.ack()
+                manifest, _ = read_description(delivery.arrays[DESCRIPTION])
+                assert (delivery.body["request"], manifest) == (3 * number + request, version[0])
+        assert len(described) == 2 * publisher_module.MOST_DESCRIBED
+        assert len(world.publisher._described) == publisher_module.MOST_DESCRIBED
 
     in_world(tmp_path, body)
 
