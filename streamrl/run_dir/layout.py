@@ -43,7 +43,7 @@ REPORT = "report.html"
 SITES = "sites"
 """Folder: the other sites' folders, under --emulate."""
 KEYS = "keys"
-"""Folder: the keys of this launch that its processes on several machines share; under --emulate the sites' keys."""
+"""Folder: the keys of this launch, a pair a process if there are several machines; under --emulate the sites' keys."""
 NETWORK = "network"
 """Folder: the emulated network, under --emulate."""
 
