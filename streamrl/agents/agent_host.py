@@ -149,4 +149,5 @@ def _episode(session: OpenSession, outcome: EpisodeOutcome, now: float) -> Episo
         t_first_token=min((turn.finished for turn in turns if turn.finished is not None), default=None),
         t_finished=now,
         metrics=outcome.metrics,
+        traceback=outcome.traceback,
     )

@@ -8,12 +8,9 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from streamrl.rollouts.plain_text import plain_text
+from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
 from streamrl.tasks.void_reward import VoidReward
-
-MOST_METRICS = 100
-"""Most numbers beside the reward."""
-MOST_NAME = 100
-"""Most characters of a number's name."""
 
 
 def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
@@ -26,15 +23,24 @@ def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
         return _finite("the reward", found), {}
     if "reward" not in found:
         raise VoidReward(text=f"the agent returned a mapping without `reward`: {reprlib.repr(dict(found))}")
-    if len(found) > MOST_METRICS:
-        raise VoidReward(text=f"the agent returned {len(found)} numbers, at most {MOST_METRICS} are recorded")
-    metrics = {str(name)[:MOST_NAME]: _finite(f"{name!r}", value) for name, value in found.items() if name != "reward"}
+    if len(found) - 1 > MOST_METRICS:
+        text = f"the agent returned {len(found) - 1} numbers beside the reward, at most {MOST_METRICS} are recorded"
+        raise VoidReward(text=text)
+    metrics = {
+        plain_text(str(name), MOST_NAME): _finite(f"{name!r:.{MOST_NAME}}", value)
+        for name, value in found.items()
+        if name != "reward"
+    }
     return _finite("the reward", found["reward"]), metrics
 
 
 def _finite(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise VoidReward(text=f"{name} must be a number, got {type(value).__name__} {reprlib.repr(value)}")
-    if not math.isfinite(number := float(value)):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise VoidReward(text=f"{name} must be finite, got {number}")
     return number

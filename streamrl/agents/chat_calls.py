@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from streamrl.agents.episode import POLICY
 from streamrl.agents.rendering import ChatMessage, ChatRenderer
 from streamrl.agents.session import Call, CallError, Turn
+from streamrl.rollouts.plain_text import plain_text
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 USED = {"model", "messages", "tools", "stream", "stream_options", "n", "logprobs", "token_ids"}
@@ -34,7 +34,6 @@ REFUSED = {
     "content_parts": "prompts are tokens",
 }
 """Parameters that cannot be given and whose absence would change what an answer means."""
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[Call, dict[str, Any]]:
@@ -202,7 +201,7 @@ def _message(message: Any, where: str) -> ChatMessage:
     found: ChatMessage = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
-            found[name] = _clean(message[name])
+            found[name] = plain_text(message[name])
     if role == "assistant" and message.get("tool_calls"):
         calls = _list(message, "tool_calls")
         found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
@@ -213,14 +212,14 @@ def _content(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return _clean(content)
+        return plain_text(content)
     if not isinstance(content, list):
         raise _bad(f"{where}: expected a text or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise _bad(f"{where}: the model reads text only, not {kind!r:.99}")
-    return "".join(_clean(part["text"]) for part in content)
+    return "".join(plain_text(part["text"]) for part in content)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -228,21 +227,16 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise _bad(f"{where}: expected a function with a name and arguments, both texts")
-    names = {"name": _clean(name), "arguments": _clean(arguments)}
-    return {"id": str(call.get("id", "")), "type": "function", "function": names}
+    names = {"name": plain_text(name), "arguments": plain_text(arguments)}
+    return {"id": plain_text(str(call.get("id", ""))), "type": "function", "function": names}
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad(f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
-    cleaned: dict[str, Any] = json.loads(_clean(json.dumps(tool, ensure_ascii=False)))
+    cleaned: dict[str, Any] = json.loads(plain_text(json.dumps(tool, ensure_ascii=False)))
     return cleaned
-
-
-def _clean(text: str) -> str:
-    """Replace halves of surrogate pairs, which are no characters and cannot be encoded."""
-    return _SURROGATES.sub("\ufffd", text)
 
 
 def _digest(values: dict[str, Any]) -> bytes:

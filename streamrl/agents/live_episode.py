@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.config.tasks import EpisodeDeadlines
-from streamrl.rollouts.trajectory import EpisodeStep
+from streamrl.rollouts.plain_text import plain_text
+from streamrl.rollouts.trajectory import LONGEST_TEXT, MOST_STEPS, EpisodeStep
 from streamrl.rollouts.void import Void, VoidCause
 
 CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
 """The episode whose agent is running."""
-MOST_STEPS = 10_000
 MOST_DETAIL = 2_000
 """Most characters of a step's detail."""
 
@@ -65,7 +65,8 @@ class LiveEpisode:
     def step(self, kind: Literal["tool", "agent"], name: str, started: float, detail: str = "") -> None:
         """Record something that has just ended."""
         if len(self.steps) < MOST_STEPS:
-            self.steps.append(EpisodeStep(kind, name, started, time.time(), detail[:MOST_DETAIL]))
+            name, detail = plain_text(name, MOST_DETAIL), plain_text(detail, MOST_DETAIL)
+            self.steps.append(EpisodeStep(kind, name, started, time.time(), detail))
 
     def begin(self) -> None:
         """Start the time of the episode, and of the agent's first turn."""
@@ -91,7 +92,7 @@ class LiveEpisode:
         key = object()
         self._doing[key] = what
         if tool:
-            self._tools[key] = tool, time.time()
+            self._tools[key] = plain_text(tool, MOST_DETAIL), time.time()
             self._say()
         try:
             yield
@@ -109,7 +110,7 @@ class LiveEpisode:
     def expire(self, text: str) -> None:
         """End the episode without a reward."""
         if self.void is None:
-            self.void = Void(VoidCause.TIMEOUT, text)
+            self.void = Void(VoidCause.TIMEOUT, plain_text(text, LONGEST_TEXT))
             self.over.set()
 
     def _begin_turn(self) -> None:

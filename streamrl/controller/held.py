@@ -18,7 +18,13 @@ from streamrl.controller.weight_canary import HISTORY
 from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
-from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD
+from streamrl.rollouts.trajectory import (
+    MOST_METRICS,
+    MOST_NAME,
+    MOST_STEPS,
+    MOST_TOLD,
+    Trajectory,
+)
 from streamrl.rollouts.types import Sample
 from streamrl.transport.wire import MAX_NAME
 
@@ -188,6 +194,16 @@ def _wrong_with_told(sample: Sample) -> str | None:
         return None
     if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_STEPS or told.told_bytes > MOST_TOLD:
         return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
+    if wrong := _wrong_with_words(told):
+        return wrong
     if not all(is_time(time) for step in told.steps for time in (step.started, step.finished)):
         return "has a step at a time that is none"
+    return None
+
+
+def _wrong_with_words(told: Trajectory) -> str | None:
+    """Return which numbers of an episode are too many, or have too long names, or None."""
+    longest = max(map(len, told.metrics), default=0)
+    if len(told.metrics) > MOST_METRICS or longest > MOST_NAME:
+        return f"has {len(told.metrics)} numbers beside its reward, the longest name with {longest} characters"
     return None

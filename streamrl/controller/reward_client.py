@@ -24,6 +24,7 @@ class JudgedSample:
     void: Void | None
     """Why the reward is void; None: it is not."""
     traceback: str = ""
+    """End of the traceback of what the reward function, or the agent, raised; '': it raised nothing."""
 
 
 class Rewarders:

@@ -102,7 +102,9 @@ class SampleIntake:
             if (trajectory := sample.trajectory) is None:
                 await self.rewarders.ask(group, sample.sample_id, sample.text)
             else:  # the agent has said what it is worth
-                judged.append(JudgedSample(sample.sample_id, trajectory.reward, trajectory.void))
+                judged.append(
+                    JudgedSample(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)
+                )
         if arrivals:
             self.waits.end("samples")
         self._record(judged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
+from streamrl.rollouts.trajectory import MOST_METRICS
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -121,6 +122,7 @@ def step_metrics(
         mfu=tflops / peak_tflops if tflops and peak_tflops else None,
         reward_by_task=by_task(Group.rewards),
         output_length_by_task=by_task(lambda group: [float(m.sample.output_length) for m in group.members()]),
+        agent_metrics_by_task=_agent_metrics(batch.groups.values()),
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
@@ -147,6 +149,21 @@ def step_metrics(
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]]:
+    """Return the means of the numbers that agents returned, by task and name; each over the survivors that have it."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for group in groups:
+        for member in group.survivors():
+            if (told := member.sample.trajectory) is None:
+                continue
+            for name, value in told.metrics.items():
+                found.setdefault(group.task, {}).setdefault(name, []).append(value)
+    return {
+        task: {name: float(np.mean(found[task][name])) for name in sorted(found[task])[:MOST_METRICS]}
+        for task in sorted(found)
+    }
 
 
 def _explained_variance(stats: dict[str, float]) -> float | None:

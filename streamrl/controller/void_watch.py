@@ -46,7 +46,7 @@ class VoidWatch:
         Args:
             task: the sample's task.
             void: why the reward is void; None: it is not.
-            traceback: the reward function's; '': it did not raise.
+            traceback: the reward function's, or the agent's; '': it did not raise.
 
         Returns:
             Why the run has to end; None: it continues.
@@ -79,5 +79,5 @@ class VoidWatch:
         """Name the most frequent cause, where to look, and the words of its last failure."""
         cause = self._most_frequent()
         count, void = self._newest.count(cause), sum(one is not None for one in self._newest)
-        where = "'turned away' in streamrl status" if cause is VoidCause.GENERATION else "logs/rewards-*-workers.log"
+        where = "'turned away' in streamrl status" if cause is VoidCause.GENERATION else "logs/*-workers.log"
         return f"Most frequent cause: {cause} ({count} of {void}); see {where}. The last one: {self._words[cause]}"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 
-def conversation_text(told: str) -> str:
-    """Return the messages and steps of an episode, one after the other.
+def conversation_text(told: str, metrics: Iterable[tuple[str, float]] = ()) -> str:
+    """Return the messages, numbers and steps of an episode, one after the other.
 
     Args:
         told: the column `conversation` of its rollouts.
+        metrics: the column `metrics`: what its agent returned beside the reward.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no such column.
+        ValueError, KeyError, TypeError: these are no such columns.
     """
     value = json.loads(told)
     parts = [f"[{message['role']}] {_content(message)}".rstrip() for message in value["messages"]]
+    if numbers := [f"{name}: {number:g}" for name, number in metrics]:
+        parts.append("\n".join(["[returned beside the reward]", *numbers]))
     steps = [_step(step) for step in value["steps"]]
     return "\n\n".join([*parts, *(["\n".join(["[steps]", *steps])] if steps else [])])
 

@@ -203,12 +203,13 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
     texts: dict[int, tuple[str | None, str | None]] = {}
     for path, wanted in by_file.items():
         file = pq.ParquetFile(path)
-        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens", "conversation"}
+        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens", "conversation", "metrics"}
         table = file.read(columns=list(columns.intersection(file.schema_arrow.names)))
         for index in wanted:
             record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
             told = record.get("conversation")
-            texts[index] = text(record, "prompt"), conversation_text(told) if told else text(record, "completion")
+            answer = conversation_text(told, record.get("metrics") or ()) if told else text(record, "completion")
+            texts[index] = text(record, "prompt"), answer
     return texts
 
 

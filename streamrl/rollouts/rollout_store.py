@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         ("completion_tokens", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("mask", pa.list_(pa.bool_())),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
         ("conversation", pa.string()),
         ("output_length", pa.int32()),
         ("finish_reason", pa.string()),
@@ -58,8 +59,9 @@ SCHEMA = pa.schema(
 
 `trajectory_id` is the id of the sample; `sample_id` has '#' and the row's number after it from an episode's second row
 on. Of an episode's row, `mask` says which tokens were sampled (null: all were); the others have log-probability 0 and
-version -1. `output_length` is the number of sampled tokens of all rows. `conversation` has an episode's messages and
-steps as JSON, in its first row.
+version -1. `output_length` is the number of sampled tokens of all rows. `metrics` has what an agent
+returned beside its reward (null: not an episode; files of earlier versions lack the column). `conversation` has an
+episode's messages and steps as JSON, in its first row.
 
 `reward` is null where it is void: `void_cause` and `reward_error` say why, and `advantage` and `t_trained` are null.
 """
@@ -117,6 +119,7 @@ def _rows(group: Group, sample_id: str) -> list[dict[str, object]]:
         return [first]
     told = {"messages": trajectory.messages, "steps": msgspec.to_builtins(trajectory.steps)}
     first["conversation"] = json.dumps(told)
+    first["metrics"] = trajectory.metrics
     parts = [
         {
             "sample_id": part.row_id,
@@ -150,6 +153,7 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "completion_tokens": sample.completion_tokens,
         "logprobs": sample.logprobs,
         "mask": None,
+        "metrics": None,
         "conversation": None,
         "output_length": sample.output_length,
         "finish_reason": sample.finish_reason,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollouts.void import LONGEST_TEXT, Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
 
 MOST_STEPS = 1_000
 """Steps of an episode that are kept, the first ones."""
@@ -15,6 +15,10 @@ MOST_TOLD = 4_000_000
 """Most bytes, as JSON, of the conversation and the steps of an episode."""
 MOST_OF_A_MESSAGE = 10_000
 """Characters that are kept of each message of a conversation that is too long."""
+MOST_METRICS = 100
+"""Numbers that an episode has beside its reward."""
+MOST_NAME = 100
+"""Characters of such a number's name."""
 NOT_SAMPLED = -1
 """Weight version of a token that no policy has sampled: of a prompt, a tool's result, a template."""
 
@@ -52,6 +56,10 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Finite number; None: void."""
     void_cause: VoidCause | None = None
     void_text: str = ""
+    void_traceback: str = ""
+    """End of the traceback of what the agent raised; '': it raised nothing."""
+    metrics: dict[str, float] = {}
+    """Finite numbers that the agent has returned beside its reward."""
     messages: list[dict[str, Any]]
     """The conversation of the last call and its answer, for people."""
     steps: list[EpisodeStep]
@@ -60,15 +68,18 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Refuse rows and rewards that cannot be.
 
         Raises:
-            ValueError: a row's prompt is longer than the row or empty, the reward is not finite, it is both void and
-                not, or says more of why it is void than is ever sent.
+            ValueError: a row's prompt is longer than the row or empty, the reward or another number is not finite, it
+                is both void and not, or says more of why it is void than is ever sent.
         """
-        if len(self.void_text) > LONGEST_TEXT:
-            raise ValueError(f"why it is void has {len(self.void_text)} characters, at most {LONGEST_TEXT} are sent")
+        for text, most in ((self.void_text, LONGEST_TEXT), (self.void_traceback, LONGEST_TRACEBACK)):
+            if len(text) > most:
+                raise ValueError(f"why it is void has {len(text)} characters, at most {most} are sent")
         if any(not 0 < row.prompt <= row.tokens for row in self.rows):
             raise ValueError("a row of a trajectory has a prompt of at least one token, and no fewer tokens than that")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}, expected a finite number or null")
+        if not all(map(math.isfinite, self.metrics.values())):
+            raise ValueError("a number beside the reward is not finite")
         if (self.reward is None) != (self.void_cause is not None):
             raise ValueError("an episode has either a reward or a cause for which it is void")
 

@@ -110,6 +110,11 @@ class MetricsRow(StepRow):
     )
     reward_by_task: dict[str, float | None] = Field(default_factory=dict)
     output_length_by_task: dict[str, float | None] = Field(default_factory=dict)
+    agent_metrics_by_task: dict[str, dict[str, float | None]] = Field(
+        default_factory=dict,
+        description="what agents returned beside their reward: by task and name, the mean over the samples trained "
+        "that have it (the first 100 names of a task)",
+    )
     process_memory_gb: float | None = Field(None, description="memory of all of the run's processes, GiB")
 
     importance_ratio_mean: float | None = Field(

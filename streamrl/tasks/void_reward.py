@@ -6,6 +6,7 @@ import subprocess
 import traceback
 from pathlib import Path
 
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 
 NETWORK_PACKAGES = frozenset(
@@ -60,7 +61,7 @@ def cause_of(error: BaseException) -> VoidCause:
 def text_of(error: BaseException) -> str:
     """Return an exception's text in one line; '': its `__str__` fails."""
     try:
-        return " ".join(str(error).split())[:LONGEST_ERROR]
+        return plain_text(" ".join(str(error).split()), LONGEST_ERROR)
     except Exception:  # of a user's exception
         return ""
 
@@ -82,4 +83,4 @@ def traceback_of(error: BaseException, without: Path) -> str:
         trace = trace.tb_next
     if trace is None:
         return ""
-    return "".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:]
+    return plain_text("".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:])

@@ -39,6 +39,13 @@ async def run(task, client):
             assert client.finish_reason == "stop"
             return float(message["content"])
         case "mapping": return {"reward": 2, "turns": 3, "solved": True}
+        case "half a character":
+            client.note("\\ud83d")
+            await client.tool("\\ud83d", lambda: "\\ud83d")
+            return {"reward": 1, "\\ud83d": 1}
+        case "raises half a character": raise ValueError("\\ud83d")
+        case "many metrics": return {"reward": 1} | {str(n): n for n in range(task["n"])}
+        case "huge metric": return {"reward": 1, "n": 10**400}
         case "tools":
             client.note("a remark")
             assert await client.tool("add", lambda a, b: a + b, 2, b=3) == 5
@@ -176,6 +183,26 @@ def test_tools_and_remarks_are_recorded_as_steps_and_long_texts_are_cut() -> Non
     assert all(0 < step.started <= step.finished for step in tools.steps)
     assert tools.reward is not None and 16_384 < tools.reward < 16_500
     assert picky.reward == 1.0 and "a number, please" in picky.steps[0].detail
+
+
+def test_texts_that_cannot_be_encoded_do_not_hold_up_an_episode() -> None:
+    returned, raised = asyncio.run(outcomes("half a character", "raises half a character"))
+    assert (returned.reward, returned.metrics) == (1.0, {"\ufffd": 1.0})
+    assert [(step.name, step.detail) for step in returned.steps] == [("note", "\ufffd"), ("\ufffd", "\ufffd")]
+    assert raised.void is not None and raised.void.text == "ValueError: \ufffd"
+    assert raised.traceback.startswith("Traceback") and raised.traceback.endswith("ValueError: \ufffd")
+
+
+def test_an_agent_may_return_a_hundred_numbers_beside_its_reward_and_finite_ones_only() -> None:
+    async def scenario() -> list[EpisodeOutcome]:
+        async with started() as owner:
+            orders = [order("many metrics", str(n), n=n) for n in (100, 101)] + [order("huge metric")]
+            return await asyncio.gather(*(play(owner, None, one) for one in orders))
+
+    most, more, huge = asyncio.run(scenario())
+    assert len(most.metrics) == 100 and most.metrics["7"] == 7.0
+    assert more.void is not None and "101 numbers beside the reward, at most 100" in more.void.text
+    assert huge.void is not None and "'n' must be finite, got inf" in huge.void.text
 
 
 def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:

@@ -53,9 +53,22 @@ def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> Non
     [
         ({"steps": [EpisodeStep("tool", "add", 1.0, 2.0)] * (MOST_STEPS + 1)}, "tells 1001 steps"),
         ({"messages": [{"role": "user", "content": "x" * MOST_TOLD}]}, "bytes"),
+        ({"metrics": {str(n): 1.0 for n in range(101)}}, "has 101 numbers beside its reward"),
+        ({"metrics": {"x" * 101: 1.0}}, "the longest name with 101 characters"),
+        ({"void_text": "x" * 1001}, "1001 characters of text"),
+        ({"void_traceback": "x" * 2001}, "2001 of traceback"),
         ({"steps": [EpisodeStep("tool", "add", 1.0, float("inf"))]}, "a time that is none"),
         ({"steps": [EpisodeStep("tool", "add", float("nan"), 2.0)]}, "a time that is none"),
     ],
 )
 def test_an_episode_that_tells_too_much_or_nonsense_is_refused(told: dict[str, object], why: str) -> None:
     assert why in str(OWN.wrong_with_sample(telling(**told), newest=3))
+
+
+def test_an_episode_may_have_all_the_numbers_and_words_that_there_is_room_for() -> None:
+    full = telling(
+        metrics={f"{n:0100}": 1.0 for n in range(100)},
+        void_text="x" * 1000,
+        void_traceback="x" * 2000,
+    )
+    assert OWN.wrong_with_sample(full, newest=3) is None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,6 +30,7 @@ from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
 from streamrl.tasks.source import PromptSource
 from tests.rollouts.test_rollouts import LATE, make_sample
+from tests.rollouts.test_row_parts import TWO_TURNS, trajectory
 
 ADVANTAGES = get_args(AdvantageKind)
 
@@ -408,6 +410,27 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
     assert row.dispatch_by_prediction is True
     assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
+def test_step_metrics_have_the_means_of_what_agents_returned_by_task() -> None:
+    batch = taken(config(2), {"a": (1.0, 0.0, None), "b": (0.0, 1.0, 1.0)})
+    numbers = {"a.0": {"turns": 2.0, "won": 1.0}, "a.1": {"turns": 5.0}, "a.2": {"turns": 100.0}}
+    for group in batch.groups.values():
+        for sample_id, member in group.scored.items():
+            told = trajectory([TWO_TURNS]) if group.group_id == "a" else None
+            told = told and msgspec.structs.replace(told, metrics=numbers[sample_id])
+            object.__setattr__(member.sample, "trajectory", told)
+    times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+    audit, nothing = LengthAudit(128).end_step(1), StepLengths(None, None)
+
+    def means() -> Mapping[str, Mapping[str, float | None]]:
+        row = step_metrics(batch, times, result, Traffic(0, 0.0), 0, None, nothing, audit)
+        return row.agent_metrics_by_task
+
+    assert means() == {"task": {"turns": 3.5, "won": 1.0}}  # a.2 is void
+    numbers["a.1"].update((f"{n:03}", float(n)) for n in range(150))
+    assert list(means()["task"]) == [f"{n:03}" for n in range(100)]
 
 
 def test_step_metrics_leave_void_samples_out_of_means_and_count_them_by_cause() -> None:

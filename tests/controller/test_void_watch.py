@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
+
+import msgspec
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.void_watch import FEWEST, VoidWatch
+from streamrl.generation.site.sample_batches import pack_samples
 from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.protocol.controller_site import SampleBatch
+from streamrl.protocol.message import body_of
+from streamrl.protocol.samples import sample_to_wire
+from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.endpoint import Delivery
+from tests.rollouts.test_row_parts import TWO_TURNS, episode
 
 LATE = Void(VoidCause.TIMEOUT, "timed out after 20 s")
 RAISED = Void(VoidCause.VERIFIER, "KeyError: 'answer'")
@@ -39,7 +49,7 @@ def test_a_reward_that_never_works_ends_the_run_early_with_its_own_traceback() -
     assert ended[0] == FEWEST == 32
     assert ended[1] == (
         "the reward of task 'mine' does not work: all 32 are void. Most frequent cause: verifier (32 of 32); see "
-        f"logs/rewards-*-workers.log. The last one: KeyError: 'answer'\n{TRACE}"
+        f"logs/*-workers.log. The last one: KeyError: 'answer'\n{TRACE}"
     )
 
 
@@ -79,6 +89,26 @@ def test_a_small_batch_is_judged_over_as_many_rewards_as_tell_something() -> Non
     tiny = RunConfig.model_validate({"batch": {"prompts_per_step": 1, "samples_per_prompt": 2}})
     ended = play(VoidWatch(tiny), [None, *[LATE] * 100])
     assert ended is not None and ended[0] == FEWEST
+
+
+def test_what_an_agent_raised_is_told_as_what_a_reward_function_raised() -> None:
+    sample = episode("g.0", [TWO_TURNS])
+    assert sample.trajectory is not None
+    told = msgspec.structs.replace(
+        sample.trajectory, reward=None, void_cause=VoidCause.VERIFIER, void_text=RAISED.text, void_traceback=TRACE
+    )
+    parts = {part.name: cast(Any, MagicMock()) for part in fields(SampleIntake)}
+    parts["claims"].wrong_with_sample.return_value = parts["void_watch"].record.return_value = None
+    parts["ledger"].finish.return_value = {"g.0"}
+    parts["evaluator"].generates.return_value = parts["evaluator"].awaits.return_value = False
+    parts["pool"].received = {"g.0"}
+    parts["pool"].score.return_value = MagicMock(), SimpleNamespace(task="mine", complete=False)
+    values, tokens = sample_to_wire(replace(sample, trajectory=told))
+    body, arrays = pack_samples([(body_of(FinishedSample(**values)), tokens)])
+    delivery = SimpleNamespace(peer="service-here", body=SampleBatch(**body), arrays=arrays, ack=lambda: None)
+    asyncio.run(SampleIntake(**parts).samples(cast(list[Delivery], [delivery]), newest=3))
+    parts["pool"].score.assert_called_once_with("g.0", None, RAISED)
+    parts["void_watch"].record.assert_called_once_with("mine", RAISED, TRACE)
 
 
 def test_void_rewards_of_an_evaluation_end_no_run() -> None:

@@ -119,7 +119,11 @@ def test_every_episode_is_trained_once_or_void_with_its_cause(finished: tuple[Pr
         told = json.loads(rows[0]["conversation"])
         if "no such room" in str(rows[0]["reward_error"]):
             assert rows[0]["advantage"] is None and len(told["steps"]) >= 4
-    assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
+        judged = rows[0]["task"] == "rooms" and rows[0]["reward"] is not None
+        assert all(row["metrics"] == ([("turns", 3.0)] if judged else []) for row in rows)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert [row.step for row in metrics] == [1, 2, 3]
+    assert all(row.agent_metrics_by_task == {"rooms": {"turns": 3.0}} for row in metrics)
     assert read_status(run_dir).state == "done"
 
 

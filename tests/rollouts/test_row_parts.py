@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.data import read_rollouts
+from streamrl.report.run_data import load_run, read_texts
 from streamrl.rollouts.micro_batch import from_wire, split_into_micro_batches, to_wire, train_groups
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.row_parts import episode_rows, sample_of_row
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, NOT_SAMPLED, EpisodeStep, RowExtent, Trajectory, kept_of
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import VoidCause
+from streamrl.run_dir import layout
 from tests.rollouts.test_rollouts import make_sample
 
 ROW = tuple[list[int], str]
@@ -29,6 +31,7 @@ def trajectory(rows: list[ROW], reward: float | None = 1.0, cause: VoidCause | N
         rows=[RowExtent(tokens=len(tokens), prompt=marks.index("s")) for tokens, marks in rows],
         reward=reward,
         void_cause=cause,
+        metrics={"guesses": 2.0, "won": 1.0},
         messages=[{"role": "user", "content": "hi"}],
         steps=[EpisodeStep("tool", "add", 1.0, 2.0)],
     )
@@ -157,7 +160,29 @@ def test_each_row_of_an_episode_is_a_row_of_its_file_and_the_conversation_is_in_
     assert table[0]["mask"] == [True, True, False, True] and table[0]["weight_versions"] == [3, 3, -1, 3]
     told = json.loads(table[0]["conversation"])
     assert told["messages"][0]["content"] == "hi" and told["steps"][0]["name"] == "add"
+    assert [dict(row["metrics"]) for row in table] == [{"guesses": 2.0, "won": 1.0}] * 3
     assert table[1]["conversation"] is None and table[2]["conversation"] is not None
+
+
+def test_a_report_shows_the_numbers_of_an_episode_and_reads_files_without_them(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = RolloutStore(run_dir / layout.ROLLOUTS).write(4, [agent_group([TWO_TURNS, FORK])])
+    (run_dir / layout.METRICS).touch()
+    data = load_run(run_dir)
+    assert data.rollouts is not None
+
+    def shown() -> str:
+        return str(read_texts(data, [0])[0][1])
+
+    assert "[returned beside the reward]\nguesses: 2\nwon: 1\n\n[steps]" in shown()
+    older = pq.read_table(path).drop_columns(["metrics"])
+    pq.write_table(older, path)
+    assert shown().startswith("[user] hi\n\n[steps]")
+
+
+def test_numbers_that_are_not_finite_are_no_part_of_an_episode() -> None:
+    with pytest.raises(ValueError, match="a number beside the reward is not finite"):
+        Trajectory(rows=[], reward=0.0, messages=[], steps=[], metrics={"loss": float("nan")})
 
 
 def test_what_learns_lengths_reads_each_episode_once(tmp_path: Path) -> None:
