@@ -7,7 +7,8 @@ forecasts of those that still wait or run are updated (`Forecast.given_siblings`
 again. Nothing is held back for a probe: a slot that no probe needs takes other requests.
 
 A request without a forecast gets one as soon as a sibling and requests of another group have ended: its siblings'
-lengths, with the lengths of everything that has ended as the prior. Until then it is placed by load.
+lengths, with the lengths of everything that has ended as the prior. Until then it is placed by load. Turns of episodes
+are neither probed nor learned from: those of one group are at different places of their episodes.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class GroupProbe(SkewAware):
         """Add requests; the first request of a group without a probe or a known length becomes its probe."""
         others = []
         for request in requests:
+            if request.turn:
+                others.append(request)
+                continue
             group = self._groups.setdefault(request.group_id, _Group())
             group.open[request.request_id] = request
             if group.probe is None and not group.lengths:
@@ -93,7 +97,7 @@ class GroupProbe(SkewAware):
     def leave(self, instance: str) -> list[str]:
         """Remove an instance; a group whose probe ran there gets another one."""
         gone = self.instances[instance].running.values()
-        self._forget({request.request_id: request.group_id for request in gone})
+        self._forget({request.request_id: request.group_id for request in gone if not request.turn})
         return super().leave(instance)
 
     def withdraw(self, request_ids: Set[str]) -> None:
@@ -113,8 +117,9 @@ class GroupProbe(SkewAware):
 
     def finished(self, request_id: str, length: float | None = None) -> None:
         """Free a request's slot; its siblings learn from the length."""
-        if (instance := self.where.get(request_id)) is not None:
-            group_id = instance.running[request_id].group_id
+        instance = self.where.get(request_id)
+        if instance is not None and not (request := instance.running[request_id]).turn:
+            group_id = request.group_id
             group = self._groups[group_id]
             del group.open[request_id]
             if length is not None:

@@ -10,6 +10,9 @@ Both give every instance a queue, longest first. Skew-aware dispatch also correc
 Forecasts are of what is left of a request, given what it has produced. A request without one (`None`: nothing is
 known, or nothing that is trusted) is neither planned nor moved: it waits in one queue for all instances and is placed
 by load when no planned request can use the slot. So without forecasts skew-aware dispatch *is* least-loaded dispatch.
+
+Turns of episodes are not planned either: they come one at a time, and a plan for each would take longer than it saves.
+They are placed by load, before the planned requests; plans count them, by their forecasts, among what runs.
 """
 
 from __future__ import annotations
@@ -187,6 +190,8 @@ class SkewAware(Planned):
         """Instances that serve the same stretch of the plan as the key, itself included."""
         self._unplanned: deque[Request] = deque()
         """Waiting requests without a forecast."""
+        self._turns: deque[Request] = deque()
+        """Waiting turns of episodes."""
         self._corrected_at = -1
         """Number of unfinished requests at the last correction."""
         self._looked_at: dict[str, Remaining] = {}
@@ -196,12 +201,15 @@ class SkewAware(Planned):
     @property
     def waiting(self) -> int:
         """Number of requests without an instance's slot."""
-        return super().waiting + len(self._unplanned)
+        return super().waiting + len(self._unplanned) + len(self._turns)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Add requests; those without a forecast are kept out of the plan."""
+        """Add requests; turns and those without a forecast are kept out of the plan."""
         for request in requests:
-            (self._unplanned if request.forecast is None else self._new).append(request)
+            if request.turn:
+                self._turns.append(request)
+            else:
+                (self._unplanned if request.forecast is None else self._new).append(request)
 
     def training_at(self, tokens_s: float) -> None:
         """Record the trainer's rate; see `DispatchPolicy.training_at`."""
@@ -211,7 +219,12 @@ class SkewAware(Planned):
     def withdraw(self, request_ids: Set[str]) -> None:
         """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
         self._unplanned = self.without(self._unplanned, request_ids)
+        self._turns = self.without(self._turns, request_ids)
         super().withdraw(request_ids)
+
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
+        """Place turns by load, plan new requests, then fill slots from the queues."""
+        return self.place_by_load(self._turns) + super().decide(produced)
 
     def fill(self) -> list[Assignment]:
         """Fill each instance from the queues of its whole stretch, then place unplanned requests by load."""

@@ -34,6 +34,13 @@ class Request:
     forecast: Forecast | None = None
     """Forecast of the output length; None if there is none that is trusted."""
     prompt_tokens: int = 0
+    turn: bool = False
+    """Whether it is a turn of an agent's episode. Turns come one at a time and go on as soon as they can: they are
+    placed by load, before anything that waits for a plan."""
+    home: str = ""
+    """Instance that has the KV cache of the turn that this one extends; '': none has."""
+    cached_tokens: int = 0
+    """Prompt tokens that `home` need not prefill."""
 
     @property
     def expected(self) -> float:
@@ -81,6 +88,31 @@ class Instance:
     def free(self) -> int:
         """Number of slots without a request."""
         return self.slots - len(self.running)
+
+
+def worth_returning(request: Request, home: Instance, other: Instance, affinity: int) -> bool:
+    """Return whether a turn should go to the instance that has its KV cache, and not to a less loaded one.
+
+    It should unless home is overloaded: full, or so much slower that the turn, expected to have n tokens, would lose
+    more time there than the other instance needs to prefill what home has in its cache:
+
+        n (base_home(b_home + 1) - base_other(b_other + 1)) <= cached_tokens * per_prefill_token_other
+
+    Where length, step times or prefill time are not known, home may be at most `affinity` requests fuller.
+
+    Args:
+        request: the turn.
+        home: the instance that has its KV cache.
+        other: the emptiest instance with a free slot; may be the same.
+        affinity: see `Fleet`.
+    """
+    if home.free < 1:
+        return False
+    here, there = home.curve, other.curve
+    if request.forecast is None or here is None or there is None or not there.per_prefill_token:
+        return home.load <= other.load + affinity
+    slower = float(here.base(len(home.running) + 1) - there.base(len(other.running) + 1))
+    return request.expected * slower <= request.cached_tokens * there.per_prefill_token
 
 
 class DispatchPolicy(Protocol):
@@ -142,8 +174,7 @@ class Fleet:
     Placement by load is first come, first served, on the instance with the fewest running requests (`Instance.load`: on
     a slow instance each request counts for more). Siblings follow their group to the instance that already has it, as
     long as that instance is at most `affinity` requests fuller than the emptiest one, so that a shared prompt is
-    computed
-    once per instance.
+    computed once per instance. Turns of episodes return to the instance that has their KV cache (`worth_returning`).
     """
 
     def __init__(self, affinity: int = 0) -> None:
@@ -234,9 +265,11 @@ class Fleet:
         decisions = []
         while waiting and (emptiest := self.emptiest()) is not None:
             request = waiting.popleft()
-            home = self.instances.get(self._homes.get(request.group_id, ""))
-            stays = home is not None and home.free > 0 and home.load <= emptiest.load + self.affinity
-            chosen = home if stays and home is not None else emptiest
+            chosen = emptiest
+            if (home := self.instances.get(request.home)) is not None:
+                chosen = home if worth_returning(request, home, emptiest, self.affinity) else emptiest
+            elif (home := self.instances.get(self._homes.get(request.group_id, ""))) is not None:
+                chosen = home if home.free > 0 and home.load <= emptiest.load + self.affinity else emptiest
             self._homes[request.group_id] = chosen.name
             decisions.append(self.start(request, chosen))
         if not waiting and not self.where:

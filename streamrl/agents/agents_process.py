@@ -126,7 +126,7 @@ class AgentsProcess:
     async def _generate(self, order: TurnOrder) -> GeneratedTurn:
         """Have the site's instances generate one turn."""
         owed = self._turns[order.turn_id] = asyncio.get_running_loop().create_future()
-        message = OrderTurn(turn_id=order.turn_id, sample_id=order.sample_id, seed=order.seed)
+        message = OrderTurn(turn_id=order.turn_id, sample_id=order.sample_id, seed=order.seed, extends=order.extends)
         try:
             await self.link.send(*wire(message), {"prompt_tokens": order.prompt_tokens})
             return await owed
@@ -178,7 +178,7 @@ def _turn(message: TurnDone, arrays: Arrays) -> GeneratedTurn:
         np.asarray(arrays[name]) for name in ("completion_tokens", "logprobs", "token_versions")
     )
     reason = "length" if message.finish_reason == "length" else "stop"
-    return GeneratedTurn(tokens, logprobs, versions, reason, message.text)  # type: ignore[arg-type]
+    return GeneratedTurn(tokens, logprobs, versions, reason, message.text, message.cached_tokens)  # type: ignore[arg-type]
 
 
 def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:

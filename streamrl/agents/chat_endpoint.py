@@ -226,7 +226,7 @@ class ChatEndpoint:
                     session, "agent", "generation failed", turn.started, f"{type(error).__name__}: {error}"[:500]
                 )
             raise
-        remarks = [f"prompt of {len(turn.order.prompt_tokens)} tokens"]
+        remarks = [f"prompt of {len(turn.order.prompt_tokens)} tokens, {generated.cached_tokens} of them cached"]
         remarks.append(f"continues turn {turn.parent.number}" if turn.parent else f"begins a row {turn.note}".strip())
         if generated.finish_reason == "length":
             remarks.append(CUT)

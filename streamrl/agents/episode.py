@@ -51,6 +51,8 @@ class TurnOrder:
     seed: int
     temperature: float | None
     """Temperature of the turn, as in `EpisodeOrder`."""
+    extends: str | None = None
+    """Id of the turn whose prompt and output this prompt begins with; None: of none."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class GeneratedTurn:
     """'stop' (end token or stop string) or 'length' (token limit)."""
     text: str
     """Decoded tokens, without special tokens."""
+    cached_tokens: int = 0
+    """Prompt tokens that the instance had in its prefix cache."""
 
     def __post_init__(self) -> None:
         _check_shapes("a turn", self.tokens, self.logprobs, self.versions)

@@ -286,6 +286,7 @@ class Session:
             prompt_tokens=tokens,
             seed=derive_seed(order.seed, f"turn/{number}"),
             temperature=order.temperature,
+            extends=parent.order.turn_id if parent is not None else None,
         )
         return Turn(number, turn, call, parent, rendered, history, now, note)
 

@@ -50,7 +50,7 @@ class StepLengths:
     """Accuracy of the predictions; None: nothing was predicted, or too few samples finished."""
     saving: Saving | None
     """Saving by dispatch, simulated from the step's lengths and the instances' step times, 0 if it went by load; None:
-    not simulated.
+    not simulated, as of episodes, whose turns come one at a time.
     """
     dispatched_by: bool = False
     """Whether dispatch went by the predictions."""
@@ -71,6 +71,7 @@ class LengthPredictor:
         """Judges forecasts by what dispatch by them would have cost or saved."""
         self.train_tokens_s: float | None = None
         """Tokens that the trainer processed per second in the last step; None before the first."""
+        self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
         self._policy = policy_for(run.schedule.name, run.dispatch.policy)
         self._forecasts: dict[str, Forecast] = {}
         """Forecasts of groups in flight, whether dispatch got them or not."""
@@ -96,8 +97,7 @@ class LengthPredictor:
         """Set the predictions of a step's groups, in place."""
         if not groups:
             return
-        longest, context = self.run.sampling.max_tokens, self.run.model.max_context
-        limit = np.array([max(1, min(longest, context - len(group.prompt_tokens))) for group in groups])
+        limit = np.array([max(1, self._most_tokens(group)) for group in groups])
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
             [group.task for group in groups],
@@ -113,6 +113,13 @@ class LengthPredictor:
             self._forecasts[group.group_id] = forecast
             group.forecast = forecast if self.trusted else None
             self.ranker.expect(sample_ids(group), forecast.mean)
+
+    def _most_tokens(self, group: Group) -> int:
+        """Return the most tokens that one sample of a group may have: a completion, or all turns of an episode."""
+        longest = self.run.sampling.max_tokens
+        if group.agent:
+            return longest * self._max_turns[group.task]
+        return min(longest, self.run.model.max_context - len(group.prompt_tokens))
 
     @property
     def trusted(self) -> bool:
@@ -142,9 +149,10 @@ class LengthPredictor:
         if every and groups[0].step % every == 0 and (job := self.ranker.refit_job()) is not None:
             self.ranker.model = await asyncio.to_thread(job)
         forecasts = {group.group_id: self._forecasts.pop(group.group_id, None) for group in groups}
-        used = self._policy not in BLIND and any(group.forecast for group in groups)
+        dispatched = [group for group in groups if not group.agent]  # a site places turns, which it forecasts itself
+        used = self._policy not in BLIND and any(group.forecast for group in dispatched)
         requests: list[SimulatedRequest] = []
-        for group in groups:
+        for group in dispatched:
             own = [_simulated(group, m.sample, forecasts[group.group_id]) for m in group.members()]
             requests += own if len(requests) + len(own) <= MOST_SIMULATED else []
         replayed = None
@@ -153,7 +161,11 @@ class LengthPredictor:
             longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
             setting = fleet, self._policy, longest, affinity, objective
             replayed = await asyncio.to_thread(saving, requests, *setting)
-            if self._policy not in BLIND and any(forecasts.values()) and replayed.least_loaded > 0:
+            if (
+                self._policy not in BLIND
+                and any(forecasts[group.group_id] for group in dispatched)
+                and replayed.least_loaded > 0
+            ):
                 others = await asyncio.to_thread(resampled_ratios, requests, *setting)
                 self.outcome.record([replayed.policy / replayed.least_loaded, *others])
             if not used:

@@ -41,6 +41,8 @@ class TurnDone(TypedMessage, frozen=True, tag="turn_done"):
     finish_reason: str
     """'stop' or 'length'."""
     text: str
+    cached_tokens: int = 0
+    """Prompt tokens that the instance had in its prefix cache."""
 
 
 # agents -> service
@@ -56,6 +58,8 @@ class OrderTurn(TypedMessage, frozen=True, tag="order_turn"):
     """Never used twice, also after a restart."""
     sample_id: str
     seed: int
+    extends: str | None = None
+    """Turn whose prompt and output the prompt begins with, and whose KV cache it can use; None: none."""
 
 
 class EpisodeDone(TypedMessage, frozen=True, tag="episode_done"):

@@ -89,6 +89,7 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     t_first_token: float
     t_finished: float
     text: str
+    cached_tokens: int = 0
     trajectory: Trajectory | None = None
     """Set by the service on its way to the controller, if the sample is an episode."""
 

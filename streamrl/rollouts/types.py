@@ -107,6 +107,8 @@ class Sample:
     t_finished: float
     text: str = ""
     """Decoded completion, without special tokens, as the reward gets it."""
+    cached_tokens: int = 0
+    """Prompt tokens that its last instance had in its prefix cache; 0 of a whole episode, whose steps say it."""
     trajectory: Trajectory | None = None
     """Rows, reward and conversation of an episode; None: a single completion, which is still to be scored."""
 

@@ -17,7 +17,7 @@ from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AsyncSchedule
 from streamrl.controller.group_source import sample_ids
-from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, places
+from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths, places
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
@@ -183,3 +183,23 @@ def test_a_policy_that_ignores_forecasts_uses_none_that_are_trusted() -> None:
     lengths.ranker.trusted = True
     state = lengths.state()
     assert state["trusted"] and not state["used"]
+
+
+def test_an_episode_may_be_longer_than_one_answer_and_is_no_request_that_dispatch_is_judged_by() -> None:
+    task = {"kind": "agent", "name": "words", "run": "m:f", "items": "m:g", "max_turns": 3}
+    run = RunConfig.model_validate({**RUN.model_dump(), "sampling": {"max_tokens": 150}, "tasks": [task]})
+    lengths = LengthPredictor(run)
+
+    def play_episodes(number: int) -> tuple[list[Group], StepLengths]:
+        groups = step_of(number)
+        for group in groups:
+            group.agent, group.task = True, run.agent_tasks[0].key
+        lengths.predict(groups)
+        return groups, asyncio.run(lengths.learn(groups, FLEET))
+
+    for number in (1, 2, 3):
+        groups, told = play_episodes(number)
+        assert told.saving is None and not told.dispatched_by
+    predicted = [group.predicted_length or 0.0 for group in groups]
+    assert 150 < max(predicted) <= 450  # up to three answers of 150 tokens
+    assert told.measured is not None and told.measured.recall_at_20 > 0.6  # they are still judged by lengths

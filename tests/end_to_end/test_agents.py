@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter, defaultdict
 from typing import Any
@@ -12,12 +13,14 @@ import psutil
 import pytest
 
 from streamrl.agents.chat_endpoint import CUT
+from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.waiting import finish
 
+EXTENDS = re.compile(r"prompt of (?P<prompt>\d+) tokens, (?P<cached>\d+) of them cached; continues turn")
 ROLES = "streamrl.launcher.entry_point"
 
 AGENTS = '''
@@ -148,6 +151,17 @@ def test_rows_are_what_was_sampled_and_what_was_rendered(finished: tuple[Project
         sampled = sum(sum(row["mask"]) for row in rows)
         assert sampled == rows[0]["output_length"] == sum(step["tokens"] for step in generated)
     assert several > 0
+
+
+def test_turns_find_what_they_extend_in_the_prefix_cache(finished: tuple[Project, str]) -> None:
+    found = []
+    for rows in rows_of(finished[0]).values():
+        for step in json.loads(rows[0]["conversation"])["steps"]:
+            if (said := EXTENDS.match(step["detail"])) is not None:
+                found.append((int(said["prompt"]), int(said["cached"])))
+    assert all(cached < prompt for prompt, cached in found)
+    longer = [cached for prompt, cached in found if prompt > 2 * CPU_BLOCK_SIZE]
+    assert len(longer) > 10 and sum(cached >= CPU_BLOCK_SIZE for cached in longer) > len(longer) / 2
 
 
 def test_the_trainer_computes_what_was_sampled(finished: tuple[Project, str]) -> None:

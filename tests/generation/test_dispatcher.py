@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.planned import SkewAware
-from scheduler.dispatch.policy import REGULAR, TAIL
+from scheduler.dispatch.policy import REGULAR, TAIL, Request
 from scheduler.dispatch.registry import make_policy
 from streamrl.protocol.message import parse
 from streamrl.protocol.samples import request_from_wire
@@ -406,3 +407,31 @@ def test_a_slow_instance_stays_slow_while_it_is_held_and_is_forgotten_when_it_is
         assert sorted(instance for instance, *_ in sent) == ["b", "b", "b"]
 
     asyncio.run(scenario())
+
+
+def test_a_turn_is_given_to_the_policy_with_its_home_which_is_good_for_one_placement() -> None:
+    policy = Scripted()
+    work, _ = dispatcher(policy)
+    asked: list[Request] = []
+    submit = policy.submit
+
+    def submitted(new: Iterable[Request]) -> None:
+        asked.extend(new := list(new))
+        submit(new)
+
+    policy.submit = submitted  # type: ignore[method-assign]
+
+    async def body() -> None:
+        (one,) = requests("g.0/aa.1")
+        await work.submit_turn(one, Forecast.exactly(9), "b", 4)
+        assert asked == [Request("g.0/aa.1", "g", Forecast.exactly(9), 5, True, "b", 4)]
+        await work.throttle(True)
+        await work.hold("a", requeue=True, why="weights")
+        await give_back(work, part("g.0/aa.1", 2))
+        assert asked[1] == Request("g.0/aa.1", "g", Forecast.exactly(9), 5, True, "", 0)
+        policy.join("a", 8)
+        await work.throttle(False)
+        await end(work, "g.0/aa.1", 3)
+        assert not work.requests and not work._turns
+
+    asyncio.run(body())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrl.generation.site.site_episodes import SiteEpisodes, is_turn
+from streamrl.generation.site.site_episodes import PrefixCache, RequestedTurn, SiteEpisodes, is_turn
+from streamrl.generation.site.turn_lengths import FEWEST
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import wire
 from streamrl.protocol.samples import IncomingGroup, sample_from_wire, sample_to_wire
@@ -18,8 +19,17 @@ from streamrl.transport.wire import Arrays
 PROMPT: Arrays = {"prompt_tokens": np.arange(5, dtype=np.int32)}
 
 
+CACHES: dict[str, PrefixCache] = {}
+"""The instances' prefix caches; a test that wants some has them."""
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> None:
+    CACHES.clear()
+
+
 def site_with(*sample_ids: str) -> SiteEpisodes:
-    site = SiteEpisodes("here", 100)
+    site = SiteEpisodes("here", 100, 50, CACHES.get)
     requests = [SampleRequest(one, "g", np.arange(3, dtype=np.int32), 7, 1.5, 0.0) for one in sample_ids]
     orders = site.begin([IncomingGroup(requests, None, IssuedEpisode("task", {"prompt": "hi"}))])
     assert [order.sample_id for order in orders] == list(sample_ids)
@@ -27,8 +37,17 @@ def site_with(*sample_ids: str) -> SiteEpisodes:
     return site
 
 
-def turn(number: int, sample_id: str = "g.000", attempt: str = "aa") -> OrderTurn:
-    return OrderTurn(turn_id=f"{sample_id}/{attempt}.{number}", sample_id=sample_id, seed=number)
+def turn(number: int, sample_id: str = "g.000", attempt: str = "aa", extends: int | None = None) -> OrderTurn:
+    before = None if extends is None else f"{sample_id}/{attempt}.{extends}"
+    return OrderTurn(turn_id=f"{sample_id}/{attempt}.{number}", sample_id=sample_id, seed=number, extends=before)
+
+
+def prompt(length: int) -> Arrays:
+    return {"prompt_tokens": np.arange(length, dtype=np.int32)}
+
+
+def output(length: int, *versions: int) -> Arrays:
+    return {"token_versions": np.resize(np.asarray(versions or (0,), np.int32), length)}
 
 
 def finished(turn_id: str, instance: str = "here-regular-0") -> FinishedSample:
@@ -50,17 +69,17 @@ def end(sample_id: str = "g.000") -> EpisodeDone:
 def test_a_turn_goes_to_the_dispatcher_as_a_request_of_its_episodes_group() -> None:
     site = site_with("g.000", "g.001")
     found = site.turn(turn(0), PROMPT)
-    assert isinstance(found, IncomingGroup) and found.episode is None
-    (request,) = found.requests
+    assert isinstance(found, RequestedTurn) and (found.home, found.cached, found.forecast) == ("", 0, None)
+    request = found.request
     assert (request.sample_id, request.group_id, request.seed) == ("g.000/aa.0", "g", 0)
     assert request.temperature == 0.0 and len(request.prompt_tokens) == 5
-    answer = site.turn_done(finished("g.000/aa.0"))
+    answer = site.turn_done(finished("g.000/aa.0"), output(2))
     assert answer is not None and (answer.turn_id, answer.finish_reason, answer.text) == (
         "g.000/aa.0",
         "length",
         "four",
     )
-    assert site.turn_done(finished("g.000/aa.0")) is None  # answered once
+    assert site.turn_done(finished("g.000/aa.0"), output(2)) is None  # answered once
 
 
 @pytest.mark.parametrize(
@@ -69,6 +88,8 @@ def test_a_turn_goes_to_the_dispatcher_as_a_request_of_its_episodes_group() -> N
         (turn(0, "g.009"), PROMPT, "no open episode"),
         (turn(1), PROMPT, "known already"),
         (OrderTurn(turn_id="g.001/aa.5", sample_id="g.000", seed=0), PROMPT, "none of 'g.000'"),
+        (OrderTurn(turn_id="g.000/aa.x", sample_id="g.000", seed=0), PROMPT, "none of 'g.000'"),
+        (OrderTurn(turn_id="g.000/aa." + "1" * 99, sample_id="g.000", seed=0), PROMPT, "none of 'g.000'"),
         (turn(2), {}, "without its prompt"),
         (turn(2), {"prompt_tokens": np.empty(0, np.int32)}, "without its prompt"),
         (turn(2), {"prompt_tokens": np.zeros(3, np.int64)}, "without its prompt"),
@@ -87,7 +108,7 @@ def test_an_ended_episode_is_a_sample_of_its_last_turns_instance() -> None:
     site = site_with("g.000")
     for number, instance in enumerate(["here-regular-0", "here-regular-1"]):
         site.turn(turn(number), PROMPT)
-        site.turn_done(finished(f"g.000/aa.{number}", instance))
+        site.turn_done(finished(f"g.000/aa.{number}", instance), output(2))
     sample = site.end(end())
     assert isinstance(sample, FinishedSample)
     assert (sample.sample_id, sample.group_id, sample.instance) == ("g.000", "g", "here-regular-1")
@@ -118,10 +139,75 @@ def test_a_new_agents_process_begins_what_is_open_and_gets_no_turn_of_the_old_on
     site.turn(turn(0), PROMPT)
     site.end(end("g.001"))  # on its way to the controller
     assert [order.sample_id for order in site.restart()] == ["g.000", "g.002"]
-    assert site.turn_done(finished("g.000/aa.0")) is None
+    assert site.turn_done(finished("g.000/aa.0"), output(2)) is None
     again = site.turn(turn(0, attempt="bb"), PROMPT)
-    assert isinstance(again, IncomingGroup)
+    assert isinstance(again, RequestedTurn)
 
 
 def test_ids_of_turns_are_none_of_samples() -> None:
     assert is_turn("00000001.003/ab12.0") and not is_turn("00000001.003")
+
+
+def test_a_turn_goes_where_the_tokens_of_the_turn_that_it_extends_are() -> None:
+    CACHES["here-regular-0"], CACHES["here-regular-1"] = (1, 3), (1, 3)
+    site = site_with("g.000")
+    for number, instance in enumerate(CACHES):
+        site.turn(turn(number), prompt(5 + number))
+        site.turn_done(finished(f"g.000/aa.{number}", instance), output(2, 3))
+
+    def where(number: int, extends: int | None, length: int = 20) -> tuple[str, int]:
+        found = site.turn(turn(number, extends=extends), prompt(length))
+        assert isinstance(found, RequestedTurn)
+        return found.home, found.cached
+
+    assert where(2, None) == ("", 0)
+    assert where(3, 0) == ("here-regular-0", 7) and where(4, 1) == ("here-regular-1", 8)  # prompt and output
+    assert where(5, 2) == ("", 0)  # still being generated
+    assert where(6, 1, length=7) == ("", 0)  # shorter than what it is to extend
+    CACHES["here-regular-0"] = (2, 3)  # another process of that name
+    assert where(7, 0) == ("", 0)
+    CACHES["here-regular-1"] = (1, 4)  # new weights
+    assert where(8, 1) == ("", 0)
+    del CACHES["here-regular-1"]  # gone
+    assert where(9, 1) == ("", 0)
+
+
+@pytest.mark.parametrize(("cache", "versions"), [(None, (3,)), ((1, 4), (3, 4)), ((1, 4), (3, 3))])
+def test_a_turn_that_is_in_no_usable_cache_sends_nobody_to_its_instance(
+    cache: PrefixCache | None, versions: tuple[int, ...]
+) -> None:
+    if cache is not None:
+        CACHES["here-regular-0"] = cache
+    site = site_with("g.000")
+    site.turn(turn(0), PROMPT)
+    site.turn_done(finished("g.000/aa.0"), output(2, *versions))
+    CACHES["here-regular-0"] = (1, 4)
+    found = site.turn(turn(1, extends=0), prompt(20))
+    assert isinstance(found, RequestedTurn) and found.home == ""
+
+
+def test_a_turn_is_forecast_from_ended_turns_at_its_place_and_has_room_for_it() -> None:
+    site = site_with("g.000")
+    for number in range(2 * FEWEST):  # half of them begin an episode
+        one = turn(number % 2, attempt=f"a{number}")
+        site.turn(one, PROMPT)
+        site.turn_done(finished(one.turn_id), output(40 if number % 2 else 10))
+
+    def expected(number: int, length: int) -> float:
+        found = site.turn(turn(number, attempt=f"b{length}"), prompt(length))
+        assert isinstance(found, RequestedTurn) and found.forecast is not None
+        return found.forecast.mean
+
+    assert (expected(0, 5), expected(1, 5)) == (10, 40)
+    assert expected(1, 70) == 30  # of a context of 100
+    assert expected(2, 5) == pytest.approx(25, abs=2)  # no such turn has ended: as any of its task
+
+
+def test_a_new_agents_process_extends_no_turn_of_the_old_one() -> None:
+    CACHES["here-regular-0"] = (1, 0)
+    site = site_with("g.000")
+    site.turn(turn(0), PROMPT)
+    site.turn_done(finished("g.000/aa.0"), output(2))
+    site.restart()
+    found = site.turn(turn(1, extends=0), prompt(20))
+    assert isinstance(found, RequestedTurn) and found.home == ""

@@ -121,6 +121,11 @@ class Engine:
         return len(self._tokenizer)
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests share the KV cache of equal beginnings of their prompts."""
+        return bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens of context that the KV cache holds."""
         cache = self._llm.vllm_config.cache_config
@@ -193,6 +198,7 @@ class Engine:
             t_queued=request.t_queued,
             t_finished=self._clock(),
             text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
+            cached_tokens=output.num_cached_tokens or 0,
         )
 
     @property

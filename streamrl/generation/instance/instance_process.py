@@ -126,6 +126,7 @@ class InstanceProcess:
             "world_size": self.pool.gpus_per_replica,
             "curve": self.worked.start.to_json(),
             "doubts": self.worked.doubts,
+            "caches_prefixes": self.engine.caches_prefixes,
             "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines

@@ -56,6 +56,8 @@ class Dispatcher:
         self._send = send
         self._reported = produced
         self._forecasts: dict[str, Forecast | None] = {}
+        self._turns: dict[str, tuple[str, int]] = {}
+        """Of requests that are turns: the instance that has their KV cache ('': none), and the tokens that it has."""
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._handed_over: dict[str, set[str]] = {}
         """Requests that continue elsewhere although this instance may still be working on them, by instance."""
@@ -221,6 +223,18 @@ class Dispatcher:
         self._forecasts |= {sample_id: forecast for sample_id, (_, forecast) in new.items()}
         await self._place(new)
 
+    async def submit_turn(self, request: SampleRequest, forecast: Forecast | None, home: str, cached: int) -> None:
+        """Place a turn of an episode.
+
+        Args:
+            request: the turn.
+            forecast: forecast of the turn's length.
+            home: instance that has the KV cache of the turn that it extends; '': none has.
+            cached: prompt tokens that `home` need not prefill.
+        """
+        self._turns[request.sample_id] = home, cached
+        await self.submit([([request], forecast)])
+
     async def park(self, sample_ids: Iterable[str]) -> None:
         """Preempt and park requests, whether they run or wait; those that have ended are ignored."""
         wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests} - self.parked
@@ -254,7 +268,7 @@ class Dispatcher:
             await self._release(at, sample_id)
         if sample_id not in self._at:  # it waits in the policy's queue
             self.policy.withdraw({sample_id})
-        for known in (self.requests, self._forecasts, self._moving, self._at):
+        for known in (self.requests, self._forecasts, self._turns, self._moving, self._at):
             known.pop(sample_id, None)
         self.parked.discard(sample_id)
         self.policy.finished(sample_id, length)
@@ -296,11 +310,15 @@ class Dispatcher:
         return True
 
     async def _place(self, sample_ids: Iterable[str]) -> None:
-        requests = [self.requests[sample_id] for sample_id in sample_ids]
-        self.policy.submit(
-            [Request(r.sample_id, r.group_id, self._forecasts[r.sample_id], len(r.prompt_tokens)) for r in requests]
-        )
+        self.policy.submit([self._known_to_policy(sample_id) for sample_id in sample_ids])
         await self._dispatch()
+
+    def _known_to_policy(self, sample_id: str) -> Request:
+        request = self.requests[sample_id]
+        prompt, forecast = len(request.prompt_tokens), self._forecasts[sample_id]
+        if (turn := self._turns.get(sample_id)) is None:
+            return Request(sample_id, request.group_id, forecast, prompt)
+        return Request(sample_id, request.group_id, forecast, prompt, True, *turn)
 
     async def _dispatch(self) -> None:
         if self._throttled:
@@ -320,6 +338,8 @@ class Dispatcher:
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
         self._at[sample_id] = instance
+        if sample_id in self._turns:
+            self._turns[sample_id] = "", 0  # should it be placed again, its home's cache is of no use any more
         message, arrays = request_to_wire(self.requests[sample_id], route)
         await self._send(instance, *wire(message), arrays)
 

@@ -32,7 +32,7 @@ from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
-from streamrl.generation.site.site_episodes import SiteEpisodes, is_turn
+from streamrl.generation.site.site_episodes import PrefixCache, SiteEpisodes, is_turn
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.uplink import make_uplink
@@ -108,7 +108,7 @@ class GenerationService:
         )
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
-        self.episodes = SiteEpisodes(self.site, run.model.max_context)
+        self.episodes = SiteEpisodes(self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache)
         self.agents = f"agents-{self.site}"
         """Name of the process that leads the site's episodes, in runs that have some."""
         self.hub.forwards_hellos = True
@@ -205,7 +205,7 @@ class GenerationService:
             delivery.ack()
 
     async def _submit(self, groups: Iterable[IncomingGroup]) -> None:
-        """Place groups of single completions, or turns, together."""
+        """Place groups of single completions together."""
         await self.dispatcher.submit([(self._with_kept(group.requests), group.forecast) for group in groups])
 
     def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
@@ -319,16 +319,24 @@ class GenerationService:
 
     async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
         """Give a turn to the dispatcher."""
-        request = self.episodes.turn(turn, delivery.arrays)
+        found = self.episodes.turn(turn, delivery.arrays)
         delivery.ack()
-        if isinstance(request, str):
-            self.hub.refusals.count("not its own", delivery.peer, request)
-        else:
-            await self._submit([request])
+        if isinstance(found, str):
+            self.hub.refusals.count("not its own", delivery.peer, found)
+            return
+        (request,) = self._with_kept([found.request])
+        await self.dispatcher.submit_turn(request, found.forecast, found.home, found.cached)
+
+    def _prefix_cache(self, instance: str) -> PrefixCache | None:
+        """Return the identity of an instance's prefix cache; None: it is gone, or caches nothing."""
+        peer, version = self.hub.peers.get(instance), self.weights.version
+        if peer is None or version is None or not peer.meta.get("caches_prefixes"):
+            return None
+        return int(peer.meta["process"]), version
 
     async def _turn_done(self, sample: site_instance.FinishedSample, delivery: Delivery) -> None:
         """Return a finished turn to the agents process, whose session keeps it."""
-        answer = self.episodes.turn_done(sample)
+        answer = self.episodes.turn_done(sample, delivery.arrays)
         delivery.ack()
         self.journal.forget([sample.sample_id])
         await self.dispatcher.finished(sample.sample_id, len(delivery.arrays["completion_tokens"]), delivery.peer)

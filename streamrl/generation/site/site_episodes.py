@@ -4,14 +4,19 @@
 
 An episode stays open until the controller has committed it. A new agents process is given all open ones again, from
 their start; turns that the old one had ordered run to their end and are dropped.
+
+A turn goes where the KV cache of the turn that it extends is, if it is anywhere: the instance that generated that turn,
+while it is the same process with the same weights, since prefix caches are salted with the version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from scheduler.cost.length_forecast import Forecast
+from streamrl.generation.site.turn_lengths import TurnLengths
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import body_of
 from streamrl.protocol.samples import IncomingGroup
@@ -20,10 +25,45 @@ from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.types import SampleRequest
 from streamrl.transport.wire import Arrays
 
+PrefixCache = tuple[int, int]
+"""Identity of an instance's prefix cache: number of its process, and version of the weights that it is salted with."""
+_TURN_ID = re.compile(r"(?P<sample>.+)/[^/.]+\.(?P<place>\d{1,9})")
+
 
 def is_turn(sample_id: str) -> bool:
     """Return whether an id is that of an episode's turn, '<sample id>/<attempt>.<number>', and not of a sample."""
     return "/" in sample_id
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """A turn that is being generated."""
+
+    sample_id: str
+    place: int
+    """Its place in its episode, from 0."""
+    prompt: int
+    """Tokens of its prompt."""
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """A finished turn that is in the prefix cache of an instance."""
+
+    instance: str
+    cache: PrefixCache
+    tokens: int
+    """Tokens of its prompt and its output."""
+
+
+@dataclass(frozen=True)
+class RequestedTurn:
+    """A turn for the dispatcher; the arguments of `Dispatcher.submit_turn`."""
+
+    request: SampleRequest
+    forecast: Forecast | None
+    home: str
+    cached: int
 
 
 @dataclass
@@ -32,12 +72,13 @@ class _Open:
 
     request: SampleRequest
     """Its `prompt_tokens` are those that the length was predicted for, not those of any turn."""
-    forecast: Forecast | None
     order: RunEpisode
     last: FinishedSample | None = None
     """Its newest finished turn."""
     done: bool = False
     """Whether its end is on its way to the controller."""
+    cached: dict[str, _Cached] = field(default_factory=dict)
+    """Its finished turns that are in a prefix cache, by turn id."""
 
 
 @dataclass
@@ -47,10 +88,16 @@ class SiteEpisodes:
     site: str
     most_context: int
     """Tokens of a prompt and its answer (`model.max_context`)."""
+    most_tokens: int
+    """Tokens of an answer (`sampling.max_tokens`)."""
+    cache_of: Callable[[str], PrefixCache | None]
+    """Returns the prefix cache of an instance now; None: it is gone, or caches nothing."""
     episodes: dict[str, _Open] = field(default_factory=dict)
     """Open episodes, by sample id."""
-    turns: dict[str, str] = field(default_factory=dict)
-    """Sample id of the episode of each turn that is being generated, by turn id."""
+    turns: dict[str, _Ordered] = field(default_factory=dict)
+    """Turns that are being generated, by id."""
+    lengths: TurnLengths = field(default_factory=TurnLengths)
+    """Lengths of the turns that have ended, those of episodes that were begun again included."""
 
     def begin(self, groups: Iterable[IncomingGroup]) -> list[RunEpisode]:
         """Enter the episodes of groups; return the orders for the agents process."""
@@ -60,28 +107,32 @@ class SiteEpisodes:
                 continue
             for request in group.requests:
                 order = _order(request, group.episode)
-                self.episodes[request.sample_id] = _Open(request, group.forecast, order)
+                self.episodes[request.sample_id] = _Open(request, order)
                 orders.append(order)
         return orders
 
     def restart(self) -> list[RunEpisode]:
         """Begin anew with a new agents process; return the orders of what it has to lead."""
         self.turns = {}
+        for one in self.episodes.values():
+            one.cached = {}
         return [one.order for one in self.episodes.values() if not one.done]
 
-    def turn(self, message: OrderTurn, arrays: Arrays) -> IncomingGroup | str:
+    def turn(self, message: OrderTurn, arrays: Arrays) -> RequestedTurn | str:
         """Return the request of a turn; or, as text, what is wrong with it."""
         one = self.episodes.get(message.sample_id)
         prompt = arrays.get("prompt_tokens")
         if one is None or one.done:
             return f"a turn of {message.sample_id!r:.99}, which is no open episode"
-        if message.turn_id in self.turns or not message.turn_id.startswith(f"{message.sample_id}/"):
+        named = _TURN_ID.fullmatch(message.turn_id)
+        if message.turn_id in self.turns or named is None or named["sample"] != message.sample_id:
             return f"the turn {message.turn_id!r:.99}, which is none of {message.sample_id!r:.99} or known already"
         if prompt is None or prompt.ndim != 1 or prompt.dtype != "int32" or not len(prompt):
             return f"the turn {message.turn_id!r:.99} without its prompt, int32 [P]"
         if len(prompt) >= self.most_context:
             return f"the turn {message.turn_id!r:.99}, whose {len(prompt)} tokens leave no room for an answer"
-        self.turns[message.turn_id] = message.sample_id
+        ordered = _Ordered(message.sample_id, int(named["place"]), len(prompt))
+        self.turns[message.turn_id] = ordered
         request = SampleRequest(
             sample_id=message.turn_id,
             group_id=one.request.group_id,
@@ -90,15 +141,30 @@ class SiteEpisodes:
             t_queued=one.request.t_queued,
             temperature=one.request.temperature,
         )
-        return IncomingGroup([request], one.forecast, None)
+        most = min(self.most_tokens, self.most_context - len(prompt))
+        forecast = self.lengths.forecast(one.order.task, ordered.place, most)
+        before = one.cached.get(message.extends or "")
+        if before is None or self.cache_of(before.instance) != before.cache or before.tokens > len(prompt):
+            return RequestedTurn(request, forecast, "", 0)
+        return RequestedTurn(request, forecast, before.instance, before.tokens)
 
-    def turn_done(self, sample: FinishedSample) -> TurnDone | None:
+    def turn_done(self, sample: FinishedSample, arrays: Arrays) -> TurnDone | None:
         """Return the answer to a turn's order; None: the agents process that ordered it is gone."""
-        owner = self.turns.pop(sample.sample_id, None)
-        if owner is None or owner not in self.episodes:
+        turn = self.turns.pop(sample.sample_id, None)
+        if turn is None or (one := self.episodes.get(turn.sample_id)) is None:
             return None
-        self.episodes[owner].last = sample
-        return TurnDone(turn_id=sample.sample_id, finish_reason=sample.finish_reason, text=sample.text)
+        one.last = sample
+        versions = arrays["token_versions"]
+        self.lengths.record(one.order.task, turn.place, len(versions))
+        cache = self.cache_of(sample.instance)
+        if cache is not None and len(versions) and versions[0] == cache[1]:  # else it was salted with another version
+            one.cached[sample.sample_id] = _Cached(sample.instance, cache, turn.prompt + len(versions))
+        return TurnDone(
+            turn_id=sample.sample_id,
+            finish_reason=sample.finish_reason,
+            text=sample.text,
+            cached_tokens=sample.cached_tokens,
+        )
 
     def end(self, message: EpisodeDone) -> FinishedSample | str:
         """Return the sample of an ended episode; or, as text, what is wrong with it.
