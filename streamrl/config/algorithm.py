@@ -183,6 +183,13 @@ class Algorithm(StrictModel):
         assert self.gate_positive is not None and self.gate_negative is not None
         return self.gate_positive, self.gate_negative
 
+    @property
+    def needs_trajectories(self) -> bool:
+        """Whether all rows of an episode have one ratio or weight, so that the trainer needs them together."""
+        options = self.off_policy
+        corrected = options.level != "token" and options.correction != "none"
+        return self.surrogate == "sequence_clip" or corrected
+
     def needs_proximal(self, sync_every: int) -> bool:
         """Whether a copy of the last published weights must be kept.
 

@@ -165,7 +165,7 @@ class StepBatch:
         counted = {m.sample.sample_id for m in self.counted(group)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
         if counted and not flat:
-            self.queue += train_groups(group, counted)
+            self.queue += train_groups(group, counted, self.run.algorithm.needs_trajectories)
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
         """Record that all ranks have finished their shares of the micro-batch."""

@@ -28,9 +28,12 @@ SCHEMA = pa.schema(
         ("advantage", pa.float64()),
         ("reference_logprobs", pa.list_(pa.float32())),
         ("mask", pa.list_(pa.bool_())),
+        ("trajectory", pa.string()),
+        ("trajectory_tokens", pa.int64()),
     ]
 )
-"""Columns of a file; `part` counts the groups (or parts of groups) of a worker's share."""
+"""Columns of a file; `part` counts the groups (or parts of groups) of a worker's share. Files of earlier versions lack
+the last two."""
 FACTS = b"streamrl"
 """Key of the file's metadata under which the facts of the step are kept, as JSON."""
 
@@ -85,6 +88,8 @@ class KeptMicroBatches:
                 "advantage": sequence.advantage,
                 "reference_logprobs": sequence.reference_logprobs,
                 "mask": sequence.mask,
+                "trajectory": group.trajectory,
+                "trajectory_tokens": sequence.trajectory_tokens,
             }
             for number, shares in enumerate(kept.micro_batches)
             for worker, share in enumerate(shares)
@@ -121,7 +126,8 @@ class KeptMicroBatches:
         for row in table.to_pylist():
             place = row["micro_batch"], row["worker"], row["part"]
             if place not in found:
-                found[place] = TrainGroup(row["group_id"], np.array(row["prompt_tokens"], np.int32), [])
+                prompt, trajectory = np.array(row["prompt_tokens"], np.int32), row.get("trajectory", "")
+                found[place] = TrainGroup(row["group_id"], prompt, [], trajectory)
             reference, mask = row["reference_logprobs"], row["mask"]
             found[place].sequences.append(
                 TrainSequence(
@@ -131,6 +137,7 @@ class KeptMicroBatches:
                     None if reference is None else np.array(reference, np.float32),
                     row["sample_id"],
                     None if mask is None else np.array(mask, np.bool_),
+                    row.get("trajectory_tokens"),
                 )
             )
         shares: dict[int, dict[int, list[TrainGroup]]] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from streamrl.config.algorithm import AggregationKind
-from streamrl.rollouts.row_parts import group_rows
+from streamrl.rollouts.row_parts import RowPart, group_rows
 from streamrl.rollouts.types import BoolArray, FloatArray, Group, IntArray
 from streamrl.transport.wire import Arrays
 
@@ -33,6 +33,8 @@ class TrainSequence:
     """Id of the sample, or of one of its rows; it stays with the controller (a trainer's sequences have '')."""
     mask: BoolArray | None = None
     """Which tokens were sampled and have a loss, shape [C]; None: all of them."""
+    trajectory_tokens: int | None = None
+    """Tokens with a loss of the episode that it is a row of, all rows together; None: it is its only row."""
 
     @property
     def loss_tokens(self) -> int:
@@ -48,6 +50,9 @@ class TrainGroup:
     prompt_tokens: IntArray
     """Shape [P]."""
     sequences: list[TrainSequence]
+    trajectory: str = ""
+    """Id of the episode whose rows these are, if they have one ratio with its other rows: its groups, one after the
+    other, stay in one micro-batch. '': each sequence has its own ratio."""
 
     @property
     def tokens(self) -> int:
@@ -65,41 +70,46 @@ class TrainGroup:
         return all(seq.reference_logprobs is not None for seq in self.sequences if seq.loss_tokens)
 
 
-def train_groups(group: Group, kept: Set[str] | None = None) -> list[TrainGroup]:
+def train_groups(group: Group, kept: Set[str] | None = None, trajectories: bool = False) -> list[TrainGroup]:
     """Convert a complete group to the trainer's form; samples are in the order of their ids.
 
     Args:
         group: group in which every sample has its advantage.
         kept: ids of the samples that are trained on; None: all.
+        trajectories: whether the rows of an episode must stay together (`Algorithm.needs_trajectories`); those of
+            episodes with several then share prompts among each other only.
 
     Returns:
         One group of single completions; of episodes, one for each prompt that some rows share.
     """
     members = [m.sample for m in group.members() if kept is None or m.sample.sample_id in kept]
-    return [
-        TrainGroup(
-            group.group_id,
-            prompt,
-            [
-                TrainSequence(
-                    part.tokens,
-                    part.logprobs,
-                    group.advantages[part.sample_id],
-                    group.reference_logprobs.get(part.row_id),
-                    part.row_id,
-                    part.mask,
-                )
-                for part in parts
-            ],
+    several = {one.sample_id: one for one in members if one.trajectory is not None and len(one.trajectory.rows) > 1}
+    together = list(several.values()) if trajectories else []
+    apart = [one for one in members if not trajectories or one.sample_id not in several]
+
+    def sequence(part: RowPart) -> TrainSequence:
+        return TrainSequence(
+            part.tokens,
+            part.logprobs,
+            group.advantages[part.sample_id],
+            group.reference_logprobs.get(part.row_id),
+            part.row_id,
+            part.mask,
+            several[part.sample_id].output_length if part.sample_id in several else None,
         )
-        for prompt, parts in group_rows(group, members)
+
+    return [
+        TrainGroup(group.group_id, prompt, [sequence(part) for part in parts], trajectory)
+        for trajectory, some in [("", apart), *((one.sample_id, [one]) for one in together)]
+        for prompt, parts in (group_rows(group, some) if some else [])
     ]
 
 
 def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, max_tokens: int) -> float:
     """Return the divisor (at least 1) of a batch's summed loss.
 
-    The trainer sums token losses, each weighted by 1 over its sequence's length for `sequence` and by 1 otherwise.
+    The trainer sums token losses, each weighted by 1 over its sequence's length (an episode's: of all its rows) for
+    `sequence` and by 1 otherwise.
 
     Args:
         aggregation: token: the batch's tokens; sequence: its sequences; constant: sequences * max_tokens.
@@ -120,20 +130,41 @@ def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[
     """Cut a list of groups into runs of at most `max_tokens` packed tokens, keeping their order.
 
     A group is split only if it alone is larger than `max_tokens`; then its sequences are cut into parts that each
-    repeat the prompt. Every sequence appears exactly once.
+    repeat the prompt. Every sequence appears exactly once. The rows of an episode that must stay together
+    (`TrainGroup.trajectory`) are never cut: with more tokens they are a run of their own.
     """
     batches: list[list[TrainGroup]] = []
     current: list[TrainGroup] = []
     used = 0
-    for part in (part for group in groups for part in _split_group(group, max_tokens)):
-        if current and used + part.tokens > max_tokens:
+    for unit in (unit for one in _units(groups) for unit in _split_unit(one, max_tokens)):
+        tokens = _tokens(unit)
+        if current and used + tokens > max_tokens:
             batches.append(current)
             current, used = [], 0
-        current.append(part)
-        used += part.tokens
+        current += unit
+        used += tokens
     if current:
         batches.append(current)
     return batches
+
+
+def _units(groups: list[TrainGroup]) -> list[list[TrainGroup]]:
+    """Return the groups in order, those of one trajectory as one."""
+    units: list[list[TrainGroup]] = []
+    for group in groups:
+        if units and group.trajectory and units[-1][-1].trajectory == group.trajectory:
+            units[-1].append(group)
+        else:
+            units.append([group])
+    return units
+
+
+def _tokens(groups: list[TrainGroup]) -> int:
+    return sum(group.tokens for group in groups)
+
+
+def _split_unit(unit: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
+    return [unit] if unit[0].trajectory else [[part] for part in _split_group(unit[0], max_tokens)]
 
 
 def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
@@ -157,32 +188,51 @@ def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
 def split_into_rows(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
     """Cut groups into runs whose completions, each in a padded row with its prompt, take at most `max_tokens`.
 
-    Their order is kept, every sequence appears exactly once, and one that is longer has a run of its own.
+    Their order is kept, every sequence appears exactly once, and one that is longer has a run of its own, as have the
+    rows of an episode that must stay together (`TrainGroup.trajectory`).
     """
     batches: list[list[TrainGroup]] = []
     longest = rows = 0
+    for unit in (unit for one in _units(groups) for unit in _single_rows(one)):
+        lengths = [len(one.prompt_tokens) + len(seq.completion_tokens) for one in unit for seq in one.sequences]
+        if not batches or (rows + len(lengths)) * max(longest, *lengths) > max_tokens:
+            batches.append([])
+            longest = rows = 0
+        batches[-1] += unit
+        longest, rows = max(longest, *lengths), rows + len(lengths)
+    return [_joined_again(batch) for batch in batches]
+
+
+def _single_rows(unit: list[TrainGroup]) -> list[list[TrainGroup]]:
+    """Return what may be cut from each other: the whole of a trajectory, else each sequence of a group."""
+    if unit[0].trajectory:
+        return [unit]
+    return [[replace(group, sequences=[seq])] for group in unit for seq in group.sequences]
+
+
+def _joined_again(groups: list[TrainGroup]) -> list[TrainGroup]:
+    """Join neighbours that were parts of one group."""
+    found: list[TrainGroup] = []
     for group in groups:
-        for position, seq in enumerate(group.sequences):
-            length = len(group.prompt_tokens) + len(seq.completion_tokens)
-            begins = not batches or (rows + 1) * max(longest, length) > max_tokens
-            if begins:
-                batches.append([])
-                longest = rows = 0
-            if begins or position == 0:
-                batches[-1].append(TrainGroup(group.group_id, group.prompt_tokens, []))
-            batches[-1][-1].sequences.append(seq)
-            longest, rows = max(longest, length), rows + 1
-    return batches
+        last = found[-1] if found else None
+        if last is not None and not group.trajectory and last.prompt_tokens is group.prompt_tokens:
+            found[-1] = replace(last, sequences=last.sequences + group.sequences)
+        else:
+            found.append(group)
+    return found
 
 
 def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
-    """Deal groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank."""
+    """Deal groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank.
+
+    Groups of one trajectory (`TrainGroup.trajectory`) go to the same rank.
+    """
     shares: list[list[TrainGroup]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for group in sorted(groups, key=lambda g: -g.tokens):
+    for unit in sorted(_units(groups), key=lambda unit: -_tokens(unit)):
         rank = loads.index(min(loads))
-        shares[rank].append(group)
-        loads[rank] += group.tokens
+        shares[rank] += unit
+        loads[rank] += _tokens(unit)
     return shares
 
 
@@ -193,7 +243,8 @@ def deal(groups: list[TrainGroup], max_tokens: int, ranks: int) -> tuple[list[li
 
     Args:
         groups: waiting groups, in order.
-        max_tokens: most packed tokens of a rank; only a single sequence that is longer may exceed it.
+        max_tokens: most packed tokens of a rank; only a single sequence that is longer may exceed it, or the rows of
+            an episode that must stay together.
         ranks: number of the trainer's ranks.
 
     Returns:
@@ -216,6 +267,8 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
         "advantages": [seq.advantage for seq in sequences],
         "has_reference": [seq.reference_logprobs is not None for seq in sequences],
         "has_mask": [seq.mask is not None for seq in sequences],
+        "trajectories": [group.trajectory for group in groups],
+        "trajectory_tokens": [seq.trajectory_tokens for seq in sequences],
     }
     masks = [seq.mask for seq in sequences if seq.mask is not None]
     known = [seq.reference_logprobs for seq in sequences if seq.reference_logprobs is not None]
@@ -238,8 +291,9 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
     _check(body, arrays)
     groups = []
     advantages, has_reference, has_mask = (iter(body[key]) for key in ("advantages", "has_reference", "has_mask"))
+    trajectory_tokens = iter(body["trajectory_tokens"])
     prompt_at = token_at = mask_at = reference_at = 0
-    for group_id, prompt_length, lengths in body["groups"]:
+    for (group_id, prompt_length, lengths), trajectory in zip(body["groups"], body["trajectories"], strict=True):
         sequences = []
         for length in lengths:
             rows = slice(token_at, token_at + length)
@@ -253,8 +307,12 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
                 reference = arrays["reference_logprobs"][reference_at : reference_at + loss_tokens]
                 reference_at += loss_tokens
             tokens, logprobs = arrays["completions"][rows], arrays["logprobs"][rows]
-            sequences.append(TrainSequence(tokens, logprobs, next(advantages), reference, mask=mask))
-        groups.append(TrainGroup(group_id, arrays["prompts"][prompt_at : prompt_at + prompt_length], sequences))
+            of_all = next(trajectory_tokens)
+            sequences.append(
+                TrainSequence(tokens, logprobs, next(advantages), reference, mask=mask, trajectory_tokens=of_all)
+            )
+        prompt = arrays["prompts"][prompt_at : prompt_at + prompt_length]
+        groups.append(TrainGroup(group_id, prompt, sequences, trajectory))
         prompt_at += prompt_length
     if arrays["reference_logprobs"].shape != (reference_at,):
         raise ValueError("reference log-probabilities in a micro-batch are not those of its tokens with a loss")
@@ -265,7 +323,7 @@ def _check(body: dict[str, Any], arrays: Arrays) -> None:
     prompts, lengths = [n for _, n, _ in body["groups"]], [n for _, _, lengths in body["groups"] for n in lengths]
     masked = [n for n, has_mask in zip(lengths, body["has_mask"], strict=True) if has_mask]
     totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "masks": masked}
-    counts = {len(body["advantages"]), len(body["has_reference"]), len(lengths)}
+    counts = {len(body["advantages"]), len(body["has_reference"]), len(body["trajectory_tokens"]), len(lengths)}
     if len(counts) != 1 or any(n < 0 for n in (*prompts, *lengths)):
         raise ValueError("a micro-batch has one advantage for each of its sequences")
     if any(arrays[name].shape != (sum(parts),) for name, parts in totals.items()):

@@ -1,7 +1,7 @@
 """Token losses: pure functions of log-probabilities, advantages and values, for any float type.
 
-A batch is a row of N tokens made of whole sequences, one after the other; `sequence_ids` [N] separates them
-(0, 0, 0, 1, 1, 2, ...). Every loss is one value per token. A micro-batch adds to the gradient that of the *sum* of its
+A batch is a row of N tokens of whole sequences; `sequence_ids` [N] tells them apart (0, 0, 0, 1, 1, 2, ...). Tokens of
+one sequence need not follow one another: the rows of an episode may be one sequence. Every loss is one value per token. A micro-batch adds to the gradient that of the *sum* of its
 token losses times `token_weights`, and the optimizer step divides by the whole batch's normalizer
 (`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not depend on how the batch was split.
 """
@@ -168,17 +168,17 @@ def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
     return 0.5 * (values - returns).square()
 
 
-def token_weights(sequence_ids: torch.Tensor, aggregation: AggregationKind, dtype: torch.dtype) -> torch.Tensor:
+def token_weights(sequence_tokens: torch.Tensor, aggregation: AggregationKind, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of each token's loss in the batch's sum, [N].
 
     For `sequence` it is 1 over its sequence's length (GRPO, arXiv 2402.03300, eq. 3), else 1 (DAPO, arXiv 2503.14476,
     eq. 8; Dr. GRPO, arXiv 2503.20783).
 
     Args:
-        sequence_ids: [N].
+        sequence_tokens: [N], length of each token's sequence; of an episode, of all its rows.
         aggregation: how the batch's tokens are averaged.
         dtype: type of the result.
     """
     if aggregation == "sequence":
-        return 1.0 / sequence_lengths(sequence_ids).to(dtype)[sequence_ids]
-    return torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)
+        return 1.0 / sequence_tokens.to(dtype)
+    return torch.ones(sequence_tokens.shape, dtype=dtype, device=sequence_tokens.device)

@@ -17,6 +17,7 @@ from streamrl.training.losses import (
     kl_estimate,
     reinforce_loss,
     sequence_clip_loss,
+    sequence_lengths,
     sequence_sums,
     soft_gate_loss,
     token_weights,
@@ -99,6 +100,7 @@ def policy_objective(
     sequence_ids: torch.Tensor,
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
+    sequence_tokens: torch.Tensor | None = None,
 ) -> Objective:
     """Return the sum over tokens of a_t (w_t L_t + kl.coef KL_t).
 
@@ -118,9 +120,11 @@ def policy_objective(
         logprobs: [N] of the policy in training, with gradient.
         generator_logprobs: [N] of the policy that drew the tokens.
         advantages: [N].
-        sequence_ids: [N].
+        sequence_ids: [N]; tokens of one sequence need not follow one another.
         proximal_logprobs: [N] for ratio_to: proximal; None: the policy in training is itself the proximal one.
         reference_logprobs: [N], needed with kl.coef > 0.
+        sequence_tokens: [N], length of each token's sequence for the aggregation, where some of its tokens are
+            elsewhere; None: all are here.
 
     Raises:
         ValueError: there is a KL term but no reference.
@@ -151,7 +155,8 @@ def policy_objective(
         kl_sum = kl.detach().sum()
         if algorithm.kl.placement == "loss":
             losses = losses + algorithm.kl.coef * kl
-    loss_sum = (losses * token_weights(sequence_ids, algorithm.aggregation, logprobs.dtype)).sum()
+    lengths = sequence_lengths(sequence_ids)[sequence_ids] if sequence_tokens is None else sequence_tokens
+    loss_sum = (losses * token_weights(lengths, algorithm.aggregation, logprobs.dtype)).sum()
     with torch.no_grad():
         gap = current - generator_logprobs
         ratios = torch.exp(bounded(gap)).double()
@@ -174,7 +179,7 @@ def policy_objective(
 
 
 def value_objective(
-    algorithm: Algorithm, values: torch.Tensor, returns: torch.Tensor, sequence_ids: torch.Tensor
+    algorithm: Algorithm, values: torch.Tensor, returns: torch.Tensor, sequence_tokens: torch.Tensor
 ) -> Objective:
     """Return the sum of the critic's token losses, weighted like the policy's.
 
@@ -182,9 +187,9 @@ def value_objective(
         algorithm: the run file's `algorithm`.
         values: [N], with gradient.
         returns: [N].
-        sequence_ids: [N].
+        sequence_tokens: [N], length of each token's sequence.
     """
-    weights = token_weights(sequence_ids, algorithm.aggregation, values.dtype)
+    weights = token_weights(sequence_tokens, algorithm.aggregation, values.dtype)
     loss_sum = (value_loss(values, returns) * weights).sum()
     sums = {
         "value_loss_sum": loss_sum.detach(),

@@ -55,7 +55,12 @@ class PackedBatch:
     advantages: torch.Tensor
     """Each sequence's advantage (with a critic: its reward), repeated for its tokens, [N] float32."""
     sequence_ids: torch.Tensor
-    """Number of the sequence that a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have none), [N] int64."""
+    """Number of the sequence that a token belongs to: 0, 0, 1, 1, 1, ... (empty ones have none), [N] int64. All rows of
+    a trajectory (`TrainGroup.trajectory`) are one sequence; its rows need not follow one another."""
+    row_ids: torch.Tensor
+    """Number of the row that a token belongs to, ascending, [N] int64."""
+    sequence_tokens: torch.Tensor
+    """Tokens with a loss of the whole sequence or episode that a token belongs to, here and elsewhere, [N] int64."""
     reference_logprobs: torch.Tensor | None
     """Reference log-probabilities that came with the groups, [N] float32; None: some sequence has none."""
     with_loss: torch.Tensor | None = None
@@ -88,8 +93,8 @@ class PackedBatch:
 
     @property
     def sequences(self) -> int:
-        """Number of non-empty sequences in the batch."""
-        return sum(len(group.completion_lengths) for group in self.layout)
+        """Number of sequences in the batch that have a loss."""
+        return len(torch.unique(self.sequence_ids))
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on another device."""
@@ -116,10 +121,12 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     behaviour: list[FloatArray] = []
     advantages: list[np.ndarray] = []
     sequence_ids: list[np.ndarray] = []
+    row_ids: list[np.ndarray] = []
+    sequence_tokens: list[np.ndarray] = []
+    numbers: dict[str, int] = {}
     reference: list[FloatArray] = []
     masks: list[np.ndarray] = []
-    cursor = 0
-    sequence = 0
+    cursor = row = sequence = 0
     for group in groups:
         prompt_length = len(group.prompt_tokens)
         if prompt_length == 0:
@@ -142,12 +149,16 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
             targets.append(seq.completion_tokens[loss])
             behaviour.append(seq.logprobs[loss])
             advantages.append(np.full(seq.loss_tokens, seq.advantage, dtype=np.float32))
-            sequence_ids.append(np.full(seq.loss_tokens, sequence))
+            number = numbers.setdefault(group.trajectory, sequence) if group.trajectory else sequence
+            sequence += number == sequence
+            sequence_ids.append(np.full(seq.loss_tokens, number))
+            row_ids.append(np.full(seq.loss_tokens, row))
+            sequence_tokens.append(np.full(seq.loss_tokens, seq.trajectory_tokens or seq.loss_tokens))
+            row += 1
             if seq.reference_logprobs is not None:
                 reference.append(seq.reference_logprobs)
             lengths.append(length)
             cursor += length
-            sequence += 1
         layout.append(GroupLayout(start, prompt_length, tuple(lengths)))
     if cursor % 2:  # add a prompt of one token, without completions
         ids.append(np.zeros(1, dtype=np.int32))
@@ -167,6 +178,8 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         behaviour_logprobs=joined(behaviour, np.float32),
         advantages=joined(advantages, np.float32),
         sequence_ids=joined(sequence_ids, np.int64),
+        row_ids=joined(row_ids, np.int64),
+        sequence_tokens=joined(sequence_tokens, np.int64),
         reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
         with_loss=None if bool(chosen.all()) else joined([np.flatnonzero(chosen)], np.int64),
     )

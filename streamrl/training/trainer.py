@@ -245,6 +245,7 @@ class Trainer:
             batch.sequence_ids,
             proximal,
             reference,
+            batch.sequence_tokens,
         )
         self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
         if not groups:
@@ -294,16 +295,19 @@ class Trainer:
     def _value(
         self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None
     ) -> tuple[torch.Tensor, Objective]:
-        """Return (GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards."""
+        """Return (GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards.
+
+        Each row of an episode ends with the episode's reward, as if it were a sequence of its own.
+        """
         assert self.critic is not None and self.ppo is not None
         kl = self.ppo.kl
         penalties = None
         if reference is not None and kl.placement == "reward":
             penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
-        rewards = token_rewards(batch.advantages, batch.sequence_ids, penalties)
+        rewards = token_rewards(batch.advantages, batch.row_ids, penalties)
         values = self.critic.model(batch)
-        advantages, returns = gae(rewards, values, batch.sequence_ids, self.ppo.gamma, self.ppo.lam)
-        return advantages, value_objective(self.ppo, values, returns, batch.sequence_ids)
+        advantages, returns = gae(rewards, values, batch.row_ids, self.ppo.gamma, self.ppo.lam)
+        return advantages, value_objective(self.ppo, values, returns, batch.sequence_tokens)
 
     def step(self, step: int, normalizer: float, skip: bool = False) -> StepResult:
         """Take one optimizer step of policy and critic with the accumulated gradients, and clear them.

@@ -159,6 +159,8 @@ def test_the_wire_form_written_out_and_back() -> None:
         "advantages": [0.0, 1.0, 0.0],
         "has_reference": [False, True, True],
         "has_mask": [False, False, False],
+        "trajectories": ["", ""],
+        "trajectory_tokens": [None, None, None],
     }
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "prompts": [0, 1, 0],
@@ -199,7 +201,17 @@ def one_advantage_less(body: dict[str, Any], arrays: dict[str, Any]) -> None:
     body["advantages"].pop()
 
 
-@pytest.mark.parametrize("change", [one_advantage_less, empty_twice, negative, negative_completion])
+def one_trajectory_more(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["trajectories"].append("x")
+
+
+def one_length_less(body: dict[str, Any], arrays: dict[str, Any]) -> None:
+    body["trajectory_tokens"].pop()
+
+
+@pytest.mark.parametrize(
+    "change", [one_trajectory_more, one_length_less, one_advantage_less, empty_twice, negative, negative_completion]
+)
 def test_a_body_that_is_none_is_refused(change: Any) -> None:
     body, arrays = to_wire(referenced())
     change(body, arrays)

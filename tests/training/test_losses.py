@@ -19,6 +19,7 @@ from streamrl.training.losses import (
     kl_estimate,
     reinforce_loss,
     sequence_clip_loss,
+    sequence_lengths,
     soft_gate_loss,
     token_weights,
     value_loss,
@@ -75,7 +76,7 @@ def test_sequence_clip_loss_is_gspos(low: float, high: float) -> None:
     def loss(logp: torch.Tensor) -> torch.Tensor:
         ids = torch.tensor(IDS)
         losses = sequence_clip_loss(logp - vector(OLD), vector(adv), ids, low, high).loss
-        return (losses * token_weights(ids, "sequence", torch.float64)).sum()
+        return (losses * token_weights(sequence_lengths(ids)[ids], "sequence", torch.float64)).sum()
 
     expected = 0.0
     for tokens in spans(IDS):
@@ -166,10 +167,10 @@ def test_value_loss() -> None:
 
 
 def test_token_weights() -> None:
-    ids = torch.tensor(IDS)
-    assert token_weights(ids, "sequence", torch.float64).tolist() == pytest.approx([1, 1 / 2, 1 / 2] + [1 / 3] * 3)
-    assert token_weights(ids, "token", torch.float64).tolist() == [1.0] * 6
-    assert token_weights(ids, "constant", torch.float64).tolist() == [1.0] * 6
+    lengths = torch.tensor([1, 2, 2, 3, 3, 3])
+    assert token_weights(lengths, "sequence", torch.float64).tolist() == pytest.approx([1, 1 / 2, 1 / 2] + [1 / 3] * 3)
+    assert token_weights(lengths, "token", torch.float64).tolist() == [1.0] * 6
+    assert token_weights(lengths, "constant", torch.float64).tolist() == [1.0] * 6
 
 
 Losses = list[tuple[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]]

@@ -169,7 +169,7 @@ def test_the_sums_by_hand() -> None:
             "truncated": 0.0,
         }
     )
-    value = value_objective(config, vector([0.5, 0.0, 1.0]), vector([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])).sums
+    value = value_objective(config, vector([0.5, 0.0, 1.0]), vector([1.0, 1.0, -1.0]), torch.tensor([2, 2, 1])).sums
     assert {name: float(x) for name, x in value.items()} == {
         "value_loss_sum": 0.5 * (0.25 + 1.0) / 2 + 0.5 * 4.0,
         "value_sq_error_sum": 0.25 + 1.0 + 4.0,

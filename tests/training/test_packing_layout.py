@@ -38,7 +38,8 @@ def test_two_groups_written_out() -> None:
     assert batch.targets.tolist() == [4, 5, 6, 7, 8, 11]
     assert batch.behaviour_logprobs.tolist() == [-token / 8 for token in (4, 5, 6, 7, 8, 11)]
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5, 2.0]
-    assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.sequence_ids.tolist() == batch.row_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.sequence_tokens.tolist() == [2, 2, 3, 3, 3, 1]
     assert batch.reference_logprobs is None
     assert batch.loss_tokens == 6 and batch.sequences == 3
     types = [batch.input_ids, batch.position_ids, batch.source_index, batch.targets, batch.sequence_ids]
@@ -88,5 +89,5 @@ def test_a_batch_on_another_device_has_every_tensor_there_and_the_same_layout() 
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to(torch.device("meta"))
     tensors = [one for one in vars(moved).values() if isinstance(one, torch.Tensor)]
-    assert len(tensors) == 7 and all(one.device.type == "meta" for one in tensors)
+    assert len(tensors) == 9 and all(one.device.type == "meta" for one in tensors)
     assert moved.layout == batch.layout and moved.reference_logprobs is None
