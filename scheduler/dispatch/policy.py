@@ -20,6 +20,9 @@ from scheduler.cost.length_forecast import Forecast
 REGULAR, TAIL = "regular", "tail"
 """Routes of requests that are not (regular) or are (tail) predicted to be long."""
 
+LOOK_AHEAD = 32
+"""Waiting turns among which one is looked for that may return to the instance with a free slot."""
+
 TokenProgress = Callable[[str], float]
 """Returns the tokens that a running request has produced; 0 for one that has just been placed."""
 
@@ -264,7 +267,7 @@ class Fleet:
         """Start requests from the head of the queue while there are free slots (see the class)."""
         decisions = []
         while waiting and (emptiest := self.emptiest()) is not None:
-            request = waiting.popleft()
+            request = self._next(waiting, emptiest)
             chosen = emptiest
             if (home := self.instances.get(request.home)) is not None:
                 chosen = home if worth_returning(request, home, emptiest, self.affinity) else emptiest
@@ -275,6 +278,21 @@ class Fleet:
         if not waiting and not self.where:
             self._homes.clear()  # nothing runs, so no group can have more siblings to place
         return decisions
+
+    def _next(self, waiting: deque[Request], emptiest: Instance) -> Request:
+        """Remove and return the request to place next: the first one.
+
+        If that is a turn whose home is full, a turn near it whose home is the emptiest instance goes before it. So
+        where all slots are taken, turns still return; and the first one waits no longer than until its home is free.
+        """
+        home = self.instances.get(waiting[0].home)
+        if home is not None and home.free < 1:
+            for place in range(1, min(len(waiting), LOOK_AHEAD)):
+                if waiting[place].home == emptiest.name:
+                    request = waiting[place]
+                    del waiting[place]
+                    return request
+        return waiting.popleft()
 
     @staticmethod
     def without(waiting: Iterable[Request], request_ids: Set[str]) -> deque[Request]:

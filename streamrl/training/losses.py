@@ -1,9 +1,10 @@
 """Token losses: pure functions of log-probabilities, advantages and values, for any float type.
 
 A batch is a row of N tokens of whole sequences; `sequence_ids` [N] tells them apart (0, 0, 0, 1, 1, 2, ...). Tokens of
-one sequence need not follow one another: the rows of an episode may be one sequence. Every loss is one value per token. A micro-batch adds to the gradient that of the *sum* of its
-token losses times `token_weights`, and the optimizer step divides by the whole batch's normalizer
-(`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not depend on how the batch was split.
+one sequence need not follow one another: the rows of an episode may be one sequence. Every loss is one value per
+token. A micro-batch adds to the gradient that of the *sum* of its token losses times `token_weights`, and the optimizer
+step divides by the whole batch's normalizer (`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not
+depend on how the batch was split.
 """
 
 from __future__ import annotations

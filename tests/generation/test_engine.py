@@ -21,6 +21,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine import Engine
+from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.rollouts.canary import canary, difference, mismatch_bound
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
@@ -305,15 +306,20 @@ def test_new_requests_never_meet_a_prefix_that_older_weights_computed(engines: E
     content_hash = stored(engines.store, number, new, torch.float32)
     prompt = np.arange(3, 80, dtype=np.int32)  # two whole blocks of KV cache
 
-    async def body(engine: Engine) -> tuple[int, Sample, Sample]:
+    async def body(engine: Engine) -> tuple[int, Sample, Sample, Sample]:
         before = engine.version
         first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
         await until(lambda: engine.produced().get("g.0", 0) >= 5)
         await update(engine, "keep_kv", number, content_hash)
         second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
-        return before, await first, second
+        longer = np.concatenate([prompt, second.completion_tokens, prompt[:9]])  # a turn that extends it
+        third = await sample(engine, SampleRequest("g.2", "g", longer, 2, 0.0))
+        return before, await first, second, third
 
-    before, first, second = engines.run(exact(config(old, max_tokens=30)), body)
+    before, first, second, third = engines.run(exact(config(old, max_tokens=30)), body)
+    known = len(prompt) + second.output_length - 1  # nothing was computed from the last token
+    assert (second.cached_tokens, third.cached_tokens) == (0, known // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE)
+    assert_logprobs_are_the_models(new, np.concatenate([prompt, second.completion_tokens, prompt[:9]]), third, 1.0)
     assert set(first.token_versions.tolist()) == {before, number} and set(second.token_versions.tolist()) == {number}
     assert_logprobs_are_the_models(new, prompt, second, 1.0)
     kept = first.token_versions == number  # these went on from a KV cache of the old weights

@@ -79,6 +79,21 @@ def test_a_turn_goes_home_unless_its_home_is_overloaded_or_gone(make: type[Least
     assert [one.instance for one in policy.decide()] == ["a"]
 
 
+def test_where_all_slots_are_taken_turns_wait_for_their_homes_and_never_behind_each_other_for_good() -> None:
+    policy = LeastLoaded()
+    fleet(policy, "a", "b", slots=1)
+    policy.submit([turn("x/0"), turn("y/0")])
+    assert [one.instance for one in policy.decide()] == ["a", "b"]
+    policy.submit([turn("e/1", "b", 1, 10), turn("f/1", "a", 1, 10), turn("new/0"), turn("g/1", "b", 1, 10)])
+    assert policy.decide() == []
+    policy.finished("x/0")
+    assert [(one.request_id, one.instance) for one in policy.decide()] == [("f/1", "a")]
+    policy.finished("f/1")  # nobody else's home: the first one goes elsewhere
+    assert [(one.request_id, one.instance) for one in policy.decide()] == [("e/1", "a")]
+    policy.finished("y/0")  # one without a home is never overtaken
+    assert [(one.request_id, one.instance) for one in policy.decide()] == [("new/0", "b")]
+
+
 @pytest.mark.parametrize("make", [SkewAware, GroupProbe])
 def test_turns_are_placed_without_a_plan_and_before_what_waits_for_one(make: type[SkewAware]) -> None:
     policy = make()
