@@ -435,3 +435,24 @@ def test_a_turn_is_given_to_the_policy_with_its_home_which_is_good_for_one_place
         assert not work.requests and not work._turns
 
     asyncio.run(body())
+
+
+def test_what_nobody_waits_for_is_stopped_and_frees_its_slot_at_once() -> None:
+    policy = LeastLoaded()
+    work, sent = dispatcher(policy)
+
+    async def body() -> None:
+        await work.join("a", 1, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1", "g.2"), None)])
+        await work.abandon(["g.0", "g.1", "never"])
+        assert [(kind, b["sample_id"]) for _, kind, b, _ in sent] == [
+            ("generate", "g.0"),
+            ("release", "g.0"),
+            ("generate", "g.2"),
+        ]
+        assert list(work.requests) == ["g.2"] and not work.has("a", "g.0")
+        assert not await work.released(part("g.0", 3), "a")  # its instance gives back what it has
+        await work.finished("g.0", 3, "a")  # or has just finished it
+        assert list(work.requests) == ["g.2"] and work.has("a", "g.2") and policy.waiting == 0
+
+    asyncio.run(body())

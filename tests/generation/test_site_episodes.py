@@ -138,10 +138,20 @@ def test_a_new_agents_process_begins_what_is_open_and_gets_no_turn_of_the_old_on
     site = site_with("g.000", "g.001", "g.002")
     site.turn(turn(0), PROMPT)
     site.end(end("g.001"))  # on its way to the controller
+    assert site.abandon() == ["g.000/aa.0"] and site.abandon() == []
     assert [order.sample_id for order in site.restart()] == ["g.000", "g.002"]
     assert site.turn_done(finished("g.000/aa.0"), output(2)) is None
     again = site.turn(turn(0, attempt="bb"), PROMPT)
     assert isinstance(again, RequestedTurn)
+
+
+def test_turns_that_run_as_their_episode_ends_are_abandoned_and_no_others() -> None:
+    site = site_with("g.000", "g.001")
+    for one in (turn(0), turn(1), turn(0, "g.001")):
+        site.turn(one, PROMPT)
+    assert site.abandon("g.000") == ["g.000/aa.0", "g.000/aa.1"]
+    assert site.turn_done(finished("g.000/aa.1"), output(2)) is None
+    assert site.turn_done(finished("g.001/aa.0"), output(2)) is not None
 
 
 def test_ids_of_turns_are_none_of_samples() -> None:

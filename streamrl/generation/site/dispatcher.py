@@ -245,6 +245,16 @@ class Dispatcher:
             await self._release(self._at[sample_id], sample_id)
         await self._dispatch()
 
+    async def abandon(self, sample_ids: Iterable[str]) -> None:
+        """Stop requests that nobody waits for any more; what instances still report of them is ignored."""
+        wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests}
+        self.policy.withdraw(wanted)
+        for sample_id in sorted(wanted):
+            if (at := self._at.get(sample_id)) is not None:
+                await self._release(at, sample_id)
+            self._forget(sample_id)
+        await self._dispatch()
+
     async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
         """Continue parked requests from the tokens that they have.
 
@@ -268,11 +278,14 @@ class Dispatcher:
             await self._release(at, sample_id)
         if sample_id not in self._at:  # it waits in the policy's queue
             self.policy.withdraw({sample_id})
+        self._forget(sample_id)
+        self.policy.finished(sample_id, length)
+        await self._dispatch()
+
+    def _forget(self, sample_id: str) -> None:
         for known in (self.requests, self._forecasts, self._turns, self._moving, self._at):
             known.pop(sample_id, None)
         self.parked.discard(sample_id)
-        self.policy.finished(sample_id, length)
-        await self._dispatch()
 
     async def released(self, partial: PartialSample, instance: str) -> bool:
         """Record that an instance has released a request, with what it has produced.

@@ -314,8 +314,13 @@ class GenerationService:
                 await self.hub.send(self.agents, *wire(order), arrays)
 
     async def _new_agents(self) -> None:
-        """Give a new agents process all open episodes."""
+        """Give a new agents process all open episodes; stop the turns that the old one has ordered."""
+        await self._abandon(self.episodes.abandon())
         await self._tell_agents(self.episodes.restart())
+
+    async def _abandon(self, turns: list[str]) -> None:
+        await self.dispatcher.abandon(turns)
+        self.journal.forget(turns)
 
     async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
         """Give a turn to the dispatcher."""
@@ -350,6 +355,8 @@ class GenerationService:
             self.hub.refusals.count("not its own", delivery.peer, sample)
             delivery.ack()
             return
+
+        await self._abandon(self.episodes.abandon(episode.sample_id))
 
         def committed() -> None:
             self.episodes.committed(episode.sample_id)

@@ -3,7 +3,7 @@
     run_episode -> agents;  order_turn -> dispatcher, instance;  turn_done -> agents;  episode_done -> controller
 
 An episode stays open until the controller has committed it. A new agents process is given all open ones again, from
-their start; turns that the old one had ordered run to their end and are dropped.
+their start; turns that nobody waits for any more, because their episode has ended or is begun again, are abandoned.
 
 A turn goes where the KV cache of the turn that it extends is, if it is anywhere: the instance that generated that turn,
 while it is the same process with the same weights, since prefix caches are salted with the version.
@@ -111,9 +111,15 @@ class SiteEpisodes:
                 orders.append(order)
         return orders
 
+    def abandon(self, sample_id: str | None = None) -> list[str]:
+        """Forget the turns that are being generated, of one episode or (None) of all; return their ids."""
+        left = [turn_id for turn_id, turn in self.turns.items() if sample_id in (None, turn.sample_id)]
+        for turn_id in left:
+            del self.turns[turn_id]
+        return left
+
     def restart(self) -> list[RunEpisode]:
-        """Begin anew with a new agents process; return the orders of what it has to lead."""
-        self.turns = {}
+        """Return the orders of what a new agents process has to lead, from the start."""
         for one in self.episodes.values():
             one.cached = {}
         return [one.order for one in self.episodes.values() if not one.done]
