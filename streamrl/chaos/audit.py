@@ -169,8 +169,8 @@ def _malformed(row: RolloutRow) -> str:
     lengths = {len(row.tokens), len(row.logprobs), len(row.versions), row.output_length}
     if len(lengths) > 1:
         return f"tokens, log-probabilities, versions and output_length have lengths {sorted(lengths)}"
-    if not row.output_length:
-        return "it has no token"
+    if not row.output_length:  # an episode that ended before its agent called the model is void, and has none
+        return "it has no token" if row.trained else ""
     if (row.tokens < 0).any():
         return "a token id is negative"
     if not np.isfinite(row.logprobs).all() or (row.logprobs > 1e-3).any():

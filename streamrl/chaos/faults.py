@@ -36,6 +36,13 @@ class FaultKind(StrEnum):
     ENGINE_HANG = "engine-hang", "SIGSTOP of the EngineCore process of an instance until that is replaced"
     SERVICE_KILL = "service-kill", "SIGKILL of a site's generation service"
     REWARDS_KILL = "rewards-kill", "SIGKILL of a rewards process"
+    AGENTS_KILL = "agents-kill", "SIGKILL of an agents process, with the sessions of all its episodes"
+    ENDPOINT_PAUSE = (
+        "endpoint-pause",
+        "SIGSTOP of an agents process, whose endpoint answers late, SIGCONT before it is taken for dead",
+    )
+    AGENT_WORKER_KILL = "agent-worker-kill", "SIGKILL of a worker process of agents"
+    TOOL_HANG = "tool-hang", "SIGSTOP of a worker process of agents, as by a tool that blocks it, until it is replaced"
     CONTROLLER_KILL = "controller-kill", "SIGKILL of the controller"
     TRAINER_KILL = "trainer-kill", "SIGKILL of a trainer rank"
     SITE_KILL = "site-kill", "SIGKILL of all processes of a site that does not train"
@@ -63,6 +70,8 @@ OF_INSTANCES = frozenset(
         FaultKind.ENGINE_HANG,
     }
 )
+OF_AGENT_WORKERS = frozenset({FaultKind.AGENT_WORKER_KILL, FaultKind.TOOL_HANG})
+"""Kinds whose target, an agents process, replaces what they hit."""
 OF_LINKS = frozenset({FaultKind.LINK_CUT, FaultKind.LINK_SLOW, FaultKind.LINK_LOSSY})
 ENDS_RUN = frozenset({FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL})
 """Kinds that leave no process to restart the run."""
@@ -99,6 +108,10 @@ class Inventory:
     """Whether another process's largest file can be limited (Linux)."""
     shares_weights: bool = True
     """Whether instances load weights from a store on this machine."""
+    agents: tuple[str, ...] = ()
+    """Agents processes."""
+    agent_workers: tuple[str, ...] = ()
+    """Those among them that have worker processes: agents that are programs need none."""
 
 
 def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[FaultKind, str]]:
@@ -112,6 +125,8 @@ def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[Fa
         **dict.fromkeys(OF_INSTANCES, (found.instances, "there is no instance")),
         FaultKind.SERVICE_KILL: services,
         FaultKind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
+        **dict.fromkeys((FaultKind.AGENTS_KILL, FaultKind.ENDPOINT_PAUSE), (found.agents, "the run has no agents")),
+        **dict.fromkeys(OF_AGENT_WORKERS, (found.agent_workers, "the run has no worker process of agents")),
         FaultKind.CONTROLLER_KILL: (home, here),
         FaultKind.TRAINER_KILL: (("trainer",) if home else (), here),
         FaultKind.SITE_KILL: (found.remote_sites, "the run has one site on this machine"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, Fault, FaultKind
+from streamrl.chaos.faults import ENDS_RUN, OF_AGENT_WORKERS, OF_INSTANCES, OF_LINKS, Fault, FaultKind
 from streamrl.run_dir.status import RemoteSite, RoleStatus
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
@@ -159,6 +159,11 @@ class Following:
             return any("corrupt" in line.lower() or "complete weights" in line for line in seen.said)
         if kind is FaultKind.JOURNAL_CORRUPT:
             return any("token journal" in line for line in seen.said)
+        if kind in OF_AGENT_WORKERS:
+            return any("agent worker is replaced" in line for line in seen.said)
+        if kind is FaultKind.ENDPOINT_PAUSE:
+            paused = seen.roles.get(target)
+            return paused is not None and (paused.silent_s or 0.0) > FRESH_S
         if kind is FaultKind.LAUNCHER_KILL:
             return False  # the study itself notices it, and restarts the run
         if kind in OF_INSTANCES and (role := seen.roles.get(target)) is not None:
@@ -183,7 +188,8 @@ class Following:
         """
         kind, target = self.fault.kind, self.fault.target
         others = [one for name, one in seen.instances.items() if name != target]
-        if kind is FaultKind.INSTANCE_PAUSE or kind in OF_LINKS or seen.state != "running":
+        pauses = kind in (FaultKind.INSTANCE_PAUSE, FaultKind.ENDPOINT_PAUSE)
+        if pauses or kind in OF_LINKS or kind in OF_AGENT_WORKERS or seen.state != "running":
             return False
         if kind in OF_INSTANCES:
             gone = seen.roles.get(target)
@@ -200,4 +206,6 @@ class Following:
             return False
         if self.fault.kind in ENDS_RUN and not seen.launched:
             return False
+        if self.fault.kind in OF_AGENT_WORKERS and self.noticed is None:
+            return False  # its owner has not replaced it yet
         return seen.heard_since(self._back) and seen.now - self._back > (TOLD_S if self.targets else 0.0)

@@ -32,6 +32,8 @@ from streamrl.weights.backends.base import weight_path
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
 ENGINE = "EngineCore"
+AGENT_WORKER = "streamrl.agents.worker "
+"""Part of the command line of a worker process of agents."""
 LINK_S = 15.0
 """Seconds for which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is reported, and less than
 any sensible `absence_s`."""
@@ -97,6 +99,8 @@ class Injector:
             instances=of["instance"],
             services=of["service"],
             rewards=of["rewards"],
+            agents=of["agents"],
+            agent_workers=of["agents"] if any(task.run is not None for task in self.run.agent_tasks) else (),
             remote_sites=remote,
             emulated_links=remote if (self.run_dir / layout.NETWORK).is_dir() else (),
             trains_here="controller" in of,
@@ -113,14 +117,26 @@ class Injector:
         """
         target = fault.target
         match fault.kind:
-            case FaultKind.INSTANCE_KILL | FaultKind.SERVICE_KILL | FaultKind.REWARDS_KILL | FaultKind.CONTROLLER_KILL:
+            case (
+                FaultKind.INSTANCE_KILL
+                | FaultKind.SERVICE_KILL
+                | FaultKind.REWARDS_KILL
+                | FaultKind.AGENTS_KILL
+                | FaultKind.CONTROLLER_KILL
+            ):
                 _kill([self._process(target, seen)])
                 return Injected(frozenset({target}))
             case FaultKind.INSTANCE_PAUSE:
-                limits = self.run.deadlines.heartbeat_s * PAUSE_SHARE
-                lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
-                undo = self._stop(target, seen)
-                return Injected(frozenset(), lasts_s, undo, f"for {lasts_s:.1f} s")
+                return self._pause(self._stop(target, seen))
+            case FaultKind.ENDPOINT_PAUSE:
+                return self._pause(_stopped([self._process(target, seen)]))
+            case FaultKind.AGENT_WORKER_KILL:
+                worker = self._agent_worker(target, seen)
+                _kill([worker])
+                return Injected(frozenset(), note=f"worker with pid {worker.pid}")
+            case FaultKind.TOOL_HANG:
+                worker = self._agent_worker(target, seen)
+                return Injected(frozenset(), 0.0, _stopped([worker]), f"worker with pid {worker.pid}")
             case FaultKind.INSTANCE_HANG:
                 return Injected(frozenset({target}), 0.0, self._stop(target, seen))
             case FaultKind.ENGINE_KILL:
@@ -173,6 +189,18 @@ class Injector:
         """Stop a process and its children; return a function that continues them."""
         process = self._process(name, seen)
         return _stopped([process, *process.children(recursive=True)])
+
+    def _pause(self, undo: Callable[[], None]) -> Injected:
+        """Return a stop that is undone before its process is taken for dead."""
+        limits = self.run.deadlines.heartbeat_s * PAUSE_SHARE
+        lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
+        return Injected(frozenset(), lasts_s, undo, f"for {lasts_s:.1f} s")
+
+    def _agent_worker(self, name: str, seen: Observation) -> psutil.Process:
+        """Return a worker process of an agents process, drawn by chance."""
+        children = self._process(name, seen).children(recursive=True)
+        workers = [one for one in children if AGENT_WORKER in _command(one)]
+        return self._draw.choice(workers or _nothing(f"{name} has no worker process"))
 
     def _engines(self, instance: str, seen: Observation) -> list[psutil.Process]:
         children = self._process(instance, seen).children(recursive=True)

@@ -25,7 +25,9 @@ from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 
 TELLING = re.compile(
-    rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$", re.IGNORECASE
+    rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$|"
+    rb"agent worker is replaced",
+    re.IGNORECASE,
 )
 """Log lines that report a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")

@@ -33,6 +33,9 @@ TRAINER = "trainer-0"
 MEMORY_EVERY_S = 5.0
 """Seconds between two measurements of the memory."""
 
+MOST_SILENT_S = 1e9
+"""Longest silence, in seconds, that a service can say of another process."""
+
 
 class Telemetry:
     """The writer of a run's status, metrics and trace; the controller is their only writer while it lives."""
@@ -205,6 +208,16 @@ class Telemetry:
             except OSError as problem:  # must not hide the error that ended the run
                 log.warning("cannot write the run's last status, metrics or trace: %s", problem)
 
+    def _silence(self, speaker: str, known: dict[str, Any]) -> float | None:
+        """Return for how long a process has been silent; None: it does not speak to the controller, nor says another.
+
+        A service says it of its agents process.
+        """
+        if speaker in self.hub.peers:
+            return self.hub.silent_for(speaker)
+        told = known.get("silent_s")
+        return float(told) if isinstance(told, int | float) and 0 <= told < MOST_SILENT_S else None  # and not NaN
+
     def _roles(self) -> dict[str, Any]:
         """Return the state of every process, from its last heartbeat."""
         states: dict[str, dict[str, Any]] = {}
@@ -229,7 +242,7 @@ class Telemetry:
                     "state": state,
                     "detail": shown(known.get("detail", "")),
                     "since": self._states[name][1],
-                    "silent_s": self.hub.silent_for(speaker) if speaker in self.hub.peers else None,
+                    "silent_s": self._silence(speaker, known),
                 }
                 | numbers
                 | self._types.get(name, {})

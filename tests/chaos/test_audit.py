@@ -96,6 +96,17 @@ def test_a_sample_whose_parts_do_not_fit_is_malformed(changes: dict[str, object]
     assert text in found.faults[-1]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_only_a_void_episode_that_never_called_the_model_may_have_no_token(trained: bool) -> None:
+    whole = account()
+    nothing = np.zeros(0, np.int32)
+    empty = {"tokens": nothing, "logprobs": nothing.astype(np.float32), "versions": nothing, "output_length": 0}
+    rows = [*whole.rollouts[:-1], replace(whole.rollouts[-1], trained=trained, **empty)]  # type: ignore[arg-type]
+    found = audit(replace(whole, rollouts=rows))
+    assert found.malformed == trained
+    assert any("it has no token" in one for one in found.faults) == trained
+
+
 @pytest.mark.parametrize("steps", [[2, 3], [1, 1, 2], [1], [1, 3]])
 def test_metrics_have_every_step_once(steps: list[int]) -> None:
     assert audit(replace(account(), metric_steps=steps)).faults

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from streamrl.chaos.faults import LEAST_PAUSE_S, MOST_PAUSE_S, OF_LINKS, FaultKind, Inventory, schedule, targets
+from streamrl.chaos.faults import (
+    LEAST_PAUSE_S,
+    MOST_PAUSE_S,
+    OF_AGENT_WORKERS,
+    OF_LINKS,
+    FaultKind,
+    Inventory,
+    schedule,
+    targets,
+)
 
 ONE_SITE = Inventory(instances=("here-regular-0", "here-tail-0"), services=("service-here",), rewards=("rewards-here",))
+OF_AGENTS = {FaultKind.AGENTS_KILL, FaultKind.ENDPOINT_PAUSE, *OF_AGENT_WORKERS}
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_one_does_not() -> None:
@@ -39,13 +50,21 @@ def test_targets_of_a_kind_take_turns() -> None:
 
 def test_kinds_without_their_precondition_are_left_out_with_the_reason() -> None:
     possible, left_out = targets(ONE_SITE)
-    assert set(left_out) == {FaultKind.SITE_KILL, *OF_LINKS}
+    assert set(left_out) == {FaultKind.SITE_KILL, *OF_LINKS, *OF_AGENTS}
     assert left_out[FaultKind.LINK_CUT] == "the run has no emulated link"
     assert set(possible) | set(left_out) == set(FaultKind)
     possible, left_out = targets(Inventory(("west-a-0",), ("service-west",), (), ("west",), ("west",), True, False))
     assert possible[FaultKind.LINK_SLOW] == possible[FaultKind.SITE_KILL] == ("west",)
-    assert set(left_out) == {FaultKind.REWARDS_KILL, FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL}
+    assert set(left_out) == {FaultKind.REWARDS_KILL, FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL, *OF_AGENTS}
     assert "nothing would restart the run" in left_out[FaultKind.LAUNCHER_KILL]
+
+
+def test_a_run_of_agents_can_lose_their_process_and_those_that_are_no_programs_their_workers() -> None:
+    possible, left_out = targets(replace(ONE_SITE, agents=("agents-here",)))
+    assert possible[FaultKind.AGENTS_KILL] == possible[FaultKind.ENDPOINT_PAUSE] == ("agents-here",)
+    assert left_out[FaultKind.TOOL_HANG] == "the run has no worker process of agents"
+    possible, _ = targets(replace(ONE_SITE, agents=("agents-here",), agent_workers=("agents-here",)))
+    assert possible.keys() >= OF_AGENTS
 
 
 def test_a_run_of_another_machine_keeps_its_controller() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from streamrl.chaos.faults import Fault, FaultKind
+from streamrl.chaos.faults import OF_AGENT_WORKERS, Fault, FaultKind
 from streamrl.chaos.follow import Following, Observation, SeenProcess
 from streamrl.run_dir.status import RemoteSite, RoleStatus
 
@@ -108,6 +108,31 @@ def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged()
     assert seen.noticed is None
     seen.see(at(104.0, said=("WARNING streamrl.generation.site.fleet: a-0 is silent",)))
     assert seen.noticed == 4.0
+
+
+def test_a_worker_of_agents_is_replaced_by_its_owner_which_says_so() -> None:
+    for kind in OF_AGENT_WORKERS:
+        seen = following(kind, "agents-here", replaced=False)
+        seen.see(at(101.0))
+        seen.see(at(103.0))
+        assert (seen.noticed, seen.recovered) == (None, None)  # all is well but for what nobody has noticed
+        seen.see(at(104.0, said=("WARNING streamrl.agents.workers: an agent worker is replaced: SIGKILL",)))
+        assert (seen.noticed, seen.serving, seen.recovered) == (4.0, None, 4.0)
+
+
+def test_an_endpoint_that_is_late_is_noticed_by_its_silence_and_nobody_is_replaced() -> None:
+    def silent(seconds: float) -> dict[str, RoleStatus]:
+        return ROLES | {"agents-here": RoleStatus(role="agents", state="idle", since=0.0, silent_s=seconds)}
+
+    seen = following(FaultKind.ENDPOINT_PAUSE, "agents-here", replaced=False)
+    seen.over = False
+    seen.see(at(103.0, roles=silent(3.0)))
+    assert seen.noticed is None
+    seen.see(at(106.0, roles=silent(6.0)))
+    seen.over = True
+    assert (seen.noticed, seen.recovered) == (6.0, None)
+    seen.see(at(108.0, roles=silent(0.5)))
+    assert (seen.serving, seen.recovered) == (None, 8.0)
 
 
 def test_a_cut_link_is_noticed_by_the_silence_of_its_site() -> None:

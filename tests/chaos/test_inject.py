@@ -63,6 +63,42 @@ def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen
     done.undo()  # nothing is left to be undone
 
 
+@pytest.fixture
+def agents() -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """An agents process and its worker, by their command lines."""
+    worker = "import subprocess, sys, time; time.sleep(60)"
+    starts = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}, 'streamrl.agents.worker', '1'])"
+    )
+    command = [sys.executable, "-c", starts, "streamrl.launcher.entry_point", "agents"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        owner = psutil.Process(process.pid)
+        wait_for(lambda: any("streamrl.agents.worker" in one.cmdline() for one in owner.children()), 20)
+        yield owner, owner.children()[0]
+        for one in (*owner.children(), owner):
+            one.kill()
+
+
+def test_a_worker_of_agents_is_hit_and_not_its_owner(
+    tmp_path: Path, agents: tuple[psutil.Process, psutil.Process]
+) -> None:
+    owner, worker = agents
+    faults, now = injector(tmp_path), seen(owner.pid)
+    hang = faults.inject(fault(FaultKind.TOOL_HANG), now)
+    wait_for_status(worker.pid, stopped=True)
+    hang.undo()
+    wait_for_status(worker.pid, stopped=False)
+    late = faults.inject(fault(FaultKind.ENDPOINT_PAUSE), now)
+    wait_for_status(owner.pid, stopped=True)
+    assert worker.status() != psutil.STATUS_STOPPED and 0 < late.lasts_s < load_run(None).deadlines.heartbeat_s
+    late.undo()
+    assert hang.replaced == late.replaced == frozenset() and hang.note == f"worker with pid {worker.pid}"
+    faults.inject(fault(FaultKind.AGENT_WORKER_KILL), now)
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)
+    with pytest.raises(NotPossible, match="has no worker process"):
+        faults.inject(fault(FaultKind.TOOL_HANG), now)
+
+
 def wait_for_status(pid: int, stopped: bool) -> None:
     wait_for(lambda: (psutil.Process(pid).status() == psutil.STATUS_STOPPED) == stopped, 5)
 

@@ -463,6 +463,11 @@ class GenerationService:
             },
         }
 
+    def _agents_state(self) -> dict[str, dict[str, Any]]:
+        """Return the agents process's last heartbeat and its silence, by its name; {}: it has not connected."""
+        peer = self.hub.peers.get(self.agents)
+        return {} if peer is None else {self.agents: peer.state | {"silent_s": self.hub.silent_for(self.agents)}}
+
     def _state(self) -> dict[str, Any]:
         requests = len(self.dispatcher.requests) - len(self.dispatcher.parked)
         waiting = self.dispatcher.policy.waiting
@@ -476,5 +481,5 @@ class GenerationService:
             "uplink": self.uplink.state(),
             "weights_refetched": self.weights.corrupt,
             "instances": self._instance_states(),
-            "agents": {name: dict(peer.state) for name, peer in self.hub.peers.items() if name == self.agents},
+            "agents": self._agents_state(),
         }

@@ -1,0 +1,24 @@
+"""What the status says of processes that do not speak to the controller themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from streamrl.controller.telemetry import Telemetry
+
+
+@pytest.mark.parametrize(
+    ("told", "silence"),
+    [({"silent_s": 7.5}, 7.5), ({"silent_s": 7}, 7.0), ({}, None)]
+    + [({"silent_s": bad}, None) for bad in (None, "1", float("nan"), float("inf"), -1.0)],
+)
+def test_a_service_says_how_long_its_agents_process_has_been_silent(
+    told: dict[str, Any], silence: float | None
+) -> None:
+    hub = SimpleNamespace(peers={"service-here": object()}, silent_for=lambda name: 2.0)
+    telemetry = cast(Telemetry, SimpleNamespace(hub=hub))
+    assert Telemetry._silence(telemetry, "agents-here", told) == silence
+    assert Telemetry._silence(telemetry, "service-here", told) == 2.0  # whatever it says itself
