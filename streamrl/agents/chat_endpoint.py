@@ -36,6 +36,12 @@ from streamrl.agents.session import Call, CallError, Session, SessionLimits, Tur
 from streamrl.rollouts.trajectory import EpisodeStep
 
 PATHS = "/v1/chat/completions, /v1/models and /inference/v1/generate"
+OTHER_APIS = {
+    "responses": "OpenAI's Responses API is not spoken here: call chat completions (client.chat.completions.create; "
+    'with the OpenAI Agents SDK set_default_openai_api("chat_completions"))',
+    "messages": "Anthropic's Messages API is not spoken here: use a client of OpenAI's chat completions",
+}
+"""Why a call of another API is refused, and what to call instead, by the part of its path behind /v1."""
 BYTES_PER_TOKEN = 32
 """Bytes of a body per token of the context that are always enough: escaped text has up to 6 bytes per character."""
 LEAST_BODY = 1 << 20
@@ -325,5 +331,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}; there are {PATHS}"
+    other = next((OTHER_APIS[part] for part in request.url.path.split("/") if part in OTHER_APIS), error.detail)
+    text = f"{request.method} {request.url.path:.200}: {other}; there are {PATHS}"
     return JSONResponse(error_answer(CallError(error.status_code, "not_found", text)), status_code=error.status_code)

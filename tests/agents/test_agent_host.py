@@ -208,6 +208,29 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
     assert sum(step.name == "call refused" for step in episode.steps) > 9
 
 
+def test_clients_of_other_apis_are_told_what_to_call_instead() -> None:
+    said = []
+
+    async def agent(base_url: str, api_key: str) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        try:
+            await client.responses.create(model="policy", input="hello")
+        except openai.NotFoundError as error:
+            said.append(str(error))
+        async with httpx2.AsyncClient(base_url=base_url, trust_env=False) as plain:
+            for path in ("messages", "messages/count_tokens", "embeddings"):
+                response = await plain.post(path, json={"model": "policy", "max_tokens": 9, "messages": [USER]})
+                assert response.status_code == 404
+                said.append(response.json()["error"]["message"])
+        await client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
+        return 1.0
+
+    assert play(Model(), agent).reward == 1.0
+    assert "Responses API is not spoken here: call chat completions" in said[0]
+    assert all("Messages API is not spoken here" in one for one in said[1:3])
+    assert "Not Found; there are /v1/chat/completions" in said[3] and "not spoken" not in said[3]
+
+
 def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_again() -> None:
     model = Model("first", "second")
 
@@ -369,7 +392,7 @@ def test_workers_that_fail_make_the_episode_void_and_close_its_session() -> None
 
 def over_the_site(episode: Episode) -> Sample:
     """The episode as the controller reads it: from the agents process over the service of its site."""
-    site = SiteEpisodes("here", 512)
+    site = SiteEpisodes("here", 512, 64, lambda _: None)
     request = SampleRequest("s.000", "s", np.arange(3, dtype=np.int32), 7, 1.5, None)
     site.begin([IncomingGroup([request], None, IssuedEpisode("sums", {}))])
     message, arrays = episode_to_wire(episode)
