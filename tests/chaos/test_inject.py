@@ -66,10 +66,8 @@ def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen
 @pytest.fixture
 def agents() -> Iterator[tuple[psutil.Process, psutil.Process]]:
     """An agents process and its worker, by their command lines."""
-    worker = "import subprocess, sys, time; time.sleep(60)"
-    starts = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}, 'streamrl.agents.worker', '1'])"
-    )
+    worker = ["-c", "import time; time.sleep(60)", "streamrl.agents.worker", "1"]
+    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, *{worker!r}]); time.sleep(60)"
     command = [sys.executable, "-c", starts, "streamrl.launcher.entry_point", "agents"]
     with subprocess.Popen(command, start_new_session=True) as process:
         owner = psutil.Process(process.pid)
