@@ -15,6 +15,7 @@ import psutil
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.step_batch import StepBatch
+from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
@@ -272,11 +273,6 @@ class Telemetry:
         return sorted(
             (wait | {key: shown(wait[key]) for key in texts} for wait in waits), key=lambda wait: wait["since"]
         )
-
-
-def shown(text: object) -> str:
-    """Return a text of another process as it can be shown: a terminal would obey control characters."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in str(text))
 
 
 def _family_memory_gb() -> float | None:

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from streamrl.config.run import RunConfig
+from streamrl.rollouts.plain_text import shown
 from streamrl.rollouts.void import Void, VoidCause
 
 FEWEST = 32
@@ -57,7 +58,7 @@ class VoidWatch:
             seen.works = True
             return None
         seen.void += 1
-        self._words[void.cause] = "\n".join([void.text, *([traceback] if traceback else [])])
+        self._words[void.cause] = shown("\n".join([void.text, *([traceback] if traceback else [])]))
         if self._most is None:
             return None
         if not seen.works and seen.void >= FEWEST:

@@ -1,4 +1,4 @@
-"""Text of users' code and of models, made fit to be sent and stored."""
+"""Text of users' code, of models and of other processes, made fit to be sent, stored and shown."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def plain_text(text: str, most: int | None = None) -> str:
     Halves of surrogate pairs are no characters and cannot be encoded; each becomes the replacement character.
     """
     return _SURROGATES.sub("\ufffd", text[:most])
+
+
+def shown(text: object) -> str:
+    """Return a text of another process as it can be shown: a terminal would obey control characters."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in str(text))

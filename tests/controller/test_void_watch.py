@@ -79,6 +79,13 @@ def test_the_error_quotes_the_most_frequent_cause_not_the_latest() -> None:
     assert "KeyError" in ended[1] and "timed out" not in ended[1]
 
 
+def test_a_terminal_obeys_nothing_that_a_failure_says() -> None:
+    watched = watch()
+    for _ in range(FEWEST):
+        ended = watched.record("mine", Void(VoidCause.VERIFIER, "\x1b[2Jgone"), "at\tline 3\n\x1b]0;title\x07")
+    assert ended is not None and ended.endswith("The last one: ?[2Jgone\nat\tline 3\n?]0;title?")
+
+
 def test_the_run_file_sets_the_bound_and_null_never_ends_a_run() -> None:
     assert play(watch(max_void_rate=None), [RAISED] * 1000) is None
     assert play(watch(max_void_rate=0), [None] * 39 + [LATE]) is not None
