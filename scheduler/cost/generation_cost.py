@@ -27,6 +27,7 @@ import numpy as np
 from scheduler.cost.decode import Floats, StepCurve, roofline
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.speculative_decoding import Speculation, speculated
 from scheduler.cost.training_cost import HOST_LINK_GB_S, StepTokens
 
 GPU_MEMORY_FRACTION = 0.90
@@ -61,6 +62,8 @@ class Batch:
     """Samples of a prompt, which are trained together: a group is complete with its last one."""
     staleness: int = 1
     """Steps that the samples of `async` may be old (1 in StreamRL's async, arXiv 2504.15930)."""
+    speculation: Speculation | None = None
+    """Speculative decoding of the replicas that generate it; None: they do not speculate."""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) <= 0 or not np.isfinite(self.lengths).all():
@@ -186,6 +189,8 @@ def replica_kind(
     if slots < 1:
         return None
     curve = roofline(model.shape, device, tensor_parallel, max(2, slots))
+    if batch.speculation is not None:
+        curve = speculated(curve, batch.speculation, max(2, slots))
     made = [_makespans(curve, slots, batch), _rates(curve, slots, batch)]
     return ReplicaKind(
         device, tensor_parallel, slots, curve, batch, tuple(times for times, _ in made), tuple(s for _, s in made)
