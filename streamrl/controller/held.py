@@ -194,14 +194,14 @@ def _wrong_with_told(sample: Sample) -> str | None:
         return None
     if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_STEPS or told.told_bytes > MOST_TOLD:
         return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
-    if wrong := _wrong_with_words(told):
+    if wrong := _wrong_with_numbers(told):
         return wrong
     if not all(is_time(time) for step in told.steps for time in (step.started, step.finished)):
         return "has a step at a time that is none"
     return None
 
 
-def _wrong_with_words(told: Trajectory) -> str | None:
+def _wrong_with_numbers(told: Trajectory) -> str | None:
     """Return which numbers of an episode are too many, or have too long names, or None."""
     longest = max(map(len, told.metrics), default=0)
     if len(told.metrics) > MOST_METRICS or longest > MOST_NAME:

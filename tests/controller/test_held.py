@@ -55,14 +55,18 @@ def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> Non
         ({"messages": [{"role": "user", "content": "x" * MOST_TOLD}]}, "bytes"),
         ({"metrics": {str(n): 1.0 for n in range(101)}}, "has 101 numbers beside its reward"),
         ({"metrics": {"x" * 101: 1.0}}, "the longest name with 101 characters"),
-        ({"void_text": "x" * 1001}, "1001 characters of text"),
-        ({"void_traceback": "x" * 2001}, "2001 of traceback"),
         ({"steps": [EpisodeStep("tool", "add", 1.0, float("inf"))]}, "a time that is none"),
         ({"steps": [EpisodeStep("tool", "add", float("nan"), 2.0)]}, "a time that is none"),
     ],
 )
 def test_an_episode_that_tells_too_much_or_nonsense_is_refused(told: dict[str, object], why: str) -> None:
     assert why in str(OWN.wrong_with_sample(telling(**told), newest=3))
+
+
+@pytest.mark.parametrize(("text", "length"), [("void_text", 1001), ("void_traceback", 2001)])
+def test_an_episode_cannot_say_more_of_why_it_is_void_than_is_ever_sent(text: str, length: int) -> None:
+    with pytest.raises(ValueError, match=f"{length} characters, at most {length - 1} are sent"):
+        telling(**{text: "x" * length})
 
 
 def test_an_episode_may_have_all_the_numbers_and_words_that_there_is_room_for() -> None:
