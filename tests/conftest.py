@@ -31,6 +31,7 @@ SLOW = (
     "test_orphans.py",
     "chaos/test_chaos_live.py",
     "generation/test_engine.py",
+    "generation/test_speculating_engine.py",
     "training/test_losses_against_trl.py",
     "generation/test_parallel_engine.py",
     "generation/test_calibration.py",

@@ -10,6 +10,7 @@ from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
 from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
+from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
 
 
@@ -279,6 +280,7 @@ class RunConfig(StrictModel):
     )
     batch: BatchConfig = Field(default_factory=BatchConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     ranker: RankerConfig = Field(default_factory=RankerConfig)
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -313,6 +315,12 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"model.max_context ({self.model.max_context})"
+            )
+        if self.speculation.method != "none" and self.sampling.min_p > 0:
+            raise ValueError(
+                f"sampling.min_p ({self.sampling.min_p:g}) does not go with speculation.method "
+                f"{self.speculation.method}: vLLM would leave min_p out, and sample from another distribution than the "
+                "trainer assumes; leave out one of the two, or cut by top_p or top_k, which are exact"
             )
         if self.schedule.name == "colocated" and self.weights.backend == "nccl":
             raise ValueError(

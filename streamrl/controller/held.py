@@ -41,6 +41,8 @@ MOST_BYTES = 2**60
 """Most bytes of a version of weights."""
 MOST_DIGITS = 9
 """Most digits of an instance's number."""
+MOST_DRAFTED = 2**31 - 1
+"""Most drafted tokens of a sample that rollouts can record."""
 COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
@@ -99,6 +101,8 @@ class SiteOwn:
             return "has an unknown end, or a time that is none"
         if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
             return wrong
+        if not 0 <= sample.accepted_tokens <= sample.drafted_tokens <= MOST_DRAFTED:
+            return f"says that {sample.accepted_tokens} of {sample.drafted_tokens} drafted tokens were accepted"
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.limits.vocabulary or 2**31)):
             return "has tokens outside the vocabulary"
         versions = versions if sample.trajectory is None else sample.sampled_versions

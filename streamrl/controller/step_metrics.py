@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from streamrl.config.run import RunConfig
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
@@ -15,7 +17,7 @@ from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.rollouts.trajectory import MOST_METRICS
-from streamrl.rollouts.types import Group
+from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir.metrics import MetricsRow
 
 
@@ -113,6 +115,7 @@ def step_metrics(
         groups_void=sum(map(batch.too_few_survivors, batch.dropped)),
         prompts_too_long=prompts_too_long,
         truncated_fraction=float(np.mean([s.finish_reason == "length" for s in generated])),
+        **_drafts(generated, batch.run),
         learning_rate=result.learning_rate,
         clip_fraction=per_token("clipped", tokens),
         kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
@@ -173,3 +176,20 @@ def _explained_variance(stats: dict[str, float]) -> float | None:
         return None
     variance = stats["return_sq_sum"] / tokens - (stats["return_sum"] / tokens) ** 2
     return 1.0 - stats["value_sq_error_sum"] / tokens / variance if variance > 0 else None
+
+
+def _drafts(generated: Sequence[Sample], run: RunConfig) -> dict[str, Any]:
+    """Return the figures of speculative decoding over samples; none without it."""
+    if run.speculation.method == "none":
+        return {}
+    drafted, accepted = Counter[str](), Counter[str]()
+    for sample in generated:
+        drafted[sample.route] += sample.drafted_tokens
+        accepted[sample.route] += sample.accepted_tokens
+    return {
+        "drafted_tokens": drafted.total(),
+        "accepted_tokens": accepted.total(),
+        "accepted_by_route": {
+            route: accepted[route] / count if count else None for route, count in sorted(drafted.items())
+        },
+    }

@@ -244,6 +244,7 @@ class Telemetry:
                     "detail": shown(known.get("detail", "")),
                     "since": self._states[name][1],
                     "silent_s": self._silence(speaker, known),
+                    "drafts": shown(known.get("drafts", "")),
                 }
                 | numbers
                 | self._types.get(name, {})

@@ -18,6 +18,7 @@ from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
+from streamrl.launcher.speculation_check import check_speculation
 from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
@@ -55,6 +56,7 @@ def check(
         check_packages(cluster),
         check_model(run),
         check_heads(cluster, run),
+        check_speculation(cluster, run),
         check_sites(cluster, run),
         check_gpus(cluster, run, gpu_names() if cluster.hardware == "cuda" else [], site, os.environ.get(VISIBLE)),
         check_disk(run, runs_root),

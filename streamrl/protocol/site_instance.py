@@ -43,6 +43,8 @@ class GenerateSample(TypedMessage, frozen=True, tag="generate"):
     route: str
     """Route that the dispatch policy counts it under: 'regular' or 'tail'."""
     kept: KeptTokens | None = None
+    expected: float | None = None
+    """Forecast tokens of the completion, which tell a drafter where drafts pay; None: no forecast."""
 
 
 class Release(TypedMessage, frozen=True, tag="release"):
@@ -92,6 +94,9 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     cached_tokens: int = 0
     trajectory: Trajectory | None = None
     """Set by the service on its way to the controller, if the sample is an episode."""
+    drafted_tokens: int = 0
+    """Tokens drafted and verified on the instance that sends it; 0 without speculation."""
+    accepted_tokens: int = 0
 
 
 class ReleasedSample(TypedMessage, frozen=True, tag="released"):

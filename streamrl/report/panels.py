@@ -336,6 +336,8 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         parts.append(f"recall@20 {fixed(row.ranker_recall_at_20)}")
     if row.dispatch_by_prediction and row.dispatch_saved is not None:
         parts.append(f"dispatch saved {100 * row.dispatch_saved:.1f}% (simulated)")
+    if row.drafted_tokens:
+        parts.append(f"drafts accepted {row.accepted_tokens or 0}/{row.drafted_tokens}")
     if row.usd_per_1k_samples is not None:
         parts.append(f"{row.usd_per_1k_samples:.3g} USD/1k")
     if row.groups_no_gradient:

@@ -255,6 +255,9 @@ def _trouble(data: RunData) -> str:
         ("prompts too long", fixed(too_long, 0), "left out: no room for a completion"),
         ("weights sent", NONE if sent is None else decimal(sent), "to all sites, over the run"),
     ]
+    if drafted := total(row.drafted_tokens for row in rows):
+        accepted = (total(row.accepted_tokens for row in rows) or 0.0) / drafted
+        figures.append(("drafted tokens accepted", percent(accepted), f"of {drafted:,.0f} (speculative decoding)"))
     parts = [table(("what", "how many", "meaning"), figures)]
     if data.rollouts is not None and (frequent := error_counts(data.rollouts)):
         parts.append(table(("most frequent failures of rewards", "samples"), [(text, str(n)) for text, n in frequent]))

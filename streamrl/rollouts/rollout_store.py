@@ -51,6 +51,8 @@ SCHEMA = pa.schema(
         ("route", pa.string()),
         ("predicted_rank", pa.float64()),
         ("predicted_length", pa.float64()),
+        ("drafted_tokens", pa.int32()),
+        ("accepted_tokens", pa.int32()),
         *[(name, pa.float64()) for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished")],
         *[(name, pa.float64()) for name in ("t_received", "t_trained")],
     ]
@@ -168,6 +170,8 @@ def _row(group: Group, sample_id: str) -> dict[str, object]:
         "route": sample.route,
         "predicted_rank": group.predicted_rank,
         "predicted_length": group.predicted_length,
+        "drafted_tokens": sample.drafted_tokens,
+        "accepted_tokens": sample.accepted_tokens,
         "t_queued": sample.t_queued,
         "t_dispatched": sample.t_dispatched,
         "t_first_token": sample.t_first_token,

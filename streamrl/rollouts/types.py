@@ -80,6 +80,8 @@ class SampleRequest:
     """Total number of tokens at which it will be parked; None: it may run to its end."""
     kept: PartialSample | None = None
     """Tokens produced before it was preempted."""
+    expected: float | None = None
+    """Forecast tokens of the completion; None: no forecast."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class Sample:
     """Prompt tokens that its last instance had in its prefix cache; 0 of a whole episode, whose steps say it."""
     trajectory: Trajectory | None = None
     """Rows, reward and conversation of an episode; None: a single completion, which is still to be scored."""
+    drafted_tokens: int = 0
+    """Tokens that the instance on which it ended has drafted for it and verified (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Those of them that were accepted."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)

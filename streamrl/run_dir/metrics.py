@@ -93,6 +93,13 @@ class MetricsRow(StepRow):
     groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
     prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
+    drafted_tokens: int | None = Field(
+        None, description="tokens drafted and verified for the step's samples (speculative decoding)"
+    )
+    accepted_tokens: int | None = Field(None, description="tokens of drafted_tokens that were accepted")
+    accepted_by_route: dict[str, float | None] = Field(
+        default_factory=dict, description="share of the drafted tokens that was accepted, by route: regular, tail"
+    )
     learning_rate: float | None = None
     clip_fraction: float | None = Field(None, description="share of tokens whose ratio was clipped")
     kl_mean: float | None = Field(

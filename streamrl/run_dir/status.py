@@ -48,6 +48,11 @@ class RoleStatus(StatusModel):
     waiting: int | None = Field(None, description="requests in its queue")
     tokens_per_s: float | None = None
     weight_version: int | None = None
+    drafts: str = Field(
+        "",
+        description="tokens accepted / drafted since an instance's start, by source and age of the drafted text in "
+        "weight versions; '': it does not speculate",
+    )
     dtype: str = Field("", description="its compute type; '': it does not compute, or has not reported it yet")
     dtype_why: str = ""
     packing: str = Field("", description="a trainer's packing, shared or separate; '': no trainer, or not decided yet")

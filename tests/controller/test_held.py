@@ -34,6 +34,13 @@ def test_only_sampled_tokens_need_a_version_that_exists() -> None:
     assert "versions outside" in str(OWN.wrong_with_sample(replace(SAMPLE, token_versions=other), newest=3))
 
 
+def test_no_more_tokens_are_accepted_than_were_drafted() -> None:
+    assert OWN.wrong_with_sample(replace(SAMPLE, drafted_tokens=4, accepted_tokens=4), newest=3) is None
+    for drafted, accepted in ((4, 5), (-1, -1), (4, -1), (2**31, 0)):
+        wrong = OWN.wrong_with_sample(replace(SAMPLE, drafted_tokens=drafted, accepted_tokens=accepted), newest=3)
+        assert f"{accepted} of {drafted} drafted tokens" in str(wrong)
+
+
 def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> None:
     assert SAMPLE.trajectory is not None
     nobody = replace(SAMPLE, instance="", pool="")

@@ -18,6 +18,7 @@ from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
 from streamrl.config.algorithm import GROUP_ADVANTAGES, AdvantageKind
 from streamrl.config.run import RunConfig, SamplingConfig
+from streamrl.config.speculation import SpeculationConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of
 from streamrl.controller.length_predictor import StepLengths
@@ -404,6 +405,15 @@ def test_step_metrics_are_what_they_say() -> None:
     batch.run = batch.run.model_copy(update={"sampling": SamplingConfig(min_p=0.1)})
     cut = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
     assert cut.outside_truncation_fraction == 0.2
+    assert (row.drafted_tokens, row.accepted_by_route) == (None, {})  # nothing speculates
+    batch.run = batch.run.model_copy(update={"speculation": SpeculationConfig(method="auto")})
+    for group, (route, accepted) in zip(batch.groups.values(), (("tail", 3), ("regular", 1)), strict=True):
+        for sample_id, one in group.scored.items():
+            some = replace(one.sample, route=route, drafted_tokens=4, accepted_tokens=accepted)
+            group.scored[sample_id] = replace(one, sample=some)
+    fast = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
+    assert (fast.drafted_tokens, fast.accepted_tokens) == (16, 8)
+    assert fast.accepted_by_route == {"regular": 0.25, "tail": 0.75}
     assert (row.value_loss, row.step_skipped, row.groups_dropped) == (None, False, 0)
     assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
     assert row.reward_by_task == {"task": 0.75}

@@ -11,8 +11,10 @@ from transformers import Qwen3NextConfig
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
+from streamrl.launcher.speculation_check import check_speculation
 
 GIB = 2**30
 
@@ -80,6 +82,20 @@ def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
         f"{run.model.path}",
         f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
     ]
+
+
+def test_speculation_is_refused_where_nothing_says_that_it_is_exact(tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m")
+    speculating = run.model_copy(update={"speculation": SpeculationConfig(method="auto")})
+    assert list(check_speculation(cluster(), speculating)) == []
+    assert list(check_speculation(cluster("cuda", gpus_per_replica=2), run)) == []
+    on_gpus, several = check_speculation(cluster("cuda", gpus_per_replica=2), speculating)
+    assert "speculation.method: auto has not been run on GPUs" in on_gpus
+    assert "pool 'regular' of site 'here' has gpus_per_replica: 2" in several
+    hybrid = make_model(tmp_path / "hybrid", layer_types=["linear_attention", "full_attention"])
+    speculating = hybrid.model_copy(update={"speculation": SpeculationConfig(method="ngram")})
+    (recurrent,) = check_speculation(cluster(), speculating)
+    assert "cannot go back to before a rejected token" in recurrent
 
 
 def test_computing_threads_far_above_the_cores_are_warned_of() -> None:

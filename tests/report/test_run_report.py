@@ -294,8 +294,9 @@ def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
     run_dir = make_run(0, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         for step in (1, 2, 3):
-            metrics.append(make_row(step, prompts_too_long=step))
+            metrics.append(make_row(step, prompts_too_long=step, drafted_tokens=500 * step, accepted_tokens=300))
     page, _ = page_of(run_dir)
+    assert "drafted tokens accepted30" in page.text and "of 3,000 (speculative decoding)" in page.text
     assert "prompts too long3left out" in page.text
     assert "groups without gradient6 of 24" in page.text
 

@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
+from streamrl.generation.drafts.drafter import Completion
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
@@ -95,6 +97,14 @@ class Engine:
         """Arrival of running requests, in (unix seconds, monotonic seconds)."""
         self._prompts: dict[str, int] = {}
         """Prompt tokens of running requests."""
+        self.drafts = run.speculation.method != "none"
+        """Whether a drafter runs in the engine, which `teach_drafter` teaches."""
+        self._ended: list[Completion] = []
+        """Completions that ended since the drafter was last taught."""
+        self._expected: dict[bytes, float | None] = {}
+        """Forecast lengths, by prompt, since then."""
+        self._taught = UNNAMED_VERSION - 1
+        """Version of the weights at that time."""
         model = resolve_model(run.model.path)
         config = engine_config(pool, run, cuda, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
@@ -158,6 +168,8 @@ class Engine:
         """
         t_dispatched, started = self._clock(), time.monotonic()
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
+        if self.drafts:
+            self._expected[request.prompt_tokens.tobytes()] = request.expected
         self._count(1)
         self.busy_since = self.busy_since or t_dispatched
         self._begun[request.sample_id] = t_dispatched, started
@@ -187,7 +199,8 @@ class Engine:
         out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
         if completion.finish_reason == "abort" or out_of_budget:
             return partial
-        return Sample(
+        drafts = completion.spec_decode_metrics
+        sample = Sample(
             **partial.__dict__,
             group_id=request.group_id,
             finish_reason="length" if completion.finish_reason == "length" else "stop",
@@ -199,7 +212,13 @@ class Engine:
             t_finished=self._clock(),
             text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
             cached_tokens=output.num_cached_tokens or 0,
+            drafted_tokens=drafts.num_draft_tokens if drafts else 0,
+            accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
         )
+        if self.run.speculation.method == "auto":
+            completion_tokens = sample.completion_tokens.tobytes()
+            self._ended.append((request.prompt_tokens.tobytes(), completion_tokens, int(sample.token_versions[-1])))
+        return sample
 
     @property
     def begun(self) -> frozenset[str]:
@@ -271,6 +290,24 @@ class Engine:
             )
             found.append((kept + first, part))
         return found
+
+    async def teach_drafter(self, curve: StepCurve | None = None) -> dict[str, dict[str, int]] | None:
+        """Teach the drafter what has ended since the last time, and the version of the weights.
+
+        Args:
+            curve: step time of this engine without speculation; None: as before. The drafter drafts nothing until it
+                has one.
+
+        Returns:
+            Tokens 'drafted' and 'accepted' since the start, by source and age; None: there was nothing to teach.
+        """
+        news = curve is not None or self._ended or self._expected or self._taught != self.version
+        if not self.drafts or not news:
+            return None
+        lesson = self.version, curve and curve.to_json(), self._ended, list(self._expected.items())
+        self._ended, self._expected, self._taught = [], {}, self.version
+        counts: list[dict[str, dict[str, int]]] = await self._llm.collective_rpc("teach_drafter", args=lesson)
+        return counts[0]
 
     async def measure_canary(self) -> FloatArray | None:
         """Return the log-probabilities of the canary's completion, [C], by one prefill beside what runs here.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
+from streamrl.config.speculation import SpeculationConfig
+from streamrl.generation.drafts.drafter import DrafterWorker, RolloutDrafter
 from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, QUANTIZATION, register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
@@ -98,6 +100,9 @@ def engine_config(
     )
     if hardware.get("quantization"):
         hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
+    if (drafts := speculative_config(run.speculation)) is not None:
+        hardware |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
+        hardware["worker_extension_cls"] = f"{DrafterWorker.__module__}.{DrafterWorker.__qualname__}"
     return AsyncEngineArgs(
         model=model,
         dtype=run.model.dtype,
@@ -115,6 +120,17 @@ def engine_config(
         seed=run.seed,
         **(hardware | several),
     ).create_engine_config(headless=place.node > 0)
+
+
+def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config`; None: no speculation."""
+    if speculation.method == "none":
+        return None
+    return {
+        "method": "custom_class",
+        "model": f"{RolloutDrafter.__module__}.{RolloutDrafter.__qualname__}",
+        "num_speculative_tokens": speculation.most_tokens,
+    }
 
 
 def overrides(model: Path) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class InstanceProcess:
         """Returns unix seconds by the clock of the site's service, once it is connected: this node's may be wrong."""
         self._pace: tuple[int, float] | None = None
         """(Number, ratio) of the newest stretch of work that was compared with the step curve."""
+        self._drafts: dict[str, dict[str, int]] = {}
+        """Tokens that the drafter has 'drafted' and that were 'accepted', by source and age of the text."""
 
     async def run(self) -> None:
         """Serve until the service retires this instance, or the process is ended.
@@ -112,6 +114,7 @@ class InstanceProcess:
                 log.warning("%s", doubts)
             elif load.disturbed:
                 log.info("while step times were measured, %s", load)
+            self._drafts = await self.engine.teach_drafter(measured.curve) or {}
             self.worked = WorkedCurve(measured.curve, batch_sizes(largest), doubts)
             note = f" ({measured.left_out})" if measured.left_out else ""
             self.context.say(waiting_for([f"service-{self.site}"]) + note)
@@ -180,10 +183,11 @@ class InstanceProcess:
                 await self._weight_call(call)
 
     async def _report_progress(self) -> None:
-        """Report the new tokens of running requests to the service's token journal, at intervals."""
+        """Report new tokens of running requests to the service's token journal, and teach the drafter, at intervals."""
         reported: dict[str, int] = {}
         while True:
             await asyncio.sleep(JOURNAL_EVERY_S)
+            self._drafts = await self.engine.teach_drafter() or self._drafts
             parts = self.engine.progress(reported)
             running = {part.sample_id: start + len(part.completion_tokens) for start, part in parts}
             kept = {sample_id: reported[sample_id] for sample_id in reported.keys() & self.engine.begun}
@@ -286,6 +290,9 @@ class InstanceProcess:
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,
             "produced": self.engine.produced(),
+            "drafts": ", ".join(
+                f"{name} {counts['accepted']}/{counts['drafted']}" for name, counts in self._drafts.items()
+            ),
         }
 
     def _doing(self) -> str:

@@ -218,7 +218,11 @@ class Dispatcher:
 
     async def submit(self, groups: Iterable[tuple[list[SampleRequest], Forecast | None]]) -> None:
         """Place groups together, each given by its requests and its forecast."""
-        new = {request.sample_id: (request, forecast) for requests, forecast in groups for request in requests}
+        new = {
+            request.sample_id: (replace(request, expected=forecast.mean) if forecast else request, forecast)
+            for requests, forecast in groups
+            for request in requests
+        }
         self.requests |= {sample_id: request for sample_id, (request, _) in new.items()}
         self._forecasts |= {sample_id: forecast for sample_id, (_, forecast) in new.items()}
         await self._place(new)

@@ -1,0 +1,253 @@
+"""The drafter that vLLM loads (`method: custom_class`), and the worker's method through which an instance teaches it.
+
+vLLM gives a drafter the rows of its batch without the requests' names. So a row is known by its text: it begins with a
+prompt that was taught. Moved and restarted requests need no more than that. Until it is taught a step curve, the
+drafter drafts nothing: an instance that measures its step times runs as without speculation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.decode import StepCurve
+from scheduler.cost.speculative_decoding import draft_counts, expected_tokens, token_values
+from streamrl.generation.drafts.acceptance import SUREST, RunningAcceptance
+from streamrl.generation.drafts.exact_verification import ensure_exact_verification
+from streamrl.generation.drafts.text_drafts import Draft, KnownCompletions, draft, text_of
+
+PER_PROMPT = 16
+"""Completions kept of a prompt: two epochs of a group of 8."""
+MOST_TOKENS = 8_000_000
+"""Tokens kept in all; at most 4 bytes each, twice."""
+SMOOTHING = 0.1
+"""Weight of the newest step in the running mean of what steps take beside their rows."""
+OVERHEAD = 0.05
+"""Share of a single request's step that verification is assumed to add before it is measured."""
+PAUSE = 3.0
+"""Steps that take so many times as long as their rows were prefilling, or waiting, and are not counted."""
+
+FRUITLESS = 4
+"""Steps in a row without a draft that pays, after which the drafter rests: searching takes time, too."""
+REST = 32
+"""Steps of a rest; a batch that shrinks by a quarter ends it."""
+
+Completion = tuple[bytes, bytes, int]
+"""(prompt, completion, version of its last token); tokens as int32 bytes."""
+
+
+class _VllmConfig(Protocol):
+    """What is read of vLLM's configuration."""
+
+    speculative_config: Any
+    scheduler_config: Any
+    model_config: Any
+
+
+@dataclass
+class _Row:
+    """A row of the batch after the last step."""
+
+    prompt: str | None
+    """Known prompt that its text begins with."""
+    tokens: int
+    """Tokens that it had when its draft was made."""
+    last: int
+    """The last of them."""
+    draft: Draft | None = None
+    verified: int = 0
+    """Tokens of the draft that were sent to be verified."""
+
+
+class RolloutDrafter:
+    """Drafts from the run's own recent completions, as many tokens as pay at the batch, acceptance and step times."""
+
+    def __init__(self, vllm_config: _VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        """
+        Args:
+            vllm_config: configuration of the engine.
+            clock: returns seconds, for the time between two steps.
+        """
+        self._most: int = vllm_config.speculative_config.num_speculative_tokens
+        self._slots: int = vllm_config.scheduler_config.max_num_seqs
+        self._longest: int = vllm_config.model_config.max_model_len
+        self._clock = clock
+        self._curve: StepCurve | None = None
+        self._table = [0.0, 0.0]
+        """Seconds of a step, by the number of its rows."""
+        self._version = 0
+        self._known = KnownCompletions(PER_PROMPT, MOST_TOKENS)
+        self.acceptance = RunningAcceptance()
+        self._rows: dict[int, _Row] = {}
+        self._stepped: tuple[float, int, int] | None = None
+        """(Seconds, requests, drafted tokens) as the last step ended and its drafts were begun."""
+        self._fruitless = self._rest = self._rest_batch = 0
+        self._beside: list[float | None] = [None, None]
+        """Running means of the seconds that steps take beyond the step curve: without drafts, with drafts."""
+
+    def load_model(self, model: object) -> None:
+        """Make sure that drafts are verified exactly; vLLM calls this once it has loaded the model.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        ensure_exact_verification()
+
+    def teach(
+        self,
+        version: int,
+        curve: dict[str, Any] | None,
+        completions: Sequence[Completion],
+        expected: Sequence[tuple[bytes, float | None]],
+    ) -> dict[str, dict[str, int]]:
+        """Take in what the instance knows.
+
+        Args:
+            version: version of the weights that verify from now on.
+            curve: step time of the instance without speculation, as JSON; None: as before.
+            completions: completions that have ended.
+            expected: forecast tokens of a completion, by prompt.
+
+        Returns:
+            Tokens 'drafted' and 'accepted' since the start, by source and age of the draft.
+        """
+        if curve is not None:
+            self._curve = StepCurve.from_json(curve)
+            self._table = self._curve.table(self._slots * (1 + self._most)).tolist()
+        if version != self._version:
+            self._version = version
+            self.acceptance.new_weights()
+            self._beside[1] = None  # measured again, in case that it was too long to draft at all
+        for prompt, tokens in expected:
+            self._known.expect(_text(prompt), tokens)
+        for prompt, completion, drawn_by in completions:
+            self._known.add(_text(prompt), _text(completion), drawn_by)
+        return {name: asdict(counts) for name, counts in self.acceptance.by_age.items()}
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Draft the next tokens of each row.
+
+        Args:
+            sampled_token_ids: tokens that the step has sampled, by row; none in a row whose prompt is not complete.
+            num_tokens_no_spec: [rows] tokens of each row, prompt and sampled ones.
+            token_ids_cpu: [rows, longest] their ids.
+            slot_mappings: not used; vLLM passes it.
+
+        Returns:
+            Drafted tokens by row.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._curve is None:
+            return drafts
+        rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
+        began = self._clock()  # so that drafting counts as part of the step that verifies
+        self._time(began, len(rows), len(rows) == len(sampled_token_ids))
+        for row in rows:
+            self._judge(row, len(sampled_token_ids[row]), num_tokens_no_spec, token_ids_cpu)
+        if not rows or self._rests(len(rows)) or not self._can_pay(len(rows)):
+            self._rows.clear()
+            return drafts
+        self._rows = {row: found for row, found in self._rows.items() if row in rows}
+        remaining = []
+        for row in rows:
+            length = int(num_tokens_no_spec[row])
+            text = text_of(token_ids_cpu[row, :length])
+            old = self._rows.get(row)
+            prompt = old.prompt if old is not None and old.prompt and text.startswith(old.prompt) else None
+            prompt = prompt or self._known.prompt_of(text)
+            most = min(self._most, self._longest - length - 1)
+            known = self._known.of(prompt) if prompt else None
+            found = draft(text, known, most, self._version) if most > 0 else None
+            self._rows[row] = _Row(prompt, length, int(token_ids_cpu[row, length - 1]), found)
+            expected = self._known.expected(prompt) if prompt else None
+            remaining.append(None if prompt is None or expected is None else expected - (length - len(prompt)))
+        chances = [self.acceptance.chances(one) if (one := self._rows[row].draft) else [] for row in rows]
+        values = token_values(self._curve, remaining, refilled=len(rows) >= self._slots)
+        for row, count in zip(rows, draft_counts(self._curve, chances, values, self.overhead_s), strict=True):
+            state = self._rows[row]
+            if state.draft is not None and count:
+                state.verified = count
+                drafts[row] = [ord(token) for token in state.draft.tokens[:count]]
+        if any(drafts):
+            self._fruitless = 0
+        elif (fruitless := self._fruitless + 1) < FRUITLESS:
+            self._fruitless = fruitless
+        else:
+            self._fruitless, self._rest, self._rest_batch = 0, REST, len(rows)
+        self._stepped = began, len(rows), sum(map(len, drafts))
+        return drafts
+
+    def _rests(self, batch: int) -> bool:
+        """Return whether the drafter rests in this step."""
+        if self._rest and batch > 0.75 * self._rest_batch:
+            self._rest -= 1
+            return True
+        self._rest = 0
+        return False
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that a step with drafts takes longer than one with as many rows, as measured so far."""
+        without, with_drafts = self._beside
+        if with_drafts is None:
+            return OVERHEAD * self._table[1]
+        return max(0.0, with_drafts - (without or 0.0))
+
+    def _can_pay(self, batch: int) -> bool:
+        """Return whether drafts could pay if every one were found and were as good as the best so far."""
+        rate, table = min(SUREST, self.acceptance.best_rate()), self._table
+        single, whole = table[1], table[batch]
+        for count in range(1, self._most + 1):
+            more = expected_tokens(rate, count) - 1
+            alone = more * max(single, whole / batch) - (table[batch + count] - whole)
+            together = more * whole - (table[batch * (1 + count)] - whole)
+            if max(alone, together) > self.overhead_s:
+                return True
+        return False
+
+    def _time(self, now: float, batch: int, decoded: bool) -> None:
+        """Take in how long the step took that has just ended, unless it prefilled or the batch has changed."""
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None and decoded and stepped[1] == batch:
+            began, _, drafted = stepped
+            rows = self._table[batch + drafted]
+            if (took := now - began) < PAUSE * rows:
+                kind = int(drafted > 0)
+                before = self._beside[kind]
+                self._beside[kind] = took - rows if before is None else before + SMOOTHING * (took - rows - before)
+        self._stepped = now, batch, 0
+
+    def _judge(self, row: int, sampled: int, lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+        """Count what became of a row's draft, if the row still holds the same request."""
+        state = self._rows.get(row)
+        if state is None or state.draft is None or not state.verified:
+            return
+        same = state.tokens + sampled == lengths[row] and token_ids[row, state.tokens - 1] == state.last
+        if same:
+            self.acceptance.saw(state.draft, state.verified, min(sampled - 1, state.verified))
+
+
+class DrafterWorker:
+    """Extension of vLLM's worker: the method that an instance calls in the engine's process."""
+
+    model_runner: Any
+
+    def teach_drafter(self, *lesson: Any) -> dict[str, dict[str, int]]:
+        """Pass a lesson on to the drafter; see `RolloutDrafter.teach`."""
+        drafter: RolloutDrafter = self.model_runner.drafter
+        return drafter.teach(*lesson)
+
+
+def _text(tokens: bytes) -> str:
+    return text_of(np.frombuffer(tokens, dtype=np.int32))

@@ -1,0 +1,167 @@
+"""The drafter by itself: whom it drafts for, when it does not, and what it learns from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from streamrl.generation.drafts.drafter import FRUITLESS, OVERHEAD, REST, RolloutDrafter
+
+PROMPT = [1, 2, 3, 4]
+SIBLING = [10, 11, 12, 13, 14, 15]
+FLAT = StepCurve((1, 64), (0.01, 0.01))
+STEEP = StepCurve((1, 2, 64), (0.01, 0.02, 0.64))
+
+
+def raw(tokens: list[int]) -> bytes:
+    return np.asarray(tokens, dtype=np.int32).tobytes()
+
+
+class World:
+    """A drafter with vLLM's batch around it; its clock stands still."""
+
+    def __init__(self, curve: StepCurve | None = FLAT, slots: int = 8, longest: int = 64) -> None:
+        self.now = 0.0
+        self.drafter = RolloutDrafter(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(num_speculative_tokens=3),
+                scheduler_config=SimpleNamespace(max_num_seqs=slots),
+                model_config=SimpleNamespace(max_model_len=longest),
+            ),
+            clock=lambda: self.now,
+        )
+        self.teach(curve=curve)
+
+    def teach(
+        self, *completions: list[int], version: int = 0, curve: StepCurve | None = None, **expected: float
+    ) -> None:
+        some = [(raw(PROMPT), raw(completion), version) for completion in completions]
+        forecasts = [(raw(PROMPT), value) for value in expected.values()]
+        self.counts = self.drafter.teach(version, curve and curve.to_json(), some, forecasts)
+
+    def propose(self, *rows: tuple[list[int], int]) -> list[list[int]]:
+        """Each row by its tokens, and the number of those that the step has sampled."""
+        tokens = np.zeros((len(rows), 64), dtype=np.int32)
+        for n, (row, _) in enumerate(rows):
+            tokens[n, : len(row)] = row
+        lengths = np.asarray([len(row) for row, _ in rows], dtype=np.int32)
+        return self.drafter.propose([row[len(row) - new :] for row, new in rows], lengths, tokens)
+
+
+def test_a_request_is_drafted_what_its_sibling_said() -> None:
+    world = World()
+    world.teach(SIBLING)
+    assert world.propose(([*PROMPT, *SIBLING[:2]], 1)) == [SIBLING[2:5]]
+
+
+def test_nothing_is_drafted_before_the_step_times_are_known() -> None:
+    world = World(curve=None)
+    world.teach(SIBLING)
+    assert world.propose(([*PROMPT, *SIBLING[:2]], 1)) == [[]]
+    world.teach(curve=FLAT)
+    assert world.propose(([*PROMPT, *SIBLING[:2]], 1)) == [SIBLING[2:5]]
+
+
+def test_nothing_is_drafted_where_a_row_costs_a_step() -> None:
+    world = World(curve=STEEP)
+    world.teach(SIBLING)
+    assert world.propose(([*PROMPT, *SIBLING[:2]], 1)) == [[]]
+
+
+def test_a_row_whose_prompt_is_not_read_yet_gets_no_draft() -> None:
+    world = World()
+    world.teach(SIBLING)
+    assert world.propose(([*PROMPT[:3]], 0), ([*PROMPT, *SIBLING[:2]], 1)) == [[], SIBLING[2:5]]
+
+
+def test_a_draft_leaves_room_for_the_token_after_it() -> None:
+    world = World(longest=len(PROMPT) + 4)
+    world.teach(SIBLING)
+    assert world.propose(([*PROMPT, *SIBLING[:2]], 1)) == [SIBLING[2:3]]
+    assert world.propose(([*PROMPT, *SIBLING[:3]], 1)) == [[]]
+
+
+def test_accepted_and_rejected_tokens_are_counted_by_source_and_age() -> None:
+    world = World()
+    world.teach(SIBLING)
+    row = [*PROMPT, *SIBLING[:2]]
+    world.propose((row, 1))
+    world.propose(([*row, SIBLING[2], 99], 2))  # the first of three was accepted
+    world.teach(version=2)
+    assert world.counts == {"sibling": {"drafted": 3, "accepted": 1}}
+    world.propose((row, 1))
+    world.propose(([*row, *SIBLING[2:5], 7], 4))
+    world.teach(version=2)
+    assert world.counts["earlier 2"] == {"drafted": 3, "accepted": 3}
+
+
+def test_a_row_that_another_request_has_taken_is_not_judged() -> None:
+    for other, new in (([50, 51, 52], 1), ([50, SIBLING[1], 52, 53], 1)):
+        world = World()
+        world.teach(SIBLING)
+        world.propose(([*PROMPT, *SIBLING[:2]], 1))
+        world.propose(([*PROMPT, *other], new))
+        world.teach()
+        assert world.counts == {}
+
+
+def test_a_request_that_comes_with_tokens_is_known_by_its_prompt() -> None:
+    world = World()
+    world.teach(SIBLING)
+    # moved: for vLLM all of this is its prompt, and one token is new
+    assert world.propose(([*PROMPT, *SIBLING[:4]], 1)) == [SIBLING[4:6]]
+
+
+def test_drafts_go_to_the_longest_request_if_lengths_are_forecast() -> None:
+    # every row costs 0.001 s: of two requests, a token less of the longer saves 0.01, of the shorter 0.001
+    world = World(curve=StepCurve((1, 101), (0.01, 0.11)))
+    world.teach(SIBLING, forecast=20.0)
+    short, long = [*PROMPT, *SIBLING[:4]], [*PROMPT, *SIBLING[:2]]
+    assert world.propose((short, 1), (long, 1)) == [[], SIBLING[2:5]]
+
+
+def test_where_every_slot_is_taken_others_wait_and_no_request_comes_first() -> None:
+    world = World(curve=StepCurve((1, 101), (0.01, 0.11)), slots=2)
+    world.teach(SIBLING, forecast=20.0)
+    short, long = [*PROMPT, *SIBLING[:4]], [*PROMPT, *SIBLING[:2]]
+    assert world.propose((short, 1), (long, 1)) == [SIBLING[4:6], SIBLING[2:5]]
+
+
+def test_without_forecasts_both_get_drafts() -> None:
+    world = World(curve=StepCurve((1, 101), (0.01, 0.11)))
+    world.teach(SIBLING)
+    short, long = [*PROMPT, *SIBLING[:4]], [*PROMPT, *SIBLING[:2]]
+    assert world.propose((short, 1), (long, 1)) == [SIBLING[4:6], SIBLING[2:5]]
+
+
+def test_the_drafter_rests_where_nothing_pays_until_the_batch_shrinks() -> None:
+    world, stranger = World(), [*PROMPT, 60, 61, 62, 63]
+    for _ in range(FRUITLESS):
+        assert world.propose(*[(stranger, 1)] * 4) == [[]] * 4
+    world.teach(SIBLING)
+    known = [*PROMPT, *SIBLING[:2]]
+    for _ in range(REST):
+        assert world.propose(*[(known, 1)] * 4) == [[]] * 4
+    assert any(world.propose(*[(known, 1)] * 4))
+    for _ in range(FRUITLESS):
+        world.propose(*[(stranger, 1)] * 4)
+    assert world.propose((known, 1)) == [SIBLING[2:5]]
+
+
+def test_what_verification_costs_is_measured_beside_plain_steps() -> None:
+    world = World()
+    assert world.drafter.overhead_s == pytest.approx(OVERHEAD * 0.01)
+    stranger, known = [*PROMPT, 60, 61, 62, 63], [*PROMPT, *SIBLING[:2]]
+    world.propose((stranger, 1))
+    world.now += 0.012  # a plain step: 2 ms beside its rows
+    world.teach(SIBLING)
+    world.propose((known, 1))
+    world.now += 0.017  # a step with drafts: 7 ms
+    world.propose(([*known, SIBLING[2]], 1))
+    assert world.drafter.overhead_s == pytest.approx(0.005)
+    world.now += 10.0  # it waited, or read a prompt: no measurement
+    world.propose(([*known, *SIBLING[2:4]], 1))
+    assert world.drafter.overhead_s == pytest.approx(0.005)
