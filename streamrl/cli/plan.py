@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 @click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
 @click.option("--budget", type=float, metavar="USD/H", help="upper limit of the cost of GPUs and traffic")
 @click.option("--delta-ratio", type=float, help="compression of weights on links; 1: none  [default: 70]")
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    help="probability that a drafted token is accepted: instances speculate  [default: they do not]",
+)
 @click.option("--hardware", type=click.Path(path_type=Path), help="YAML that adds GPU types or changes their figures")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="also write the plans to this file")
 def command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from streamrl.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from scheduler.cost.decode import StepCurve
     from scheduler.schedule.rounds import Rounds
     from scheduler.schedule.schedules import Schedule
     from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance
@@ -45,6 +43,14 @@ if TYPE_CHECKING:
 @click.option("--slots", default=256, show_default=True, type=click.IntRange(1), help="Largest batch of an instance.")
 @click.option("--device", default="H800", show_default=True, help="GPU type of the instances (7B model, roofline).")
 @click.option("--curve", type=click.Path(path_type=Path), help="Instead of --device: file of `streamrl calibrate`.")
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    help="Probability that a drafted token is accepted: instances speculate. Default: they do not.",
+)
+@click.option(
+    "--most-drafts", default=8, show_default=True, type=click.IntRange(1), help="With --acceptance: tokens in a step."
+)
 @click.option("--policy", "policies", multiple=True, help="Policy; may be repeated. Default: all.")
 @click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per instance and hour.")
 @click.option("--iterations", type=click.IntRange(1), help="Simulate this many whole iterations (see above).")
@@ -95,6 +101,8 @@ def command(
     slots: int,
     device: str,
     curve: Path | None,
+    acceptance: float | None,
+    most_drafts: int,
     policies: tuple[str, ...],
     price: float,
     iterations: int | None,
@@ -136,8 +144,10 @@ def command(
       streamrl simulate --iterations 10 --train-rate 60000 --schedule sync --round-tokens 4096 --max-age 3
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from scheduler.cost.speculative_decoding import Speculation
     from scheduler.dispatch.registry import POLICIES
     from scheduler.simulation.pipeline import SimulatedLink, Stages
+    from streamrl.planning.simulated_fleet import simulated_fleet
     from streamrl.planning.workload import draw, replay
 
     for name in policies:
@@ -158,11 +168,16 @@ def command(
     }
     if iterations is None and (given := [option for option, value in only_iterations.items() if value]):
         raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
+    drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
+
+    def fleet_of(count: int) -> list[SimulatedInstance]:
+        return simulated_fleet(count, curve, device, slots, drafts)
+
     # rounds issue more than they train, and may have as much again deferred at the end
     batches = 1 if iterations is None else round((iterations + 1) * (over_issue or 1)) + 3
     if iterations is None or train_rate is None:
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed)
-        fleet = _fleet(instances, curve, device, slots)
+        fleet = fleet_of(instances)
         _compare_policies(workload, fleet, list(dict.fromkeys(["least-loaded", *(policies or POLICIES)])), price, out)
     else:
         chosen = _schedules(schedules, max_staleness, sync_every, colocated_train_rate is not None)
@@ -180,9 +195,9 @@ def command(
         stages = Stages(train_rate, 0.0, reward_s, weights_gb, SimulatedLink(link_gbit, link_ms / 1e3), switch_s)
         rows = _run_schedules(
             workload,
-            (_fleet(instances, curve, device, slots), stages),
+            (fleet_of(instances), stages),
             (
-                _fleet(colocated_instances or instances, curve, device, slots),
+                fleet_of(colocated_instances or instances),
                 replace(stages, train_tokens_s=colocated_train_rate or train_rate),
             ),
             iterations,
@@ -227,12 +242,6 @@ def _compare_policies(
     titles = ("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k")
     Console().print(ruled_table("", titles, titles[:1], rows))
     _plot(outcomes, _draw_running, out)
-
-
-def _fleet(count: int, curve: Path | None, device: str, slots: int) -> list[SimulatedInstance]:
-    from scheduler.simulation.generation_simulator import SimulatedInstance
-
-    return [SimulatedInstance(f"i{n}", _curve(curve, device), slots) for n in range(count)]
 
 
 def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, colocated: bool) -> list[Schedule]:
@@ -339,28 +348,6 @@ def _compare_schedules(
     titles = ("schedule", "policy", "step", "bubble", "trainer", "samples/s", "staleness", "USD/1k")
     Console().print(ruled_table("", titles, titles[:2], rows))
     _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
-
-
-def _curve(path: Path | None, device: str) -> StepCurve:
-    """Return the measured step times of a file, or a 7B model's roofline."""
-    from scheduler.cost.decode import QWEN_7B, StepCurve, roofline
-    from scheduler.cost.hardware import device as find
-
-    if path is None:
-        try:
-            return roofline(QWEN_7B, find(device))
-        except ValueError as error:
-            raise UserError(f"--device {device}: {error}") from error
-    try:
-        values = json.loads(path.read_text())
-        curve = StepCurve.from_json(values)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--curve {path}: {error}; streamrl calibrate writes such a file") from error
-    if values.get("doubts"):
-        click.echo(f"--curve {path} is doubtful: {values['doubts']}", err=True)
-    if "per_context_token" not in values:
-        click.echo(f"--curve {path} has no per_context_token: reading the context costs nothing here", err=True)
-    return curve
 
 
 def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,6 +203,7 @@ def gather(
     hardware: Path | None,
     budget: float | None,
     delta_ratio: float | None,
+    acceptance: float | None,
 ) -> Inputs:
     """Assemble the problem; options override the run file, and that overrides the paper's workload.
 
@@ -211,7 +212,9 @@ def gather(
     """
     from scheduler.capacity.allocation import DELTA_RATIO, Problem
     from scheduler.cost.generation_cost import Batch
+    from scheduler.cost.speculative_decoding import Speculation
     from scheduler.cost.training_cost import GRPO, PPO
+    from streamrl.config.speculation import SpeculationConfig
 
     devices = load_devices(hardware)
     offers, prices = offers_of(cluster, devices, cluster_file)
@@ -234,6 +237,9 @@ def gather(
         group = run.batch.samples_per_prompt if run else 1
         staleness = run.schedule.max_staleness if run and run.schedule.name == "async" else 1
         batch = Batch.of(values, samples, float(prompt_tokens), longest, group, staleness)
+        if acceptance is not None:
+            most = run.speculation.most_tokens if run else SpeculationConfig().most_tokens
+            batch = replace(batch, speculation=Speculation(acceptance, most))
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),

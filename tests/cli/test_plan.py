@@ -68,6 +68,19 @@ def test_the_json_holds_the_plans_and_is_the_same_each_time(
     assert len(values["plans"]) > 1
 
 
+def test_a_plan_counts_on_speculation_only_if_it_is_told_the_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makespans = []
+    for more in ([], ["--acceptance", "0"], ["--acceptance", "0.6"]):
+        options = ["--lengths", "5k", "--json", tmp_path / "plan.json", *more]
+        assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
+        values = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+        makespans.append(values["schedules"]["sync"]["step_s"])
+    assert makespans[0] == makespans[1]
+    assert makespans[2] < 0.9 * makespans[0]
+
+
 def test_a_budget_is_kept_and_cost_is_not_dearer_than_throughput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,18 @@ def rows(shown: str) -> dict[str, list[str]]:
     return {f"{row[0]}, {row[1]}": row[2:] for row in cells}
 
 
+def test_instances_that_speculate_take_the_time_of_their_steps_over_the_tokens_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "256": 0.1}}))
+    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
+    chosen = ["--policy", "least-loaded", "--out", tmp_path / "p.svg", "--acceptance", "0.5", "--most-drafts", "2"]
+    assert streamrl(monkeypatch, "simulate", *some, *chosen) == 0
+    assert f"{100 * 0.1 / 1.75:.1f}" in capsys.readouterr().out  # E(2) = 1.75 tokens in a step of 0.1 s
+
+
 def test_whole_iterations_by_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
