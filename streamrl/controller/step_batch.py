@@ -104,7 +104,7 @@ class StepBatch:
 
     def rewards(self, group: Group) -> list[float]:
         """Return the survivors' rewards as training sees them, in their order."""
-        lengths = [m.sample.output_length for m in group.survivors()]
+        lengths = [member.sample.longest_answer for member in group.survivors()]
         most, overlong = self.run.sampling.max_tokens, self.run.algorithm.overlong
         return [
             shaped_reward(reward, length, most, overlong)

@@ -81,7 +81,7 @@ def shaped_reward(reward: float, length: int, max_tokens: int, overlong: Overlon
 
     Args:
         reward: the task's reward.
-        length: tokens of the completion.
+        length: tokens of the completion; of an episode: of its longest answer.
         max_tokens: the limit, `sampling.max_tokens`.
         overlong: margin and penalty; None: no punishment.
     """

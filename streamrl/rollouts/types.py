@@ -129,6 +129,15 @@ class Sample:
         return len(self.sampled_versions)
 
     @property
+    def longest_answer(self) -> int:
+        """Number of tokens of its longest answer, which `sampling.max_tokens` limits; an episode has several."""
+        if self.trajectory is None:
+            return len(self.token_versions)
+        sampled = np.concatenate([[False], self.token_versions != NOT_SAMPLED, [False]])
+        begins, ends = np.flatnonzero(np.diff(sampled.astype(np.int8))).reshape(-1, 2).T
+        return int((ends - begins).max(initial=0))
+
+    @property
     def sampled_versions(self) -> IntArray:
         """Weight version of each sampled token, shape [output_length]."""
         if self.trajectory is None:

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.data import read_rollouts
+from streamrl.config.run import RunConfig
+from streamrl.controller.step_batch import StepBatch
 from streamrl.report.run_data import load_run, read_texts
 from streamrl.rollouts.micro_batch import from_wire, split_into_micro_batches, to_wire, train_groups
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -73,6 +75,20 @@ def test_an_episodes_length_is_what_was_sampled() -> None:
     assert other.tolist() == [1, 2, 3, 7] and second.tokens.tolist() == [13]
     assert [part.row_id, second.row_id] == ["g.0", "g.0#1"]
     assert sample_of_row("g.0#1") == sample_of_row("g.0") == "g.0"
+
+
+def test_the_longest_answer_of_an_episode_is_that_of_one_turn() -> None:
+    assert episode("g.0", [TWO_TURNS, FORK]).longest_answer == 2
+    assert episode("g.0", [FORK, ([1, 5, 6, 7, 2, 8], ".sss.s")]).longest_answer == 3
+    assert make_sample("g.0", length=4).longest_answer == 4
+
+
+def test_the_overlong_penalty_goes_by_the_longest_answer_of_an_episode() -> None:
+    algorithm = {"name": "grpo", "overlong": {"margin_tokens": 2, "penalty": 1.0}}
+    limits = {"sampling": {"max_tokens": 3}, "batch": {"samples_per_prompt": 2}}
+    run = RunConfig.model_validate({"algorithm": algorithm, **limits})
+    group = agent_group([TWO_TURNS, FORK], [FORK])  # four tokens in answers of 2, 1 and 1; one token
+    assert StepBatch(run, 1).rewards(group) == [0.5, 1.0]
 
 
 def test_rows_share_the_shortest_prompt_that_theirs_begins_with() -> None:
