@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.dashboard.sample_table import SampleFilter, SampleTable
@@ -14,8 +15,9 @@ from streamrl.report.run_decoder import Decoder
 from streamrl.rollouts.rollout_store import SCHEMA
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 
-HEAVY = {"prompt", "completion", "prompt_tokens", "completion_tokens", "logprobs", "mask", "conversation"}
-SINGLE = tuple(name for name in SCHEMA.names if name not in HEAVY | {"weight_versions"})
+TEXTS = {"prompt", "completion", "conversation"}
+SINGLE = tuple(one.name for one in SCHEMA if one.name not in TEXTS and not pa.types.is_nested(one.type))
+"""Columns that are one number or a short text."""
 MOST_TOKENS = 4_000
 """Tokens of a row that are sent unless all are asked for."""
 MOST_CHARACTERS = 20_000
@@ -103,6 +105,7 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         return None
     members = []
     prompt: str | None = None
+    rewards = table.rewards(group_id)
     for index in map(int, chosen):
         sample_id = table.sample_id(index)
         first = (read_rows_at(*table.place(index), sample_id) or [{}])[0]
@@ -110,7 +113,7 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         prompt = prompt or _text(first, "prompt", decode)
         told, _ = _conversation(first.get("conversation"))
         text = _last_answer(told) if told else _text(first, "completion", decode)
-        members.append(light | {"text": text, "why": why_not_trained(light, table.rewards(light["group_id"]))})
+        members.append(light | {"text": text, "why": why_not_trained(light, rewards)})
     return {"group_id": group_id, "prompt": prompt, "members": members}
 
 

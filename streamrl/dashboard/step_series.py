@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from streamrl.dashboard.appended_lines import AppendedRows
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.metrics import MetricsRow
 
-BY_NAME = ("void_rate_by_cause", "reward_by_task", "output_length_by_task")
-"""Figures that are one number per cause or task."""
+
+def _depth(figure: str) -> int:
+    """Return how many names a figure's numbers have: 0 if it is one number, 1 if it is one per task."""
+    depth, kind = 0, MetricsRow.model_fields[figure].annotation
+    while get_origin(kind) is dict:
+        depth, kind = depth + 1, get_args(kind)[1]
+    return depth
+
+
+BY_NAME = tuple(name for name in MetricsRow.model_fields if _depth(name) == 1)
+"""Figures that are one number per cause, route or task."""
 WARNINGS = ("step_refused", "mismatch_warning", "length_bias_warning")
 """Texts of a row that are shown with their step."""
 SHOWN = tuple(
-    name for name in MetricsRow.model_fields if name not in (*BY_NAME, *WARNINGS, "length_audit", "step", "time")
+    name
+    for name in MetricsRow.model_fields
+    if _depth(name) == 0 and name not in (*WARNINGS, "length_audit", "step", "time")
 )
 """Figures that are one number, or true or false, per step."""
 

@@ -74,11 +74,14 @@ def test_steps_come_as_columns_of_one_length(tmp_path: Path) -> None:
     series = StepSeries(tmp_path)
     with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
         writer.append(make_row(1, usd=0.5, reward_by_task={"a": 1.0}, void_rate_by_cause={}))
-        writer.append(make_row(2, usd=0.25, reward_by_task={"b": 0.5}, step_refused="a gradient was NaN"))
+        new = {"accepted_by_route": {"tail": 0.5}, "agent_metrics_by_task": {"b": {"turns": 2.0}}}
+        writer.append(make_row(2, usd=0.25, reward_by_task={"b": 0.5}, step_refused="a gradient was NaN", **new))
     write_evaluations(tmp_path, 4)
     told = series.since("")
     assert {len(column) for column in told["figures"].values()} == {2}
+    assert not any(isinstance(value, dict) for column in told["figures"].values() for value in column)
     assert told["by_name"]["reward_by_task"] == {"a": [1.0, None], "b": [None, 0.5]}
+    assert told["by_name"]["accepted_by_route"] == {"tail": [None, 0.5]}
     assert told["usd"] == 0.75
     assert told["warnings"] == [{"step": 2, "text": "step refused: a gradient was NaN"}]
     assert [row["step"] for row in told["evaluations"]] == [0, 4]
