@@ -68,6 +68,11 @@ def _read_call(text: str, arguments_key: str) -> ToolCall:
 
 def parse_hermes(text: str) -> ParsedAnswer:
     """Find calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
+    return _parse_between_tags(text, lambda body: _read_call(body, "arguments"))
+
+
+def _parse_between_tags(text: str, read: Callable[[str], ToolCall]) -> ParsedAnswer:
+    """Find the calls between `CALL_BEGIN` and `CALL_END`, each read by `read` (ValueError: it is malformed)."""
     if CALL_BEGIN not in text:
         return ParsedAnswer(text)
     content, *parts = text.split(CALL_BEGIN)
@@ -77,7 +82,7 @@ def parse_hermes(text: str) -> ParsedAnswer:
         if not end:
             return ParsedAnswer(text, malformed=f"{CALL_BEGIN} without {CALL_END}")
         try:
-            calls.append(_read_call(body, "arguments"))
+            calls.append(read(body))
         except ValueError as error:
             return ParsedAnswer(text, malformed=str(error))
         content += after
@@ -117,25 +122,19 @@ def _parse_tagged(text: str, call: str, argument: str, tools: Tools) -> ParsedAn
         argument: pattern of one argument: name and value.
         tools: as in the chat API.
     """
-    if CALL_BEGIN not in text:
-        return ParsedAnswer(text)
-    content, *parts = text.split(CALL_BEGIN)
-    calls = []
-    for part in parts:
-        body, end, after = part.partition(CALL_END)
-        if not end:
-            return ParsedAnswer(text, malformed=f"{CALL_BEGIN} without {CALL_END}")
+
+    def read(body: str) -> ToolCall:
         found = re.fullmatch(call, body.strip(), re.DOTALL)
         if found is None or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
-            return ParsedAnswer(text, malformed="the call does not have the form that the model's template writes")
+            raise ValueError("the call does not have the form that the model's template writes")
         texts = _texts(found[1], tools)
         arguments = {
             name: value if name in texts else _tagged_value(value)
             for name, value in re.findall(argument, found[2], re.DOTALL)
         }
-        calls.append(ToolCall(found[1], json.dumps(arguments, ensure_ascii=False)))
-        content += after
-    return ParsedAnswer(content.strip(), tuple(calls))
+        return ToolCall(found[1], json.dumps(arguments, ensure_ascii=False))
+
+    return _parse_between_tags(text, read)
 
 
 def _texts(name: str, tools: Tools) -> set[str]:
