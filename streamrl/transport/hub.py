@@ -103,7 +103,7 @@ class Hub(Endpoint):
         self.misplaced = 0
         """Messages from outside, dropped because the connection's key was not that of the peer's site."""
         self._budgets: dict[tuple[Repeated, str | None], Budget] = {}
-        """Hellos and heartbeats that other sites may still send, by the site of the key (None: there are no keys)."""
+        """What other sites may still send of each kind, by the site of the key (None: there are no keys)."""
         self._doors: list[Door] = []
         self._routes: dict[PeerRoute, Peer] = {}
         self._joined = asyncio.Event()
@@ -271,7 +271,7 @@ class Hub(Endpoint):
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
         if size > MAX_STATE_BYTES:
             raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
-        if peer.site is not None and not self._covered("heartbeat", peer.site, size):
+        if peer.site is not None and not self.covered("heartbeat", peer.site, size):
             self.refusals.count("too many", peer.name, f"a heartbeat of {size} bytes so soon after others")
             return
         state, times = endpoint_base.take_state(message)
@@ -282,7 +282,7 @@ class Hub(Endpoint):
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
 
-    def _covered(self, kind: Repeated, site: str | None, size: int) -> bool:
+    def covered(self, kind: Repeated, site: str | None, size: int) -> bool:
         """Charge a site's message of `size` bytes; return whether it may send it now."""
         return self._budgets.setdefault((kind, site), Budget(kind)).spend(size, time.monotonic())
 
@@ -292,7 +292,7 @@ class Hub(Endpoint):
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
-        if route.door.outside and not self._covered("hello", owner, size):
+        if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", name, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, name, role, meta, owner)

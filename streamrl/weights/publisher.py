@@ -28,7 +28,6 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
-from streamrl.transport.budgets import Budget
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
@@ -108,8 +107,6 @@ class WeightPublisher:
         """Transfer of each relay, until the relay reports that it has the version."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: dict[str, Pacer] = {}
-        self._budgets: dict[str, Budget] = {}
-        """Requests that other sites may still make."""
         self._described: dict[tuple[tuple[int, int | None, bool], ...], asyncio.Task[np.ndarray]] = {}
         """Descriptions made last, by number, base and coding of their parts."""
 
@@ -166,9 +163,7 @@ class WeightPublisher:
     def _covered(self, peer: str) -> bool:
         """Charge a request; return whether its sender, if it is of another site, may make one now."""
         site = self.hub.peers[peer].site if peer in self.hub.peers else None
-        if site is None:
-            return True
-        return self._budgets.setdefault(site, Budget("request")).spend(0, time.monotonic())
+        return site is None or self.hub.covered("request", site, 0)
 
     def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
         """Start a relay's transfer; there is one per relay, so a new request cancels the previous one."""
