@@ -46,17 +46,18 @@ class Piece:
     key_rows: torch.Tensor | None
     """Row of each key, likewise; a row may occur several times."""
     causal: bool
+    device: torch.device
+    """Where it is computed."""
     window: int | None = None
     """Positions that a query sees, its own included; None: all."""
 
     @cached_property
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ends of the sequences of queries and of keys, with a 0 in front, [n + 1] int32 each, on the rows' device."""
-        device = None if self.query_rows is None else self.query_rows.device
-        return tuple(  # type: ignore[return-value]  # two
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            for lengths in (self.query_lengths, self.key_lengths)
-        )
+        """Ends of the sequences of queries and of keys, with a 0 in front, [n + 1] int32 each."""
+        return self._ends(self.query_lengths), self._ends(self.key_lengths)
+
+    def _ends(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
 
 @lru_cache(maxsize=16)
@@ -68,19 +69,20 @@ def pieces_of(layout: tuple[GroupLayout, ...], window: int | None, device: torch
     Args:
         layout: layout of the row.
         window: see `ScoreRule`.
-        device: where the rows' indices are needed.
+        device: where it is computed.
     """
     if window is not None:
         return (_windowed(layout, window, device),)
     lengths = tuple(length for group in layout for length in (group.prompt_length, *group.completion_lengths))
-    own = Piece(lengths, lengths, None, None, causal=True)
+    own = Piece(lengths, lengths, None, None, True, device)
     with_answers = [group for group in layout if group.completion_lengths]
     if not with_answers:
         return (own,)
     answers = [range(group.start + group.prompt_length, group.stop) for group in with_answers]
     prompts = [range(group.start, group.start + group.prompt_length) for group in with_answers]
     shared = Piece(
-        tuple(map(len, answers)), tuple(map(len, prompts)), _rows(answers, device), _rows(prompts, device), causal=False
+        *(tuple(map(len, answers)), tuple(map(len, prompts)), _rows(answers, device), _rows(prompts, device)),
+        *(False, device),
     )
     return own, shared
 
@@ -99,7 +101,7 @@ def _windowed(layout: tuple[GroupLayout, ...], window: int, device: torch.device
             queries.append(len(own))
             key_lengths.append(len(prefix) + len(own))
             keys += [prefix, own]
-    return Piece(tuple(queries), tuple(key_lengths), None, _rows(keys, device), causal=True, window=window)
+    return Piece(tuple(queries), tuple(key_lengths), None, _rows(keys, device), True, device, window)
 
 
 def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor:
@@ -188,9 +190,8 @@ def _forward(
     q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
     if query.device.type == "cpu":
         return _cpu_forward(q, k, v, piece, scale)
-    ends = piece.bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, ends[0].to(q.device), ends[1].to(q.device)),
+        *(q, k, v, *piece.bounds),
         *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, False),
         scale=scale,
         window_size_left=None if piece.window is None else piece.window - 1,
@@ -214,10 +215,9 @@ def _backward(
     g, o, total = _taken(grad, piece.query_rows), _taken(out, piece.query_rows), _taken(lse, piece.query_rows, 1)
     if query.device.type == "cpu":
         return _cpu_backward(g, q, k, v, o, total, piece, scale)
-    ends = piece.bounds
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        *(g, q, k, v, o, total.contiguous(), ends[0].to(q.device), ends[1].to(q.device)),
+        *(g, q, k, v, o, total.contiguous(), *piece.bounds),
         *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, state, state.new_empty(0)),
         scale=scale,
         window_size_left=None if piece.window is None else piece.window - 1,
