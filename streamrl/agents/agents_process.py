@@ -27,7 +27,7 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import RowExtent, Trajectory, kept_of
-from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
@@ -189,7 +189,7 @@ def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:
         rows=[RowExtent(tokens=len(row.tokens), prompt=row.prompt_length) for row in rows],
         reward=episode.reward,
         void_cause=void.cause if void else None,
-        void_text=plain_text(void.text, LONGEST_TEXT) if void else "",
+        void_text=plain_text(void.text) if void else "",
         void_traceback=plain_text(episode.traceback[-LONGEST_TRACEBACK:]),
         metrics=episode.metrics,
         messages=messages,

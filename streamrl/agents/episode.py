@@ -131,7 +131,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     """What the agent returned beside its reward."""
     traceback: str = ""
-    """As in `EpisodeOutcome`."""
+    """End of the traceback, as in `EpisodeOutcome`."""
 
     def __post_init__(self) -> None:
         """Check that there is a reward or a reason why there is none.

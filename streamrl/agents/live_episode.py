@@ -18,7 +18,7 @@ from typing import Any, Literal
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.plain_text import plain_text
-from streamrl.rollouts.trajectory import LONGEST_TEXT, MOST_STEPS, EpisodeStep
+from streamrl.rollouts.trajectory import MOST_STEPS, EpisodeStep
 from streamrl.rollouts.void import Void, VoidCause
 
 CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
@@ -110,7 +110,7 @@ class LiveEpisode:
     def expire(self, text: str) -> None:
         """End the episode without a reward."""
         if self.void is None:
-            self.void = Void(VoidCause.TIMEOUT, plain_text(text, LONGEST_TEXT))
+            self.void = Void(VoidCause.TIMEOUT, plain_text(text))
             self.over.set()
 
     def _begin_turn(self) -> None:

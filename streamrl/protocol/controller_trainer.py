@@ -36,9 +36,9 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     has_mask: list[bool]
     """Whether `masks` includes the sequence, for each sequence; if not, all of its tokens have a loss."""
     trajectories: list[str]
-    """Of each group, the id of the episode whose rows have one ratio, '' where each sequence has its own."""
+    """Id of the episode whose rows have one ratio, by group; '' where each sequence has its own."""
     trajectory_tokens: list[int | None]
-    """Of each sequence, the tokens with a loss of the episode that it is a row of; None: it is its only row."""
+    """Tokens with a loss of the episode that a sequence is a row of, by sequence; None: it is its only row."""
 
 
 class Prepare(MicroBatch, frozen=True, tag="prepare"):

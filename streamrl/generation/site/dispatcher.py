@@ -57,7 +57,7 @@ class Dispatcher:
         self._reported = produced
         self._forecasts: dict[str, Forecast | None] = {}
         self._turns: dict[str, tuple[str, int]] = {}
-        """Of requests that are turns: the instance that has their KV cache ('': none), and the tokens that it has."""
+        """Instance that has the KV cache of a request that is a turn ('': none), and the tokens that it has."""
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._handed_over: dict[str, set[str]] = {}
         """Requests that continue elsewhere although this instance may still be working on them, by instance."""
