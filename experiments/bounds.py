@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from transformers import AutoConfig
 
 from scheduler.cost.model_shapes import Transformer
 from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
+from streamrl.verify.hardware_stages import quickest
 
 SIDE = 1024
 """Of the matrices whose product is timed: 4 MB each in fp32, more than a core's own caches."""
-SECONDS = 0.5
-"""Spent on a product or on reading, after a first time."""
 READ_BYTES = 2**29
 """Far more than any cache."""
 GFLOP = 1e9
@@ -44,17 +42,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def quickest(work: Callable[[], object], seconds: float = SECONDS) -> float:
-    """The shortest time of one call, over as many as fit into some time (two at least), in seconds."""
-    work()
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until or best == float("inf"):
-        began = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 def gemm_peak(dtype: str, count: int) -> float:

@@ -7,9 +7,6 @@ command. One such process checks any number of models.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +15,7 @@ import numpy as np
 
 from streamrl.generation.instance.settings_trial import error_of
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
+from streamrl.verify.child_process import run_module
 from streamrl.verify.findings import Finding
 from streamrl.verify.generator_order import (
     AGAINST,
@@ -44,20 +42,13 @@ Samples = Sequence[dict[str, list[float]]]
 def check_generators(orders: Sequence[Order]) -> list[list[Finding]]:
     """Check models in vLLM on this machine's CPU, in fp32; returns the findings of each order."""
     limit_s = IMPORT_S + LIMIT_S * len(orders)
-    environment = os.environ | PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl.verify.generator_stages"],
-            input="".join(json.dumps(asdict(order)) + "\n" for order in orders),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-        said, missing = done.stdout, f"vLLM: {error_of(done.stderr)}"
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        missing = f"vLLM gave no answer within {limit_s:.0f} s"
+    said, done = run_module(
+        "streamrl.verify.generator_stages",
+        limit_s=limit_s,
+        environment=PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"},
+        given="".join(json.dumps(asdict(order)) + "\n" for order in orders),
+    )
+    missing = f"vLLM: {error_of(done.stderr)}" if done else f"vLLM gave no answer within {limit_s:.0f} s"
     answers = [json.loads(line) for line in said.splitlines() if line.startswith('{"stages"')]
     rest = [_unanswered(order, missing) for order in orders[len(answers) :]]
     return [findings_of(order, answer) for order, answer in zip(orders, answers, strict=False)] + rest

@@ -7,10 +7,7 @@ of a tiny model: generation, rewards, training, new weights.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +20,7 @@ from rich.table import Table
 
 from streamrl.generation.instance.settings_trial import error_of
 from streamrl.runtime.process_plan import PASSIVE_WAITING
+from streamrl.verify.child_process import run_module
 from streamrl.verify.hardware_measurement import Measurement
 from streamrl.verify.tiny_run import TINY_RUN, tiny_run
 
@@ -61,18 +59,9 @@ def check_hardware(say: Callable[[str], None], stages: Sequence[str] = (*STAGES,
 
 
 def _stage(name: str) -> tuple[list[Measurement], str]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl.verify.hardware_stages", name],
-            env=os.environ | PASSIVE_WAITING,
-            capture_output=True,
-            text=True,
-            timeout=STAGE_S,
-        )
-        said, error = done.stdout, "" if done.returncode == 0 else error_of(done.stderr)
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        error = f"no end within {STAGE_S:.0f} s"
+    said, done = run_module("streamrl.verify.hardware_stages", name, limit_s=STAGE_S, environment=PASSIVE_WAITING)
+    late = f"no end within {STAGE_S:.0f} s"
+    error = late if done is None else error_of(done.stderr) if done.returncode else ""
     return [Measurement(**json.loads(line)) for line in said.splitlines() if line.startswith('{"what"')], error
 
 

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler.cost.hardware import peak_tflops
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,10 @@ class Size:
     vocabulary: int
     contexts: tuple[int, ...]
     """Tokens of the sequences that the trainer computes."""
+
+
+def sheet_peak(device: torch.device) -> float | None:
+    """Return the dense bf16 peak of a GPU by its data sheet, TFLOP/s; None: it is unknown, or a CPU."""
+    import torch
+
+    return peak_tflops(torch.cuda.get_device_name(device), 1) if device.type == "cuda" else None

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from scheduler.cost.hardware import peak_tflops
 from streamrl.machine.cpu import this_cpu
-from streamrl.verify.hardware_measurement import Measurement, Size
+from streamrl.verify.hardware_measurement import Measurement, Size, sheet_peak
 
 SECONDS = 0.5
 """Seconds over which a quick operation is repeated."""
@@ -49,11 +48,11 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def quickest(work: Callable[[], object], seconds: float = SECONDS) -> float:
-    """Return the shortest time of one call, in seconds, after a first one."""
+def quickest(work: Callable[[], object], seconds: float | None = None) -> float:
+    """Return the shortest time of one call, in seconds, after a first one, of those that fit into `seconds`."""
     work()
     _wait()
-    best, until = float("inf"), time.perf_counter() + seconds
+    best, until = float("inf"), time.perf_counter() + (SECONDS if seconds is None else seconds)
     while best == float("inf") or time.perf_counter() < until:
         began = time.perf_counter()
         work()
@@ -89,7 +88,7 @@ def products() -> Iterator[Measurement]:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         rate = 2.0 * side**3 / quickest(partial(torch.mm, a, b)) / 1e12
-        peak = peak_tflops(torch.cuda.get_device_name(0), 1) if device.type == "cuda" else None
+        peak = sheet_peak(device)
         share = f"{rate / peak:.0%} of the data sheet's" if peak and dtype == torch.bfloat16 else ""
         name = str(dtype).removeprefix("torch.")
         threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else ""

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from scheduler.cost.hardware import peak_tflops
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing_choice import Packing
 from streamrl.training.trainer import Trainer
-from streamrl.verify.hardware_measurement import Measurement, Size
+from streamrl.verify.hardware_measurement import Measurement, Size, sheet_peak
 
 PROMPT_SHARE = 0.1
 """Part of a context that is prompt."""
@@ -68,7 +67,7 @@ def _steps(one: Trainer, group: TrainGroup, context: int, device: torch.device, 
         if step > first:
             best = min(best, time.perf_counter() - began)
     assert stats is not None
-    peak = peak_tflops(torch.cuda.get_device_name(0), 1) if device.type == "cuda" else None
+    peak = sheet_peak(device)
     rate = stats.flops / best / 1e12
     share = f", {rate / peak:.0%} of the data sheet's peak (MFU)" if peak else ""
     yield Measurement(

@@ -15,7 +15,7 @@ from rich.console import Console
 from streamrl.cli.verify import command
 from streamrl.config.load import load_cluster, load_run
 from streamrl.training import merged_attention
-from streamrl.verify import hardware_kit, hardware_stages, tiny_run
+from streamrl.verify import hardware_attention, hardware_kit, hardware_stages, tiny_run
 from streamrl.verify.hardware_kit import StageResult, as_json, check_hardware, table_of
 from streamrl.verify.hardware_measurement import Measurement
 
@@ -29,7 +29,8 @@ SMALL = replace(
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_stages, "CPU", SMALL)
-    monkeypatch.setattr(hardware_stages, "SECONDS", 0.0)
+    for stage in (hardware_stages, hardware_attention):
+        monkeypatch.setattr(stage, "SECONDS", 0.0)
 
 
 def measured(stage: str) -> dict[str, Measurement]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, MistralConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from streamrl.training.packing_choice import Packing, PackingProof, PackingWay
+from streamrl.verify import child_process
 from streamrl.verify import generator_checks as generator
 from streamrl.verify.findings import Finding, reasons_against, table_of
 from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
@@ -177,7 +178,7 @@ def test_orders_that_vllm_has_not_answered_in_time_are_refused(monkeypatch: pyte
         assert timeout > 2 * generator.LIMIT_S
         raise subprocess.TimeoutExpired("python", timeout, output=said.encode())
 
-    monkeypatch.setattr(generator.subprocess, "run", too_slow)
+    monkeypatch.setattr(child_process.subprocess, "run", too_slow)
     answered, late = generator.check_generators([ORDER, ORDER])
     assert {one.verdict for one in answered} == {"works"}
     assert [one.check for one in answered][:2] == [AGAINST, VERSION] == [one.check for one in late][:2]
