@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scheduler.cost.decode import StepCurve
-from streamrl.generation.drafts.drafter import FRUITLESS, OVERHEAD, REST, RolloutDrafter
+from streamrl.generation.drafts.drafter import FEWEST, FRUITLESS, OVERHEAD, REST, RolloutDrafter
 
 PROMPT = [1, 2, 3, 4]
 SIBLING = [10, 11, 12, 13, 14, 15]
@@ -155,11 +155,14 @@ def test_what_verification_costs_is_measured_beside_plain_steps() -> None:
     world = World()
     assert world.drafter.overhead_s == pytest.approx(OVERHEAD * 0.01)
     stranger, known = [*PROMPT, 60, 61, 62, 63], [*PROMPT, *SIBLING[:2]]
-    world.propose((stranger, 1))
-    world.now += 0.012  # a plain step: 2 ms beside its rows
+    for _ in range(FEWEST):
+        world.propose((stranger, 1))
+        world.now += 0.012  # a plain step: 2 ms beside its rows
     world.teach(SIBLING)
-    world.propose((known, 1))
-    world.now += 0.017  # a step with drafts: 7 ms
+    for took in (0.029, 0.017, 0.017):  # steps with drafts: 7 ms, after a first one that stalled
+        assert world.drafter.overhead_s == pytest.approx(OVERHEAD * 0.01)
+        assert any(world.propose((known, 1)))
+        world.now += took
     world.propose(([*known, SIBLING[2]], 1))
     assert world.drafter.overhead_s == pytest.approx(0.005)
     world.now += 10.0  # it waited, or read a prompt: no measurement

@@ -8,8 +8,10 @@ drafter drafts nothing: an instance that measures its step times runs as without
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +27,10 @@ PER_PROMPT = 16
 """Completions kept of a prompt: two epochs of a group of 8."""
 MOST_TOKENS = 8_000_000
 """Tokens kept in all; at most 4 bytes each, twice."""
-SMOOTHING = 0.1
-"""Weight of the newest step in the running mean of what steps take beside their rows."""
+MEASURED = 15
+"""Newest steps whose median tells what steps take beside their rows: single stalls do not count."""
+FEWEST = 3
+"""Measured steps below which the median is not used."""
 OVERHEAD = 0.05
 """Share of a single request's step that verification is assumed to add before it is measured."""
 PAUSE = 3.0
@@ -87,8 +91,8 @@ class RolloutDrafter:
         self._stepped: tuple[float, int, int] | None = None
         """(Seconds, requests, drafted tokens) as the last step ended and its drafts were begun."""
         self._fruitless = self._rest = self._rest_batch = 0
-        self._beside: list[float | None] = [None, None]
-        """Running means of the seconds that steps take beyond the step curve: without drafts, with drafts."""
+        self._beside: tuple[deque[float], deque[float]] = deque(maxlen=MEASURED), deque(maxlen=MEASURED)
+        """Seconds that the newest steps took beyond the step curve: without drafts, with drafts."""
 
     def load_model(self, model: object) -> None:
         """Make sure that drafts are verified exactly; vLLM calls this once it has loaded the model.
@@ -122,7 +126,7 @@ class RolloutDrafter:
         if version != self._version:
             self._version = version
             self.acceptance.new_weights()
-            self._beside[1] = None  # measured again, in case that it was too long to draft at all
+            self._beside[1].clear()  # measured again, in case that it was too long to draft at all
         for prompt, tokens in expected:
             self._known.expect(_text(prompt), tokens)
         for prompt, completion, drawn_by in completions:
@@ -200,9 +204,9 @@ class RolloutDrafter:
     def overhead_s(self) -> float:
         """Seconds that a step with drafts takes longer than one with as many rows, as measured so far."""
         without, with_drafts = self._beside
-        if with_drafts is None:
+        if len(with_drafts) < FEWEST:
             return OVERHEAD * self._table[1]
-        return max(0.0, with_drafts - (without or 0.0))
+        return max(0.0, median(with_drafts) - (median(without) if len(without) >= FEWEST else 0.0))
 
     def _can_pay(self, batch: int) -> bool:
         """Return whether drafts could pay if every one were found and were as good as the best so far."""
@@ -223,9 +227,7 @@ class RolloutDrafter:
             began, _, drafted = stepped
             rows = self._table[batch + drafted]
             if (took := now - began) < PAUSE * rows:
-                kind = int(drafted > 0)
-                before = self._beside[kind]
-                self._beside[kind] = took - rows if before is None else before + SMOOTHING * (took - rows - before)
+                self._beside[drafted > 0].append(took - rows)
         self._stepped = now, batch, 0
 
     def _judge(self, row: int, sampled: int, lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
