@@ -9,6 +9,8 @@ import pytest
 
 from scheduler.cost.decode import StepCurve
 from streamrl.generation.drafts.drafter import FEWEST, FRUITLESS, OVERHEAD, REST, RolloutDrafter
+from streamrl.generation.drafts.lessons import DrafterLessons
+from streamrl.rollouts.types import SampleRequest
 
 PROMPT = [1, 2, 3, 4]
 SIBLING = [10, 11, 12, 13, 14, 15]
@@ -168,3 +170,15 @@ def test_what_verification_costs_is_measured_beside_plain_steps() -> None:
     world.now += 10.0  # it waited, or read a prompt: no measurement
     world.propose(([*known, *SIBLING[2:4]], 1))
     assert world.drafter.overhead_s == pytest.approx(0.005)
+
+
+def test_a_drafter_is_told_each_thing_once_and_nothing_when_nothing_is_new() -> None:
+    lessons = DrafterLessons()
+    request = SampleRequest("s", "g", np.asarray(PROMPT, dtype=np.int32), 0, 0.0, expected=7.0)
+    assert lessons.take(0, None) == (0, None, [], [])  # the version is new
+    assert lessons.take(0, None) is None
+    lessons.begins(request)
+    lessons.ends(request, np.asarray(SIBLING, dtype=np.int32), 3)
+    assert lessons.take(0, None) == (0, None, [(raw(PROMPT), raw(SIBLING), 3)], [(raw(PROMPT), 7.0)])
+    assert lessons.take(1, None) == (1, None, [], [])
+    assert lessons.take(1, FLAT) == (1, FLAT.to_json(), [], [])

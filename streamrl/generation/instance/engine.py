@@ -21,7 +21,7 @@ from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
-from streamrl.generation.drafts.drafter import Completion
+from streamrl.generation.drafts.lessons import DrafterLessons
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
@@ -99,12 +99,7 @@ class Engine:
         """Prompt tokens of running requests."""
         self.drafts = run.speculation.method != "none"
         """Whether a drafter runs in the engine, which `teach_drafter` teaches."""
-        self._ended: list[Completion] = []
-        """Completions that ended since the drafter was last taught."""
-        self._expected: dict[bytes, float | None] = {}
-        """Forecast lengths, by prompt, since then."""
-        self._taught = UNNAMED_VERSION - 1
-        """Version of the weights at that time."""
+        self._lessons = DrafterLessons()
         model = resolve_model(run.model.path)
         config = engine_config(pool, run, cuda, place, settings)
         if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
@@ -169,7 +164,7 @@ class Engine:
         t_dispatched, started = self._clock(), time.monotonic()
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         if self.drafts:
-            self._expected[request.prompt_tokens.tobytes()] = request.expected
+            self._lessons.begins(request)
         self._count(1)
         self.busy_since = self.busy_since or t_dispatched
         self._begun[request.sample_id] = t_dispatched, started
@@ -216,8 +211,7 @@ class Engine:
             accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
         )
         if self.run.speculation.method == "auto":
-            completion_tokens = sample.completion_tokens.tobytes()
-            self._ended.append((request.prompt_tokens.tobytes(), completion_tokens, int(sample.token_versions[-1])))
+            self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))
         return sample
 
     @property
@@ -301,11 +295,8 @@ class Engine:
         Returns:
             Tokens 'drafted' and 'accepted' since the start, by source and age; None: there was nothing to teach.
         """
-        news = curve is not None or self._ended or self._expected or self._taught != self.version
-        if not self.drafts or not news:
+        if not self.drafts or (lesson := self._lessons.take(self.version, curve)) is None:
             return None
-        lesson = self.version, curve and curve.to_json(), self._ended, list(self._expected.items())
-        self._ended, self._expected, self._taught = [], {}, self.version
         counts: list[dict[str, dict[str, int]]] = await self._llm.collective_rpc("teach_drafter", args=lesson)
         return counts[0]
 
