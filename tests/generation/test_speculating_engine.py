@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
+from streamrl.generation.drafts.exact_verification import ensure_exact_verification
+from streamrl.generation.drafts.undrafted_steps import VerifyingSampler
 from streamrl.generation.instance.engine import Engine
 from streamrl.rollouts.canary import difference, mismatch_bound
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
@@ -192,3 +200,61 @@ def test_weights_that_come_in_mid_sequence_draw_what_follows(world: Speculating)
         by_version = np.stack([logprobs_of(model, PROMPT, sample, 0.8) for model in (old, new)])
         own = by_version[sample.token_versions, np.arange(sample.output_length)]
         assert np.abs(own - sample.logprobs).max() < 1e-3
+
+
+ROWS, VOCABULARY = 3, 11
+
+
+def settings(generators: dict[int, torch.Generator]) -> SamplingMetadata:
+    nothing = torch.empty(0)
+    return SamplingMetadata(
+        temperature=torch.tensor([0.5, 1.0, 2.0]),
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators=generators,
+        max_num_logprobs=0,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[[] for _ in range(ROWS)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def seeded() -> dict[int, torch.Generator]:
+    return {row: torch.Generator().manual_seed(row) for row in range(ROWS)}
+
+
+@pytest.fixture
+def plain() -> Sampler:
+    current_platform.register_triton_kernel_overrides()  # as vLLM's workers do
+    ensure_exact_verification()
+    return Sampler(logprobs_mode="processed_logprobs")
+
+
+def test_a_step_without_drafts_draws_as_without_speculation_and_draws_once(plain: Sampler) -> None:
+    logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    theirs, ours = seeded(), seeded()
+    expected = plain(logits=logits.clone(), sampling_metadata=settings(theirs))
+    nothing = SpecDecodeMetadata.make_dummy([[] for _ in range(ROWS)], torch.device("cpu"))
+    found = VerifyingSampler(RejectionSampler(plain))(nothing, None, logits.clone(), settings(ours))
+    assert found.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
+    assert found.sampled_token_ids.shape == (ROWS, 1)
+    assert torch.equal(found.logprobs_tensors.logprobs, expected.logprobs_tensors.logprobs)
+    assert all(torch.equal(ours[row].get_state(), theirs[row].get_state()) for row in range(ROWS))
+
+
+def test_one_draft_in_the_step_is_verified(plain: Sampler) -> None:
+    certain = torch.full((ROWS + 1, VOCABULARY), -50.0)  # rows: 4 drafted and then 7; 5; 6
+    for row, token in enumerate((4, 7, 5, 6)):
+        certain[row, token] = 50.0
+    drafted = SpecDecodeMetadata.make_dummy([[4], [], []], torch.device("cpu"))
+    drafted.target_logits_indices, drafted.bonus_logits_indices = torch.tensor([0]), torch.tensor([1, 2, 3])
+    found = VerifyingSampler(RejectionSampler(plain))(drafted, None, certain, settings(seeded()))
+    assert found.sampled_token_ids.tolist() == [[4, 7], [5, -1], [6, -1]]

@@ -22,6 +22,7 @@ from scheduler.cost.speculative_decoding import draft_counts, expected_tokens, t
 from streamrl.generation.drafts.acceptance import SUREST, RunningAcceptance
 from streamrl.generation.drafts.exact_verification import ensure_exact_verification
 from streamrl.generation.drafts.text_drafts import Draft, KnownCompletions, draft, text_of
+from streamrl.generation.drafts.undrafted_steps import VerifyingSampler
 
 PER_PROMPT = 16
 """Completions kept of a prompt: two epochs of a group of 8."""
@@ -246,8 +247,11 @@ class DrafterWorker:
     model_runner: Any
 
     def teach_drafter(self, *lesson: Any) -> dict[str, dict[str, int]]:
-        """Pass a lesson on to the drafter; see `RolloutDrafter.teach`."""
-        drafter: RolloutDrafter = self.model_runner.drafter
+        """Pass a lesson on to the drafter; see `RolloutDrafter.teach`. The first one spares undrafted steps its work."""
+        runner = self.model_runner
+        if not isinstance(runner.rejection_sampler, VerifyingSampler):
+            runner.rejection_sampler = VerifyingSampler(runner.rejection_sampler)
+        drafter: RolloutDrafter = runner.drafter
         return drafter.teach(*lesson)
 
 

@@ -141,6 +141,7 @@ class Engine:
 
         On a CPU the largest batch is left out: it would take seconds and use no other kernels.
         """
+        await self.teach_drafter()
         vocabulary = min(100, self.vocabulary)
         for batch in sorted(
             {1, min(WARM_BATCH, self.pool.max_batch)} | ({self.pool.max_batch} if self.cuda else set())
