@@ -1,7 +1,7 @@
 r"""Speculative decoding on the small reasoner: generation time, rewards and acceptance against plain decoding.
 
     .venv/bin/python experiments/speculation.py            # some 6 minutes on 2 cores
-    .venv/bin/python experiments/speculation.py --quick --temperature 2 --max-tokens 150 \
+    .venv/bin/python experiments/speculation.py --temperature 2 --max-tokens 150 \
         --out experiments/results/speculation_noise.json   # nothing recurs: what it costs
 
 Two engines, one that speculates and one that does not, take turns on the same prompts and seeds: a round is what `sync`
@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
+import psutil
 import reasoning_gym
 
 from scheduler.cost.decode import StepCurve, context_time, replica_time
@@ -65,8 +66,14 @@ class Side:
             "speculation": {"method": method},
         }
         pool = GenerationPool(max_batch=slots, kv_cache_gb=0.5)
+        others = set(psutil.Process().children())
         self.engine = Engine(pool, RunConfig.model_validate(run), False, method, "here")
+        self._processes = set(psutil.Process().children()) - others
         self.counts: dict[str, dict[str, int]] = {}
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of the engine's processes so far; other work does not change them much."""
+        return float(sum(sum(process.cpu_times()[:2]) for process in self._processes if process.is_running()))
 
     async def round(self, prompts: list[np.ndarray], samples: int, number: int) -> tuple[float, list[Sample]]:
         """Generate a round; return its seconds and its samples."""
@@ -119,10 +126,12 @@ async def compare(sides: list[Side], prompts: int, samples: int, rounds: int, fi
     for number in range(first, first + rounds):
         row: dict[str, Any] = {"round": number - first, "requests": prompts * samples}
         for side in sides if number % 2 else sides[::-1]:
+            before = side.cpu_s()
             seconds, drawn = await side.round(texts, samples, number)
             lengths = [one.output_length for one in drawn]
             row[side.method] = {
                 "seconds": seconds,
+                "cpu_s": side.cpu_s() - before,
                 "tokens": sum(lengths),
                 "longest": max(lengths),
                 "lengths": lengths,
@@ -155,10 +164,12 @@ def simulated(rows: list[dict[str, Any]], curve: StepCurve, most: int) -> dict[s
         plain += replica_time(row["none"]["lengths"], curve) + context_time(row["none"]["lengths"], curve)
         faster += replica_time(row["auto"]["lengths"], quicker) + context_time(row["auto"]["lengths"], quicker)
     measured = [sum(row[name]["seconds"] for row in rows) for name in ("auto", "none")]
+    cpu = [sum(row[name]["cpu_s"] for row in rows) for name in ("auto", "none")]
     return {
         "acceptance": acceptance,
         "simulated": faster / plain,
         "measured": measured[0] / measured[1],
+        "measured_cpu": cpu[0] / cpu[1],
         "measured_per_token": measured[0]
         / measured[1]
         * sum(row["none"]["tokens"] for row in rows)
