@@ -247,7 +247,7 @@ class DrafterWorker:
     model_runner: Any
 
     def teach_drafter(self, *lesson: Any) -> dict[str, dict[str, int]]:
-        """Pass a lesson on to the drafter; see `RolloutDrafter.teach`. The first one spares undrafted steps its work."""
+        """Pass a lesson on to the drafter; see `RolloutDrafter.teach`. The first one makes undrafted steps plain."""
         runner = self.model_runner
         if not isinstance(runner.rejection_sampler, VerifyingSampler):
             runner.rejection_sampler = VerifyingSampler(runner.rejection_sampler)

@@ -1,8 +1,9 @@
 """Steps without drafts, which vLLM 0.32 sends through the verification of drafts all the same.
 
-With a `speculative_config`, vLLM's runner verifies in every step, whether there are drafts or not: it samples, then fills
-a [requests, vocabulary] tensor with noise for the tokens that would replace rejected ones, and gathers log-probabilities
-twice. Where nothing is drafted the plain sampler does, whose output has the same form: one token per request.
+With a `speculative_config`, vLLM's runner verifies in every step, whether there are drafts or not: it samples, then
+fills a [requests, vocabulary] tensor with noise for the tokens that would replace rejected ones, and gathers
+log-probabilities twice. Where nothing is drafted the plain sampler does; its output has the same form, one token per
+request.
 """
 
 from __future__ import annotations
