@@ -85,7 +85,7 @@ ORDERS = {
         {"training", "generation", "agents"},
         {"controller"},
         {"report", "diagnose", "verify"},
-        {"launcher", "planning", "dashboard"},
+        {"launcher", "planning", "dashboard", "scaffold"},
         {"chaos"},
         {"cli"},
     ],

@@ -15,8 +15,10 @@ GB = 1e9
 
 
 @click.command()
-@click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), default="cluster_configs/local.yaml")
-@click.option("--run", "run_file", type=click.Path(path_type=Path), default="examples/demo.yaml")
+@click.option(
+    "--cluster", "cluster_file", type=click.Path(path_type=Path), help="another cluster file than the demo's own"
+)
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="another run file than the demo's own")
 @click.option(
     "--minutes", default=6.0, show_default=True, type=click.FloatRange(min=1), help="time limit for everything"
 )
@@ -28,8 +30,8 @@ GB = 1e9
 @click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
 @click.option("--dry-run", is_flag=True, help="print the chosen size and why, and start nothing")
 def command(
-    cluster_file: Path,
-    run_file: Path,
+    cluster_file: Path | None,
+    run_file: Path | None,
     minutes: float,
     memory: float,
     overrides: tuple[str, ...],
@@ -57,12 +59,11 @@ def command(
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
     from streamrl.machine.probe import probe
+    from streamrl.scaffold.project_files import shipped
 
     began = time.monotonic()
-    for path in (cluster_file, run_file):
-        if not path.exists():
-            raise UserError(f"{path} is not here: run this in a clone of the repository, or name one")
-    cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
+    run_file = run_file or shipped("demo.yaml")
+    cluster, run = load_cluster(cluster_file or shipped("local.yaml")), load_run(run_file, overrides)
     cores = usable_cores()
     click.echo(f"demo: this machine has {this_cpu()}, {cores} cores, {free_memory() / GB:.0f} GB of memory free")
     folder = fetch_with_progress(MODEL, None)

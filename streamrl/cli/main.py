@@ -12,6 +12,7 @@ from streamrl.errors import RunFailed, UserError
 
 COMMANDS = {
     "demo": "Train a real model on this machine, in a few minutes.",
+    "init": "Write a cluster file, a run file and a reward function to start from.",
     "launch": "Run a cluster: start, supervise and watch all processes of a run.",
     "keys": "Make the keys with which the sites of a cluster authenticate each other.",
     "schema": "Print the JSON Schema of the cluster file or the run file.",

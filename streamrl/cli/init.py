@@ -1,0 +1,94 @@
+"""`streamrl init`: writes the files of a new project."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from streamrl.errors import UserError
+
+if TYPE_CHECKING:
+    from streamrl.scaffold.project_files import Prompts
+
+EXAMPLE = "example"
+"""The answer to the question for prompts that asks for the questions that come with the package."""
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path())
+@click.option("--model", help="folder in HF format, hub id (owner/name), or a name of `streamrl fetch-model`")
+@click.option("--prompts", help="file with one JSON object per line; 'example': 40 questions that come with streamrl")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs of this machine to use; 0: CPUs")
+@click.option("--prompt-column", metavar="NAME", help="column with the prompt (default: found by its name)")
+@click.option("--answer-column", metavar="NAME", help="column with the answer (default: found by its name)")
+def command(
+    folder: Path,
+    model: str | None,
+    prompts: str | None,
+    gpus: int | None,
+    prompt_column: str | None,
+    answer_column: str | None,
+) -> None:
+    """Write a cluster file, a run file and a reward function into FOLDER, with comments.
+
+    Asks three questions: which model, which prompts, how many GPUs. An option answers its question beforehand. No
+    file is overwritten.
+
+    \b
+    Examples:
+      streamrl init mine
+      streamrl init mine --model smollm2-135m --prompts example --gpus 0
+      streamrl init mine --model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k.jsonl --gpus 2
+    """
+    from streamrl.machine.gpus import gpu_names
+    from streamrl.machine.model_files import KNOWN_MODELS
+    from streamrl.scaffold.project_files import ProjectChoices, project_files
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, expected a folder")
+    if model is None:
+        model = click.prompt("Model (a folder, a hub id, or a known name)", default=next(iter(KNOWN_MODELS)))
+    if prompts is None:
+        prompts = click.prompt("Prompts (a JSONL file)", default=EXAMPLE)
+    if gpus is None:
+        gpus = click.prompt("GPUs of this machine (0: CPUs)", default=len(gpu_names()), type=click.IntRange(0))
+    chosen = _chosen_prompts(folder, prompts, prompt_column, answer_column)
+    if Path(model).is_dir():
+        model = _seen_from(folder, Path(model))
+    texts = project_files(ProjectChoices(model, chosen, gpus))
+    if there := [name for name in texts if (folder / name).exists()]:
+        raise UserError(f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")
+    steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
+    steps += [f"streamrl fetch-model {model}"] if model in KNOWN_MODELS else []
+    launch = "streamrl launch --cluster cluster.yaml --run run.yaml"
+    for line in ("next:", *steps, f"{launch} --dry-run", launch):
+        click.echo(line if line == "next:" else f"  {line}")
+
+
+def _chosen_prompts(folder: Path, answer: str, prompt_column: str | None, answer_column: str | None) -> Prompts | None:
+    """Return the prompts that were chosen, as the run file names them; None: those that come with the package."""
+    from dataclasses import replace
+
+    from streamrl.scaffold.project_files import read_columns
+
+    if answer == EXAMPLE:
+        if prompt_column or answer_column:
+            raise UserError("--prompt-column and --answer-column are columns of a file: name it with --prompts")
+        return None
+    found = read_columns(Path(answer), prompt_column, answer_column)
+    return replace(found, path=_seen_from(folder, Path(answer)))
+
+
+def _seen_from(folder: Path, path: Path) -> str:
+    """Return a path that the user has given as it is seen from the project's folder."""
+    return str(path) if path.is_absolute() else os.path.relpath(path, folder)

@@ -1,0 +1,1 @@
+"""The files that come with the package: those of `streamrl demo`, and the templates of `streamrl init`."""

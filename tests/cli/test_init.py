@@ -1,0 +1,102 @@
+"""`streamrl init`: what it writes is a run that can be launched, and what it cannot use is refused beforehand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from streamrl.cli.init import command
+from streamrl.cli.launch import command as launch
+from streamrl.config.load import load_cluster, load_run
+from streamrl.config.tasks import FileTask
+from streamrl.errors import UserError
+from tests.tiny_model import save_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def init(*arguments: str, typed: str | None = None) -> Result:
+    return CliRunner().invoke(command, list(arguments), input=typed)
+
+
+def test_three_answers_make_a_run_that_passes_a_dry_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(folder / "model")
+    done = init("mine", typed="model\nexample\n0\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("]: ") == 3
+    monkeypatch.chdir("mine")
+    monkeypatch.syspath_prepend(str(folder / "mine"))
+    files = ["--cluster", "cluster.yaml", "--run", "run.yaml"]
+    planned = CliRunner().invoke(launch, [*files, "--dry-run"], catch_exceptions=False)
+    assert planned.exit_code == 0, planned.output
+
+
+def test_the_written_reward_scores_the_shipped_questions(folder: Path) -> None:
+    assert init("--model", "smollm2-135m", "--prompts", "example", "--gpus", "0").exit_code == 0
+    names: dict[str, object] = {}
+    exec((folder / "rewards.py").read_text(), names)
+    score = names["score"]
+    assert callable(score)
+    for line in (folder / "questions.jsonl").read_text().splitlines():
+        answer = json.loads(line)["answer"]
+        assert score(f"That is 3 and {answer}.", prompt="", answer=answer) == 1.0
+        assert score(f"{answer}0", prompt="", answer=answer) == 0.0
+
+
+def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder(folder: Path) -> None:
+    (folder / "own.jsonl").write_text(json.dumps({"id": 1, "problem": "1+1", "solution": "2"}) + "\n")
+    assert init("a/b", "--model", "org/name: #1", "--prompts", "own.jsonl", "--gpus", "0").exit_code == 0
+    run = load_run(folder / "a" / "b" / "run.yaml")
+    (task,) = run.tasks
+    assert isinstance(task, FileTask)
+    assert (task.path, task.prompt_column, task.answer_column) == ("../../own.jsonl", "problem", "solution")
+    assert run.model.path == "org/name: #1"
+    assert not (folder / "a" / "b" / "questions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "schedule"), [(1, 1, 1, "colocated"), (2, 1, 1, "stream"), (5, 2, 3, "stream")]
+)
+def test_gpus_are_shared_out_between_training_and_generation(
+    gpus: int, ranks: int, replicas: int, schedule: str, folder: Path
+) -> None:
+    assert init("--model", "smollm2-135m", "--prompts", "example", "--gpus", str(gpus)).exit_code == 0
+    here = load_cluster("cluster.yaml").sites["here"]
+    assert here.trainer is not None
+    assert (here.trainer.ranks, here.generation[0].replicas) == (ranks, replicas)
+    assert load_run("run.yaml").schedule.name == schedule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "none.jsonl"], "none.jsonl: cannot be read: No such file"),
+        (["--prompts", "list.jsonl"], "list.jsonl:1: expected a JSON object, found: [1]"),
+        (["--prompts", "text.jsonl"], "text.jsonl:1: expected a JSON object, found: not valid JSON"),
+        (["--prompts", "odd.jsonl"], "Name it with --prompt-column; the file has: a, b"),
+        (["--prompts", "odd.jsonl", "--prompt-column", "c"], "--prompt-column c: odd.jsonl has no such column"),
+        (["--prompts", "example", "--answer-column", "c"], "name it with --prompts"),
+        (["odd.jsonl", "--prompts", "example"], "odd.jsonl is a file, expected a folder"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(arguments: list[str], words: str, folder: Path) -> None:
+    (folder / "list.jsonl").write_text("[1]\n")
+    (folder / "text.jsonl").write_text("1+1\n")
+    (folder / "odd.jsonl").write_text('{"a": 1, "b": 2}\n')
+    done = init(*arguments, "--model", "m", "--gpus", "0")
+    assert isinstance(done.exception, UserError) and words in str(done.exception)
+    assert not list(folder.glob("**/*.yaml"))
+
+
+def test_no_file_is_overwritten(folder: Path) -> None:
+    (folder / "rewards.py").write_text("mine = 1\n")
+    done = init("--model", "m", "--prompts", "example", "--gpus", "0")
+    assert isinstance(done.exception, UserError) and "has rewards.py already" in str(done.exception)
+    assert (folder / "rewards.py").read_text() == "mine = 1\n" and not (folder / "run.yaml").exists()
