@@ -32,13 +32,14 @@ from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.void_watch import VoidWatch
-from streamrl.errors import RunFailed
+from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.launcher import preflight, site_setup, supervisor
+from streamrl.launcher import site_setup, supervisor
 from streamrl.launcher.local_backend import LocalProcess, start
+from streamrl.machine import installed_packages
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import step_line
@@ -62,8 +63,6 @@ from tests.training.conftest import free_port
 from tests.waiting import scaled
 
 DOC = Path(__file__).parents[1] / "docs" / "how-to" / "troubleshoot.md"
-ENTRIES = 10
-"""At least so many mistakes and faults have an entry."""
 LIMIT_S = 20.0
 """For a process of a test."""
 HERE: dict[str, Any] = {"trainer": {"threads": 1}, "generation": [{"name": "one", "kv_cache_gb": 0.05}]}
@@ -226,6 +225,12 @@ class Place:
         assert streamrl(self.monkeypatch, *arguments) == code
         return self.capfd.readouterr().err
 
+    def read(self, *arguments: str) -> str:
+        """Calls a command; what it prints to stdout."""
+        self.capfd.readouterr()
+        assert streamrl(self.monkeypatch, *arguments) == 0
+        return self.capfd.readouterr().out
+
     def launch(self, *arguments: str, code: int = 2) -> str:
         """What `streamrl launch --dry-run` prints to stderr."""
         return self.say("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--dry-run", *arguments, code=code)
@@ -289,8 +294,17 @@ def model_not_fetched(place: Place) -> str:
 
 @provokes
 def not_installed(place: Place) -> str:
-    place.monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    place.monkeypatch.setattr(installed_packages.importlib.util, "find_spec", lambda name: None)
     return place.launch()
+
+
+@provokes
+def no_cpu_build(place: Place) -> str:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "torchaudio": "2.11.0"}
+    place.monkeypatch.setattr(installed_packages, "_version", lambda name: versions.get(name, ""))
+    said = place.launch()
+    assert "torchvision 0" not in said
+    return said
 
 
 @provokes
@@ -515,11 +529,21 @@ def test_the_message_is_what_is_printed(name: str, place: Place) -> None:
 def test_every_message_is_provoked_and_every_entry_has_one() -> None:
     assert set(PROVOKED) == set(messages())
     entries = re.split(r"^## ", DOC.read_text(), flags=re.MULTILINE)[1:]
-    assert [entry.partition(".")[0] for entry in entries] == [str(n) for n in range(1, len(entries) + 1)]
-    assert len(entries) >= ENTRIES
+    assert [entry.partition(".")[0] for entry in entries] == list(ErrorCode)
     for entry in entries:
         parts = [entry.find(mark) for mark in ("<!-- message: ", "**Why.**", "**Do.**")]
         assert -1 < parts[0] < parts[1] < parts[2], entry.partition("\n")[0]
+
+
+def test_messages_end_with_the_code_of_their_entry_which_streamrl_explain_prints(place: Place) -> None:
+    said = place.read("explain").splitlines()
+    assert [line.partition(". ")[0] for line in said] == list(ErrorCode)
+    for entry in re.split(r"^## (?=E)", DOC.read_text(), flags=re.MULTILINE)[1:]:
+        code, _, title = entry.partition("\n")[0].partition(". ")
+        assert set(re.findall(f"{SEE_DOCS}(E\\d+)", entry)) == {code}, entry.partition("\n")[0]
+        told = place.read("explain", code.lower())
+        assert told.startswith(f"{code}. {title}\n") and "**Do.**" in told and "](" not in told and "<!--" not in told
+    assert "E9999: no such code; expected one of E1001, " in place.say("explain", "E9999")
 
 
 def test_a_limit_that_is_changed_in_the_folders_config_yaml_is_that_of_the_resumed_run(place: Place) -> None:

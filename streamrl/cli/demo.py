@@ -11,6 +11,8 @@ import click
 from streamrl.errors import UserError
 
 MODEL = "smollm2-135m"
+PACKAGES = ("torch", "vllm", "transformers", "gguf", "reasoning_gym")
+"""What the demo needs besides the base install, by the names of their imports."""
 GB = 1e9
 
 
@@ -58,10 +60,13 @@ def command(
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
+    from streamrl.machine.installed_packages import package_problems
     from streamrl.machine.probe import probe
     from streamrl.scaffold.project_files import shipped
 
     began = time.monotonic()
+    if problems := list(package_problems(PACKAGES, "cpu,tasks")):
+        raise UserError("\n".join(problems))
     run_file = run_file or shipped("demo.yaml")
     cluster, run = load_cluster(cluster_file or shipped("local.yaml")), load_run(run_file, overrides)
     cores = usable_cores()
@@ -69,8 +74,7 @@ def command(
     folder = fetch_with_progress(MODEL, None)
     types = choose(run.model, cuda=False)
     found = probe(folder)
-    if found is None:
-        raise UserError("torch is not installed; install with: pip install 'streamrl[cpu,tasks]'")
+    assert found is not None, "torch is installed"
     model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
     rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
     gflops = rate * min(2, cores)  # the cluster file gives trainer and instances this many threads

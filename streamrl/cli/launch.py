@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
@@ -72,7 +72,8 @@ def command(
     if resume_dir is not None:
         cluster, run = load_resolved(resume_dir)
         if run_file is not None or any(not o.startswith("steps=") for o in overrides):
-            raise UserError("--resume continues a run as it was; only --cluster and --steps may be given with it")
+            kept = "--resume continues a run as it was; only --cluster and --steps may be given with it"
+            raise UserError(ErrorCode.RESUME.refer(kept))
         if steps is not None:
             run = run.model_copy(update={"steps": steps})
         _refuse_finished(resume_dir, run.steps)
@@ -175,7 +176,8 @@ def _refuse_finished(run_dir: Path, steps: int) -> None:
 
     done = CheckpointFolder(run_dir / layout.CHECKPOINTS).latest()
     if done is not None and done >= steps:
-        raise UserError(f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further")
+        finished = f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further"
+        raise UserError(ErrorCode.RESUME.refer(finished))
 
 
 def _model_folder(run: RunConfig) -> str:

@@ -30,6 +30,7 @@ COMMANDS = {
     "dashboard": "Show runs in a browser, live: state, curves, timeline, samples.",
     "status": "Show the state and progress of a run.",
     "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",
+    "explain": "Print what the documentation says about the error code of a message.",
     "chaos": "Inject faults into a live run, and check that no sample is lost.",
 }
 

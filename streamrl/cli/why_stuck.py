@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 if TYPE_CHECKING:
     from streamrl.diagnose.facts import Facts, ProcessFacts
@@ -65,7 +65,7 @@ def command(directory: Path, stacks: str | None) -> None:
         click.echo(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded")
         sys.exit(STUCK)
     verdict = judge(facts)
-    click.echo(verdict.sentence)
+    click.echo(ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence)
     _show(facts, verdict)
     if stacks is not None:
         _show_stacks(facts, verdict, stacks == "all")

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from streamrl.atomic_files import replace_text
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.explain import ConfigProblem, explain
+from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 RESOLVED_NAME = "config.yaml"
 """File name of the resolved configuration in a run's folder."""
@@ -95,7 +95,7 @@ def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
     """
     path = Path(run_dir) / RESOLVED_NAME
     if not path.is_file():
-        raise ConfigError(f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}")
+        raise ConfigError(ErrorCode.RESUME.refer(f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}"))
     document = _read(path)
     data = document.data
     if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
@@ -221,7 +221,8 @@ def _validate(model: type[ModelType], document: Document) -> ModelType:
         return model.model_validate(document.data)
     except ValidationError as error:
         problems = [_located(document, problem) for problem in explain(model, error, document.data)]
-        raise ConfigError("\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))) from error
+        texts = "\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))
+        raise ConfigError(ErrorCode.CONFIGURATION.refer(texts)) from error
 
 
 def _located(document: Document, problem: ConfigProblem) -> tuple[int, str]:

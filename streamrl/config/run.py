@@ -12,6 +12,7 @@ from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
+from streamrl.errors import ErrorCode
 
 
 class ModelConfig(StrictModel):
@@ -313,8 +314,10 @@ class RunConfig(StrictModel):
     def _fits(self) -> Self:
         if self.sampling.max_tokens >= self.model.max_context:
             raise ValueError(
-                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
-                f"model.max_context ({self.model.max_context})"
+                ErrorCode.CONTEXT.refer(
+                    f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
+                    f"model.max_context ({self.model.max_context})"
+                )
             )
         if self.speculation.method != "none" and self.sampling.min_p > 0:
             raise ValueError(

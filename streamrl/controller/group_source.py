@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.config.run import RunConfig
-from streamrl.errors import RunFailed
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
 from streamrl.tasks.source import Prompt, PromptSource
@@ -61,9 +61,11 @@ class GroupSource:
             if again or len(tokens) <= self.longest_prompt:
                 return prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
             self.too_long += 1
+        limit = f"model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens}"
         raise RunFailed(
-            f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self.longest_prompt} tokens "
-            f"(model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens})"
+            ErrorCode.CONTEXT.refer(
+                f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self.longest_prompt} tokens ({limit})"
+            )
         )
 
     def tokens(self, text: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from streamrl.controller.step_batch import StepBatch
-from streamrl.errors import RunFailed
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.micro_batch import TrainGroup
@@ -93,8 +93,10 @@ class RefusedSteps:
         words = self._describe(batch)
         if self.count >= self._limit:
             raise RunFailed(
-                f"{self.count} optimizer steps were refused (optimizer.end_after_refused is {self._limit}), "
-                f"the last one was step {batch.step}: {words}; {self._where()}"
+                ErrorCode.REFUSED_STEPS.refer(
+                    f"{self.count} optimizer steps were refused (optimizer.end_after_refused is {self._limit}), "
+                    f"the last one was step {batch.step}: {words}; {self._where()}"
+                )
             )
         if not found or set(found) >= set(batch.groups):
             batch.refusal, batch.given_up = f"{words}; skipped", True

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from streamrl.config.run import RunConfig
+from streamrl.errors import ErrorCode
 from streamrl.rollouts.plain_text import shown
 from streamrl.rollouts.void import Void, VoidCause
 
@@ -63,13 +64,13 @@ class VoidWatch:
             return None
         if not seen.works and seen.void >= FEWEST:
             what = "generation" if self._most_frequent() is VoidCause.GENERATION else "the reward"
-            return f"{what} of task {task!r} does not work: all {seen.void} are void. {self._causes()}"
+            never = f"{what} of task {task!r} does not work: all {seen.void} are void"
+            return f"{ErrorCode.REWARD.refer(never)}. {self._causes()}"
         count = sum(cause is not None for cause in self._newest)
         if len(self._newest) == self._newest.maxlen and count > self._most * len(self._newest):
-            return (
-                f"{count} of the newest {len(self._newest)} rewards are void, and rewards.max_void_rate allows "
-                f"{self._most:g}. {self._causes()}"
-            )
+            often = f"{count} of the newest {len(self._newest)} rewards are void"
+            allowed = f"rewards.max_void_rate allows {self._most:g}"
+            return f"{often}, and {ErrorCode.REWARD.refer(allowed)}. {self._causes()}"
         return None
 
     def _most_frequent(self) -> VoidCause:

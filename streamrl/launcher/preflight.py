@@ -17,9 +17,10 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig, Site
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
+from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
@@ -162,11 +163,9 @@ def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
 
 
 def check_packages(cluster: ClusterConfig) -> Iterable[str]:
-    """Check that torch and vLLM are installed (they are not in the base install)."""
-    missing = [name for name in ("torch", "vllm", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        extra = "gpu" if cluster.hardware == "cuda" else "cpu"
-        yield f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[{extra},tasks]'"
+    """Check that torch and vLLM are installed (they are not in the base install), and fit each other."""
+    extra = "gpu" if cluster.hardware == "cuda" else "cpu"
+    yield from package_problems(("torch", "vllm", "transformers"), f"{extra},tasks")
 
 
 def check_model(run: RunConfig) -> Iterable[str]:
@@ -179,7 +178,8 @@ def check_model(run: RunConfig) -> Iterable[str]:
     config = json.loads((folder / "config.json").read_text())
     longest = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     if isinstance(longest, int) and run.model.max_context > longest:
-        yield f"model.max_context: {run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+        asked = f"{run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+        yield ErrorCode.CONTEXT.refer(f"model.max_context: {asked}")
 
 
 def check_packing(run: RunConfig) -> Iterable[str]:
@@ -288,7 +288,7 @@ def check_gpus(
         has = (
             f"this machine has {usable}" if visible is None else f"{VISIBLE}={visible} leaves {usable} of this machine"
         )
-        yield f"{who} asks for {wanted} GPUs, {has}{way_out}"
+        yield ErrorCode.INSTALLATION.refer(f"{who} asks for {wanted} GPUs, {has}{way_out}")
 
 
 def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
@@ -304,7 +304,8 @@ def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
             try:
                 probe.bind((address, port))
             except OSError as error:
-                yield f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
+                taken = f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
+                yield ErrorCode.PORT.refer(taken)
 
 
 def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
@@ -319,7 +320,7 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
     needed = (run.checkpoint.keep + 1) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
     free = shutil.disk_usage(existing).free
     if needed > free:
-        yield (
+        yield ErrorCode.DISK.refer(
             f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
             f"one more, {free / 2**30:.1f} GiB free"
         )
@@ -371,10 +372,8 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
             needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
     if needed <= free:
         return []
-    return [
-        f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free, "
-        f"{(needed - free) / 2**30:.1f} GiB are missing: it may be killed"
-    ]
+    figures = f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+    return [ErrorCode.MEMORY.refer(f"{figures}, {(needed - free) / 2**30:.1f} GiB are missing: it may be killed")]
 
 
 def usable_cores() -> int:

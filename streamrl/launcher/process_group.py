@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
+from streamrl.errors import ErrorCode
 from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
 from streamrl.launcher.site_setup import Share
@@ -111,7 +112,7 @@ class ProcessGroup:
     def _restart_message(self, process: RunProcess) -> str:
         name = process.spec.name
         if self._due[name] is None:
-            return f"{name} has died {len(self._deaths[name])} times; it is not started again"
+            return ErrorCode.MEMORY.refer(f"{name} has died {len(self._deaths[name])} times; it is not started again")
         if process.spec.role not in HOME:
             return f"{process.short_words()}; it is started again"
         # a controller that gives up does so because another process died

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.errors import SEE_DOCS, ErrorCode
 from streamrl.launcher.entry_point import AGAIN, LAST_WORDS, UNEXPECTED
 from streamrl.runtime.process_plan import ProcessSpec
 
@@ -84,8 +85,10 @@ class RunProcess(ABC):
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
-        why = " (out of memory, or somebody's kill -9)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{why}"
+        killed = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            killed += f" (out of memory, or somebody's kill -9; {SEE_DOCS}{ErrorCode.MEMORY})"
+        return killed
 
     def _said(self) -> list[str]:
         """Read the lines of its own output, the newest ones if there are many."""

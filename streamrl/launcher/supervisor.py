@@ -18,7 +18,7 @@ from types import FrameType
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
 from streamrl.launcher.watchdog import Watchdog
@@ -111,7 +111,8 @@ def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: 
         for line in family.revive():
             view.say(line)
         for name, silent in watchdog.hanging(family.started).items():
-            view.say(f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead")
+            silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"
+            view.say(ErrorCode.HANG.refer(silence))
             family.kill(name)
         if family.dead:
             time.sleep(SETTLE_S)
@@ -155,7 +156,8 @@ def _locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise UserError(f"{run_dir} is in use by another launcher ({lock.read() or 'just started'})") from None
+            owner = lock.read() or "just started"
+            raise UserError(ErrorCode.RESUME.refer(f"{run_dir} is in use by another launcher ({owner})")) from None
         except OSError as error:
             raise UserError(
                 f"cannot lock {run_dir / layout.LOCK}: {error.strerror}; without one, a second launcher could replace "

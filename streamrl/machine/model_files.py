@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
+from streamrl.machine.installed_packages import package_problems
 
 Say = Callable[[str], None]
 """Callback that receives progress messages."""
@@ -73,12 +73,18 @@ def resolve_model(path: str) -> str:
     if path in KNOWN_MODELS:
         folder = cache_directory() / "models" / path
         if not (folder / CHECKSUMS).exists():
-            raise UserError(f"model.path: {path} is not on this machine yet; run: streamrl fetch-model {path}")
+            raise UserError(
+                ErrorCode.MODEL.refer(
+                    f"model.path: {path} is not on this machine yet; run: streamrl fetch-model {path}"
+                )
+            )
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if wrong := _wrong_with(folder):
-            raise UserError(f"model.path: {path} is no model folder in HF format: {'; '.join(wrong)}")
+            raise UserError(
+                ErrorCode.MODEL.refer(f"model.path: {path} is no model folder in HF format: {'; '.join(wrong)}")
+            )
         return str(folder)
     if HUB_ID.match(path) and not folder.parent.is_dir():
         return _from_hub(path)
@@ -88,8 +94,10 @@ def resolve_model(path: str) -> str:
         near += difflib.get_close_matches(str(folder), siblings, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"model.path: {path} is neither a folder, nor a hub id (owner/name), "
-        f"nor one of: {', '.join(KNOWN_MODELS)}{hint}"
+        ErrorCode.MODEL.refer(
+            f"model.path: {path} is neither a folder, nor a hub id (owner/name), "
+            f"nor one of: {', '.join(KNOWN_MODELS)}{hint}"
+        )
     )
 
 
@@ -146,11 +154,13 @@ def _from_hub(hub_id: str) -> str:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""
         raise UserError(
-            f"model.path: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
-            f"({type(error).__name__}){hint}"
+            ErrorCode.MODEL.refer(
+                f"model.path: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
+                f"({type(error).__name__}){hint}"
+            )
         ) from error
     if wrong := _wrong_with(folder):
-        raise UserError(f"model.path: {hub_id} is no model in HF format: {'; '.join(wrong)}")
+        raise UserError(ErrorCode.MODEL.refer(f"model.path: {hub_id} is no model in HF format: {'; '.join(wrong)}"))
     return str(folder)
 
 
@@ -178,9 +188,8 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
             return folder
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already and is not a fetched model; choose another --out")
-    missing = [package for package in ("torch", "transformers", "gguf") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise UserError(f"fetch-model needs {', '.join(missing)}: pip install 'streamrl[cpu]'")
+    if problems := list(package_problems(("torch", "transformers", "gguf"), "cpu,tasks")):
+        raise UserError("\n".join(problems))
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         work.mkdir(parents=True)

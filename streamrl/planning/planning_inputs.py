@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,8 @@ def offers_of(
             try:
                 found = device(pool.gpu, devices)
             except ValueError as error:
-                raise UserError(f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types") from error
+                unknown = f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types"
+                raise UserError(ErrorCode.INSTALLATION.refer(unknown)) from error
             if found.name == CPU:
                 each = pool.threads
             if "price_per_hour" in pool.model_fields_set:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-from streamrl.errors import RunFailed
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.transport.wire import Message, decode, encode
 
@@ -67,7 +67,7 @@ class Ledger:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise RunFailed(f"cannot write the ledger {self.path}: {error}") from error
+            raise RunFailed(ErrorCode.DISK.refer(f"cannot write the ledger {self.path}: {error}")) from error
 
     def issue(self, samples: Iterable[tuple[str, str]]) -> None:
         """Record samples, as (sample id, group id), that will be generated."""

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.errors import ErrorCode
 from streamrl.machine.model_files import resolve_model
 
 OWN_RUN_KEYS = ("name", "steps", "ranker.path", "model.path")
@@ -46,7 +47,7 @@ def disagreement(here: Mapping[str, Any], there: object) -> str | None:
         return None
     named = [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing[:MOST_NAMED]]
     more = f"; and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-    return f"it was started with other files: {'; '.join(named)}{more}"
+    return ErrorCode.SITES.refer(f"it was started with other files: {'; '.join(named)}{more}")
 
 
 def _flat(prefix: str, value: Any, left_out: tuple[str, ...]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 
 def import_function(spec: str, whose: str, expected: str = "'module:function'") -> Any:
@@ -32,7 +32,8 @@ def import_function(spec: str, whose: str, expected: str = "'module:function'") 
         for part in name.split("."):
             function = getattr(function, part)
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(f"{whose}: cannot be imported: {type(error).__name__}: {error}") from error
+        reason = f"{whose}: cannot be imported: {type(error).__name__}: {error}"
+        raise UserError(ErrorCode.REWARD.refer(reason)) from error
     return function
 
 

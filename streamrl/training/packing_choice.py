@@ -23,7 +23,7 @@ from typing import Literal
 
 from streamrl.atomic_files import replace_text
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.model_files import cache_directory
 
 LIMIT_S = 300.0
@@ -110,7 +110,8 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
         figures = max(way.logprob_error for way in shared), max(way.gradient_error for way in shared)
         return Packing("shared", shared[0].attention, f"proven for {name}, {_figures(*figures)}")
     if asked == "shared":
-        raise UserError(f"batch.packing: shared is wrong for {name}: {wrong}. Set batch.packing: auto")
+        refused = f"batch.packing: shared is wrong for {name}: {wrong}. Set batch.packing: auto"
+        raise UserError(ErrorCode.PACKING.refer(refused))
     if separate is None:
         differs = [way.differs for way in proof.ways if way.kind == "separate"]
         raise UserError(f"model.path: {name} cannot be trained: with its own attention, {differs[-1]}")

@@ -28,7 +28,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 log = logging.getLogger(__name__)
 
@@ -158,13 +158,14 @@ def _read(path: Path, site: str, forbidden: int, fix: int, remedy: str = "") -> 
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & forbidden:
             what = "readable or writable" if forbidden & 0o044 else "writable"
-            raise UserError(f"{path}: mode {mode:04o} makes it {what} by others than you; do: chmod {fix:o} {path}")
+            exposed = f"{path}: mode {mode:04o} makes it {what} by others than you; do: chmod {fix:o} {path}"
+            raise UserError(ErrorCode.KEYS.refer(exposed))
         public, secret = load_certificate(path)
         if len(z85.decode(public)) != 32:
             raise ValueError
     except FileNotFoundError as error:
         remedy = remedy or f"site {site!r} needs its keys: {MAKE_THEM} --site {site}"
-        raise UserError(f"{path}: no such file; {remedy}") from error
+        raise UserError(ErrorCode.KEYS.refer(f"{path}: no such file; {remedy}")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, IndexError, struct.error) as error:
@@ -174,7 +175,7 @@ def _read(path: Path, site: str, forbidden: int, fix: int, remedy: str = "") -> 
 
 def _malformed(path: Path, holds: str, site: str, remedy: str) -> UserError:
     remedy = remedy or f"copy it anew from where it was made, or {MAKE_THEM} --site {site} --replace"
-    return UserError(f"{path}: it holds {holds}; {remedy}")
+    return UserError(ErrorCode.KEYS.refer(f"{path}: it holds {holds}; {remedy}"))
 
 
 def stays_on_machine(address: str) -> bool:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from streamrl.errors import RunFailed
+from streamrl.errors import ErrorCode, RunFailed
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class WaitRegistry:
                 wait = self._waits[name]
                 left_s = wait.limit_s - self._progress[name]()
                 if left_s <= 0:
-                    raise DeadlineExpired(str(wait))
+                    raise DeadlineExpired(ErrorCode.HANG.refer(str(wait)))
                 self._begun[name] = time.monotonic() + left_s
         finally:
             task.cancel()
@@ -128,7 +128,7 @@ class WaitRegistry:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExpired(str(wait)) from error
+            raise DeadlineExpired(ErrorCode.HANG.refer(str(wait))) from error
         finally:
             timer.cancel()
             del self._waits[key]

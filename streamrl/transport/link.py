@@ -17,6 +17,7 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
+from streamrl.errors import SEE_DOCS, ErrorCode
 from streamrl.transport import endpoint_base
 from streamrl.transport.clock import ClockSync
 from streamrl.transport.curve import ClientSecurity
@@ -125,8 +126,9 @@ class Link(Endpoint):
         self._configure(security)
         self._socket.connect(address)
         self._start(self._read())
-        hint = " (it answers only if each side has the other's present key)" if security is not None else ""
-        async with self.waits.deadline(f"an answer of {self._hub}{hint}", limit_s):
+        hint = f" (it answers only if each side has the other's present key; {SEE_DOCS}{ErrorCode.KEYS})"
+        wait = f"an answer of {self._hub}{hint if security is not None else ''}"
+        async with self.waits.deadline(wait, limit_s):
             while not self._answered.is_set():
                 hello = self._hello()
                 await self._socket.send_multipart(hello)  # waits until there is a connection

@@ -92,7 +92,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
     assert "key 'tasks.2.kind' is missing" in errors[7]
     assert errors[8] == "F:13: 'steps' is 'many', expected a whole number"
     assert "'name' is 5, expected text" in errors[9]
-    assert errors[10] == "F:16: 'model.dtype' is 'fp16', expected one of: auto, bfloat16, float32"
+    assert errors[10] == "F:16: 'model.dtype' is 'fp16', expected one of: auto, bfloat16, float32 (see docs: E1001)"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_mistakes_of_file_and_overrides_are_told_together(write: Write) -> None:
     assert sorted(errors) == [
         "--set optimizer.lr=0: 'optimizer.lr' is 0, expected more than 0.0",
         "--set seed=x: 'seed' is 'x', expected a whole number",
-        "F:1: 'steps' is 0, expected at least 1",
+        "F:1: 'steps' is 0, expected at least 1 (see docs: E1001)",
     ]
 
 

@@ -48,8 +48,8 @@ def test_a_reward_that_never_works_ends_the_run_early_with_its_own_traceback() -
     assert ended is not None
     assert ended[0] == FEWEST == 32
     assert ended[1] == (
-        "the reward of task 'mine' does not work: all 32 are void. Most frequent cause: verifier (32 of 32); see "
-        f"logs/*-workers.log. The last one: KeyError: 'answer'\n{TRACE}"
+        "the reward of task 'mine' does not work: all 32 are void (see docs: E1008). Most frequent cause: "
+        f"verifier (32 of 32); see logs/*-workers.log. The last one: KeyError: 'answer'\n{TRACE}"
     )
 
 
@@ -66,7 +66,7 @@ def test_a_reward_that_has_worked_once_is_judged_by_the_rate_over_the_whole_wind
     assert play(watch(), half * 3) is None  # 20 of any 40 are not more than half
     ended = play(watch(), [*[None] * 100, *[LATE] * 40])
     assert ended is not None and ended[0] == 121
-    assert "21 of the newest 40 rewards are void, and rewards.max_void_rate allows 0.5." in ended[1]
+    assert "21 of the newest 40 rewards are void, and rewards.max_void_rate allows 0.5 (see docs: E1008)." in ended[1]
     assert ended[1].endswith("The last one: timed out after 20 s")
     assert play(watch(), [None, *[LATE] * 38]) is None  # as long as there is no whole window
     assert play(watch(), [None, *[LATE] * 39]) is not None

@@ -15,6 +15,7 @@ from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
 from streamrl.launcher.speculation_check import check_speculation
+from streamrl.machine import installed_packages
 
 GIB = 2**30
 
@@ -40,7 +41,7 @@ def gpus(count: int) -> list[str]:
 def test_more_gpus_than_there_are() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
     assert list(preflight.check_gpus(asked, RunConfig(), gpus(9))) == [
-        "the cluster asks for 10 GPUs, this machine has 9"
+        "the cluster asks for 10 GPUs, this machine has 9 (see docs: E1003)"
     ]
     assert list(preflight.check_gpus(asked, RunConfig(), gpus(10))) == []
     values = asked.model_dump()
@@ -49,14 +50,16 @@ def test_more_gpus_than_there_are() -> None:
     assert "asks for 11 GPUs" in problem
     in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
     assert list(preflight.check_gpus(asked, in_turns, gpus(8))) == []
-    assert list(preflight.check_gpus(asked, in_turns, gpus(7))) == ["the cluster asks for 8 GPUs, this machine has 7"]
+    (problem,) = preflight.check_gpus(asked, in_turns, gpus(7))
+    assert problem.startswith("the cluster asks for 8 GPUs, this machine has 7 (")
     assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), gpus(0))) == []
 
 
 def test_gpus_that_this_user_may_not_use_do_not_count() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
     (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12")
-    assert problem == "the cluster asks for 10 GPUs, CUDA_VISIBLE_DEVICES=4,5,6,7,8,9,10,11,12 leaves 9 of this machine"
+    left = "CUDA_VISIBLE_DEVICES=4,5,6,7,8,9,10,11,12 leaves 9 of this machine"
+    assert problem.startswith(f"the cluster asks for 10 GPUs, {left} (")
     assert list(preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12,15")) == []
     (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(2), visible="1,2")
     assert "got '2'; it has GPUs 0 to 1 (GPU-0, GPU-1)" in problem
@@ -130,9 +133,11 @@ def test_an_address_that_is_not_this_machines() -> None:
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "vllm" else object())
+    monkeypatch.setattr(
+        installed_packages.importlib.util, "find_spec", lambda name: None if name == "vllm" else object()
+    )
     [problem] = preflight.check_packages(cluster("cuda"))
-    assert problem == "not installed: vllm; install with: pip install 'streamrl[gpu,tasks]'"
+    assert problem == "not installed: vllm; install with: pip install 'streamrl[gpu,tasks]' (see docs: E1003)"
 
 
 def test_what_has_never_been_run_is_named_in_the_plan() -> None:

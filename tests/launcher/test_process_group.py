@@ -134,12 +134,12 @@ def test_a_service_comes_back_alone_until_its_budget_is_used_up(
         before = alive(tmp_path)["service-here"]
         os.kill(before[0], signal.SIGKILL)
         told += until(lambda before=before: alive(tmp_path).get("service-here", before) != before, family)
-    killed = "service-here was killed by SIGKILL (out of memory, or somebody's kill -9)"
+    killed = "service-here was killed by SIGKILL (out of memory, or somebody's kill -9; see docs: E1006)"
     assert told == [f"{killed}; it is started again"] * 2
     assert {name: alive(tmp_path)[name] for name in others} == others
     os.kill(alive(tmp_path)["service-here"][0], signal.SIGKILL)
     told = until(lambda: family.dead, family)
-    assert told == ["service-here has died 3 times; it is not started again"]
+    assert told == ["service-here has died 3 times; it is not started again (see docs: E1006)"]
 
 
 @pytest.mark.parametrize("victim", ["controller", "trainer"])

@@ -18,7 +18,7 @@ from typing import Any
 
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from streamrl.errors import RunFailed
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.instance_life import ALIVE, InstanceLife, Life
 from streamrl.generation.site.instance_monitor import WATCH_S, InstanceWatch
@@ -342,9 +342,8 @@ class SiteFleet:
         if leaving:
             return  # `_take_out` continues
         if due is None and not any(other.state in ALIVE for other in self.lives.values()):
-            raise RunFailed(
-                f"{why}; it has died {len(life.deaths)} times, and no instance is left at {self.context.site}"
-            )
+            died = f"{why}; it has died {len(life.deaths)} times"
+            raise RunFailed(ErrorCode.INSTANCE.refer(f"{died}, and no instance is left at {self.context.site}"))
         self._write()
         if due is not None:
             self._begin(self._restart(life, due))

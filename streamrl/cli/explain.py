@@ -1,0 +1,46 @@
+"""`streamrl explain`: prints what the documentation says about an error code."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from streamrl.errors import ErrorCode, UserError
+
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+NAME_OF_MESSAGE = re.compile(r"^<!-- message: .* -->\n", re.MULTILINE)
+
+
+@click.command()
+@click.argument("code", required=False)
+def command(code: str | None) -> None:
+    """Print what an error code means and what to do; without CODE, list all codes.
+
+    The codes are at the ends of messages: `see docs: E1004`.
+
+    \b
+    Examples:
+      streamrl explain E1004
+      streamrl explain
+    """
+    from streamrl.scaffold.project_files import shipped
+
+    entries = read_entries(shipped("troubleshoot.md").read_text(encoding="utf-8"))
+    if code is None:
+        for title in (text.partition("\n")[0] for text in entries.values()):
+            click.echo(title)
+    elif (entry := entries.get(code.upper())) is not None:
+        click.echo(entry)
+    else:
+        raise UserError(f"{code}: no such code; expected one of {', '.join(ErrorCode)}")
+
+
+def read_entries(page: str) -> dict[str, str]:
+    """Split the page of errors into its entries by code, as plain text.
+
+    Args:
+        page: text of docs/how-to/troubleshoot.md, whose headings of entries begin with a code.
+    """
+    parts = re.split(r"^## (?=E\d+\. )", page, flags=re.MULTILINE)[1:]
+    return {part.partition(".")[0]: LINK.sub(r"\1", NAME_OF_MESSAGE.sub("", part)).strip() for part in parts}
