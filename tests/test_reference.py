@@ -50,6 +50,12 @@ def test_an_example_is_a_valid_run(path: Path) -> None:
     assert path.name in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_site_has_every_page_and_no_other() -> None:
+    listed = re.findall(r": (docs/\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.*") if path.suffix in (".md", ".ipynb")]
+    assert sorted(listed) == sorted(page.replace(".ipynb", ".md") for page in pages)
+
+
 def headings(path: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     plain = (found.replace("`", "").replace("&lt;", "<").replace("\\*", "*") for found in HEADING.findall(text))

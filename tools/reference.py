@@ -47,9 +47,9 @@ def cluster_file() -> str:
     from streamrl.config.cluster import ClusterConfig
 
     about = """
-    Where things run. [cluster_configs/](../../cluster_configs) has commented examples; how to write one is in
-    [sites](../how-to/sites.md) and [cluster](../how-to/cluster.md). Unknown keys are errors. `streamrl schema
-    cluster` prints the same as JSON Schema, with which an editor completes and checks.
+    Where things run. [cluster_configs/local.yaml](../../cluster_configs/local.yaml) and its neighbours are commented
+    examples; how to write one is in [sites](../how-to/sites.md) and [cluster](../how-to/cluster.md). Unknown
+    keys are errors. `streamrl schema cluster` prints the same as JSON Schema, with which an editor completes and checks.
     """
     return page("Cluster file", about, ConfigPage(ClusterConfig).sections())
 
@@ -62,7 +62,7 @@ def run_file() -> str:
     What is trained, and how. Every key has a default, so an empty file is a valid run; unknown keys are errors.
     Combinations that make no sense are refused when the file is read, with the reason. `--set
     batch.prompts_per_step=4` changes a key, `--set tasks.0.weight=2` one of a list. `streamrl schema run` prints
-    the same as JSON Schema, with which an editor completes and checks. Examples: [examples/](../../examples).
+    the same as JSON Schema, with which an editor completes and checks. Examples: [examples](../../examples/README.md).
     """
     return page("Run file", about, ConfigPage(RunConfig).sections())
 

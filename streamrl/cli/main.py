@@ -82,7 +82,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
     try:
-        cli(standalone_mode=False)
+        cli(standalone_mode=False, prog_name="streamrl")
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
